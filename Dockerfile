@@ -13,7 +13,7 @@ ARG APEX=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ARG JOBS=8
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends git ibverbs-providers libibverbs1 librdmacm1 libnuma1 make ninja-build numactl \
+    && apt-get install -y --no-install-recommends bubblewrap git ibverbs-providers libibverbs1 librdmacm1 libnuma1 libseccomp2 make ninja-build numactl \
         python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 

@@ -11,6 +11,8 @@ SGLANG_INSTALLED := $(VENV)/sglang-installed
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json
+PUZZLES := .cache/puzzles/reward_model/config.json
+AGENTS := runs/agents_sft_cpu/hugging_face/config.json
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 # Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
@@ -19,18 +21,24 @@ TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=
 # Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20
 
-.PHONY: adder warm-start demo demo-sglang sglang-cpu slurm-cpu test test-long lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents demo demo-sglang sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
+	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
+	@echo "make agents     the model and data of yaml_recipes/agents_..._cpu.yaml"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
 	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ need it and are skipped without)"
+	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; its tests are skipped without)"
+	@echo "make chromium   install Chromium from Debian's packages, as root (it opens pages; their tests are skipped without)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
-	@echo "make test-long  demo trainings, kills and resumes"
+	@echo "make test-long  whole runs, kills and resumes"
+	@echo "make test-soak  trainings that must learn, and many faults in one run (an hour; before a release)"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
+	@echo "make docs       the documentation as a site, build/site/index.html; make docs-serve shows it while pages are written"
 	@echo "make house      files and lines, the longest, and whether the limits are kept"
 	@echo "make gpu-check  on a machine with a GPU: eleven checks, their figures and what to do (ARGS=\"--gpus 2\")"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
@@ -60,6 +68,14 @@ slurm-cpu:
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2
 
+chromium:
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium
+
+bubblewrap:
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap libseccomp2
+
 warm-start: $(WARM_START)
 
 adder: $(INSTALLED)
@@ -72,6 +88,25 @@ $(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | 
 	rm -rf runs/adder_sft_cpu
 	$(BIN)/megagrpo sft yaml_recipes/adder_sft_cpu.yaml
 
+puzzles: $(PUZZLES)
+
+$(PUZZLES): yaml_recipes/puzzles_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | adder
+	@for run in $(filter-out runs/puzzles_sft_cpu,$(wildcard runs/puzzles_*)); do \
+		echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; done
+	$(BIN)/megagrpo prepare puzzles --output .cache/puzzles
+	rm -rf runs/puzzles_sft_cpu
+	$(BIN)/megagrpo sft yaml_recipes/puzzles_sft_cpu.yaml
+	$(BIN)/python -m megagrpo.demo.reward_model runs/puzzles_sft_cpu/hugging_face .cache/puzzles/reward_model
+
+agents: $(AGENTS)
+
+$(AGENTS): yaml_recipes/agents_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | $(INSTALLED)
+	@for run in $(filter-out runs/agents_sft_cpu,$(wildcard runs/agents_*)); do \
+		echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; done
+	$(BIN)/megagrpo prepare agents --output .cache/agents
+	rm -rf runs/agents_sft_cpu
+	$(BIN)/megagrpo sft yaml_recipes/agents_sft_cpu.yaml
+
 demo: warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
@@ -83,16 +118,27 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
 
 test: lint $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long" $(ARGS)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)
 
 test-long: $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(PYTEST) -m long $(ARGS)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m "long and not soak" $(ARGS)
+
+test-soak: $(SGLANG_INSTALLED)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m soak $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The notice that it leaves out is about versions that are not pinned here.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
+
+docs-serve: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 house:
 	@$(PYTHON) tools/house.py

@@ -17,7 +17,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = sorted((REPOSITORY / "yaml_recipes").glob("adder_*cpu.yaml"))
 NOT_A_METHOD = ("adder_sglang_cpu", "adder_sft_cpu")
 PICTURE = REPOSITORY / "docs" / "images" / "algorithms.png"
-PANELS = {"reward/solved_share": "solved share of the step's samples", "eval/mean@1": "held-out exact match (greedy)"}
+PANELS = {
+    "reward/solved_share": "solved share of the step's samples",
+    "eval/adder/mean@1": "held-out exact match (greedy)",
+}
 GOAL = 0.9
 
 
@@ -55,7 +58,7 @@ def main() -> None:
         metrics = train(recipe, given.runs, given.overrides)
         label = recipe.stem.removeprefix("adder_").removesuffix("_cpu").removesuffix("cpu") or "grpo"
         found[label] = metrics
-        steps, matches = curve(metrics, "eval/mean@1")
+        steps, matches = curve(metrics, "eval/adder/mean@1")
         reached = next((step for step, match in zip(steps, matches, strict=True) if match >= GOAL), None)
         seconds = sum(curve(metrics, "seconds/step")[1])
         to_goal = "-" if reached is None else reached

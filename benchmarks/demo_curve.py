@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from curves import curve
 
 STYLES = ("-", "--", ":", "-.")
-PANELS = {"reward/mean": "mean reward of the step's samples", "eval/mean@1": "held-out exact match (greedy)"}
+PANELS = {"reward/mean": "mean reward of the step's samples", "eval/adder/mean@1": "held-out exact match (greedy)"}
 
 
 def main() -> None:

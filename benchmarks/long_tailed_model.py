@@ -73,7 +73,7 @@ def make_long_tailed_adder(directory: Path, median: float, spread: float, longes
         "train.total_steps=80",
         "train.tokens_per_microbatch=4608",
         "train.optimizer={lr: 2e-3, min_lr: 2e-4, schedule: cosine, warmup_steps: 3, beta2: 0.98}",
-        "eval.files=[]",
+        "eval.sets={}",
         "checkpoint.every_steps=80",
     ]
     recipe = ROOT / "yaml_recipes" / "adder_sft_cpu.yaml"

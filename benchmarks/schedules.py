@@ -81,7 +81,7 @@ class Entries:
     def scores(self) -> list[tuple[float, float]]:
         """(seconds from the start, held-out score) of each evaluation."""
         began = self.lines[0]["time"]
-        return [(line["time"] - began, line["eval/mean@1"]) for line in self.lines if "eval/mean@1" in line]
+        return [(line["time"] - began, line["eval/adder/mean@1"]) for line in self.lines if "eval/adder/mean@1" in line]
 
 
 def trained(schedule: str, model: Path, given: argparse.Namespace) -> Entries:
@@ -106,7 +106,8 @@ def trained(schedule: str, model: Path, given: argparse.Namespace) -> Entries:
             *([] if schedule == "one_step_off" else ["weights.pause=in_place"]),  # it finishes what runs
             f"algorithm.epochs={given.epochs}",
             "algorithm.rollout_logprobs_as_old=true",  # ratios to what sampled: samples may be stale
-            f"eval={{files: [{{path: {ADDER / 'test.parquet'}}}], response_tokens_max: {ANSWER_TOKENS}, "
+            f"eval={{sets: {{adder: {{files: [{{path: {ADDER / 'test.parquet'}}}]}}}}, "
+            f"response_tokens_max: {ANSWER_TOKENS}, "
             f"every_steps: {-(-given.steps // EVALUATIONS)}, before_training: true}}",
             f"checkpoint={{every_steps: {given.steps}, export_hugging_face: false}}",
         ]

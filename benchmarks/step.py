@@ -75,7 +75,7 @@ def run_megagrpo(work: Workload, overrides: list[str], steps: int, directory: st
         f"track.directory={directory}",
         "track.console=off",
         "track.mlflow=null",
-        "eval.files=[]",
+        "eval.sets={}",
         "eval.early_stopping=null",
         "checkpoint.keep_best=null",
         f"checkpoint.every_steps={steps}",

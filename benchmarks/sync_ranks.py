@@ -28,7 +28,12 @@ from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.views import torch_dtype
 
 GATHER = "gather everything"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_CUMEM_ENABLE": "0",  # as in SGLang's servers, with which NCCL joins the ranks
+    "NCCL_NVLS_ENABLE": "0",
+}
 
 
 @dataclass(frozen=True)

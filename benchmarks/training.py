@@ -28,6 +28,7 @@ import torch
 
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, count_response_tokens, make_rank_batches
 from megagrpo.batching.work import head_work, work_of
+from megagrpo.megatron import process
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.plan.case import GPUS
 from megagrpo.recipe.schema import Recipe
@@ -60,8 +61,14 @@ GPU_MODELS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """One GPU does not hold the optimizer of 8B parameters; its layers are all alike."""
 GPU_TOKENS_PER_MICROBATCH = (8192, 16384, 32768, 65536)
-RECOMPUTE: dict[str, Any] = {"none": "none", "mlp": {"modules": ["mlp"]}, "full": "full"}
-CPU_TABLE = {"tiny": CPU_MODEL | {"num_hidden_layers": 1, "vocab_size": 512}}, (512,)
+CPU_TABLE = {"tiny": CPU_MODEL | {"num_hidden_layers": 2, "vocab_size": 512}}, (512,)
+
+
+def recompute_ways(layers: int) -> dict[str, Any]:
+    """Values of train.recompute for a model of so many layers, at least 2, by their names in the table."""
+    half = layers // 2
+    ways = {"none": "none", "selective": "selective", "mlp": {"modules": ["mlp"]}}
+    return ways | {f"layers: {half}": {"layers": half}, "full": "full"}
 
 
 def peak_flops(name: str) -> float | None:
@@ -234,17 +241,18 @@ def table(device: str, models: dict[str, dict[str, int]], capacities: Sequence[i
     peak = peak_flops(name)
     print(f"{name}; 4 microbatches a step, sequences with a long tail, medians of {rounds} steps")
     print(
-        f"{'':24s} {'tokens/microbatch':>18s} {'recompute':>9s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} "
+        f"{'':24s} {'tokens/microbatch':>18s} {'recompute':>10s} {'s/step':>8s} {'tokens/s':>9s} {'MFU':>6s} "
         f"{'peak GiB':>9s}"
     )
     for model, sizes in models.items():
         with tempfile.TemporaryDirectory() as parent:
             directory = Path(parent) / "model"
             make_model(directory, sizes, torch.bfloat16)
-            for number, (capacity, recompute) in enumerate(product(capacities, RECOMPUTE)):
-                print(f"{model:24s} {capacity:18d} {recompute:>9s} ", end="", flush=True)
+            ways = recompute_ways(sizes["num_hidden_layers"])
+            for number, (capacity, way) in enumerate(product(capacities, ways)):
+                print(f"{model:24s} {capacity:18d} {way:>10s} ", end="", flush=True)
                 store = f"file://{parent}/store{number}"
-                recipe = make_recipe("bfloat16", capacity, RECOMPUTE[recompute])
+                recipe = make_recipe("bfloat16", capacity, ways[way])
                 found = measure(device, directory, sizes, recipe, store, rounds)
                 print(found.row(peak) if found else "out of memory")
                 gc.collect()  # a rank refers to itself: its memory is free only then
@@ -274,14 +282,14 @@ def measure(
     capacity = recipe.train.tokens_per_microbatch
     sequences = filling(long_tailed(4096, sizes["vocab_size"], capacity // 2), 4 * capacity)
     tokens = sum(len(s.tokens) for s in sequences)
-    rank = TrainRank(recipe, 0, store, str(directory), device)
-    step = of_rank(rank, batches_of(recipe, directory, sequences), len(sequences))
     try:
+        rank = TrainRank(recipe, 0, store, str(directory), device)
+        step = of_rank(rank, batches_of(recipe, directory, sequences), len(sequences))
         middle = statistics.median(seconds_of({"": step}, rounds)[""])
     except torch.OutOfMemoryError:
         return None
     finally:
-        rank.close()
+        process.stop()  # as rank.close does, also where the GPU is too small to make a rank
     held = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return Measured(middle, tokens, 3 * forward_operations(read_architecture(directory), sequences), held)
 

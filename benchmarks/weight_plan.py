@@ -77,7 +77,7 @@ class Case:
 
 
 # As in yaml_recipes/deepseek_v3_671b.yaml, with more replicas.
-DEEPSEEK_LAYOUT = ParallelLayout(tensor=8, pipeline=8, last_stage_layers=5, data=8, expert=64)
+DEEPSEEK_LAYOUT = ParallelLayout(tensor=8, pipeline=16, last_stage_layers=1, data=4, expert=32)
 CASES = (
     Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, True),
     Case("Llama-3.1-8B", LLAMA_8B, ParallelLayout(tensor=2, data=4), EngineLayoutConfig(tensor=1), 8, False),

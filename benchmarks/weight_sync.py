@@ -5,10 +5,11 @@
     python benchmarks/weight_sync.py --device cuda  # one GPU or more, with SGLang for them: beside a copy on a GPU
 
 A random dense Qwen2 in bfloat16; two training ranks, or one on a single GPU, are processes with what Megatron ranks
-hold. Each has a GPU, and so has each engine rank where there are enough; else they share. Every sync is verified
-by digests of every tensor, also those of the practice that is compared with; each brings other values than the one
-before. The phases of a sync follow one another here so that each can be timed; in a training run the digests of the
-training ranks and of the engine are taken at the same time.
+hold. Each has a GPU, and so has each engine rank where there are enough; else they share. For two_hops they always
+share, and each GPU, or each training rank on CPUs, counts as a node of its own. Every sync is verified by digests of
+every tensor, also those of the practice that is compared with; each brings other values than the one before. The phases
+of a sync follow one another here so that each can be timed; in a training run the digests of the training ranks and of
+the engine are taken at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -53,7 +55,6 @@ TIMEOUT_SECONDS = 120.0
 START_SECONDS = 900.0
 LAYOUTS = (ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2))
 RANKS = 2
-EXACT = (TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP)
 CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 12, "hidden_size": 1024,
     "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000,
@@ -113,21 +114,24 @@ class Devices:
     engine: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: str, names: Sequence[str], tensor: int) -> Devices:
-        """Raises ValueError if there are not enough GPUs."""
+    def of(cls, kind: str, names: Sequence[str], tensor: int) -> list[Devices]:
+        """On GPUs of their own, if there are enough, and sharing GPUs. Raises ValueError if the engine has too few."""
         if kind == "cpu":
-            return cls(kind, (), (), ())
+            return [cls(kind, (), (), ())]
         if len(names) < tensor:
             raise ValueError(f"{len(names)} GPUs for an engine of {tensor}")
         ranks = min(RANKS, len(names))
-        first = ranks if len(names) >= ranks + tensor else 0
-        return cls(kind, names, tuple(range(ranks)), tuple(range(first, first + tensor)))
+        firsts = (ranks, 0) if len(names) >= ranks + tensor else (0,)
+        return [cls(kind, names, tuple(range(ranks)), tuple(range(first, first + tensor))) for first in firsts]
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
-        """Those of exact shards that can be had: NCCL wants a GPU for each process."""
-        shared = bool(set(self.ranks) & set(self.engine))
-        return (TransportName.SHARED_MEMORY,) if shared else EXACT
+        """Those of exact shards that can be had: NCCL wants a GPU for each process, and a second hop two nodes with a
+        training rank beside each engine rank."""
+        apart = not set(self.ranks) & set(self.engine)
+        hops = len(self.torch_ranks) > 1 and set(self.engine) <= set(self.ranks)
+        possible = {TransportName.PROCESS_GROUP: apart, TransportName.TWO_HOPS: hops}
+        return (TransportName.SHARED_MEMORY, *(name for name, works in possible.items() if works))
 
     @property
     def torch_ranks(self) -> list[torch.device]:
@@ -139,11 +143,18 @@ class Devices:
         seen = dict.fromkeys((*self.engine, *self.ranks))
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.names[gpu] for gpu in seen)} if seen else {}
 
-    def topology(self, ranks: int, tensor: int) -> Topology:
-        places = ([Place("this machine", gpu) for gpu in gpus] for gpus in (self.ranks[:ranks], self.engine))
-        here = Place("this machine")
-        sources, destinations = (tuple(of) for of in places)
-        return Topology(sources or (here,) * ranks, destinations or (here,) * tensor)
+    def topology(self, ranks: int, tensor: int, transport: str) -> Topology:
+        hops = transport == TransportName.TWO_HOPS
+        gpus = self.ranks[:ranks] or (None,) * ranks, self.engine or (None,) * tensor
+
+        def places(of: Sequence[int | None]) -> tuple[Place, ...]:
+            nodes = (index % ranks if gpu is None else gpu for index, gpu in enumerate(of))
+            return tuple(
+                Place(f"node {node}" if hops else "this machine", gpu) for node, gpu in zip(nodes, of, strict=True)
+            )
+
+        sources, destinations = map(places, gpus)
+        return Topology(sources, destinations, hops)
 
 
 class Engine:
@@ -165,12 +176,11 @@ class Engine:
             options={} if kind == "cpu" else {"mem_fraction_static": 0.4, "disable_cuda_graph": True},
         )
         environment = server_environment(kind, tensor, threads=os.cpu_count() or 1) | devices.environment
-        self._server = Server(arguments, name="engine 0", log=CACHE / "server.log", environment=environment)
-        try:
+        with ExitStack() as unready:
+            self._server = Server(arguments, name="engine 0", log=CACHE / "server.log", environment=environment)
+            unready.callback(self._server.close)
             self._server.wait_until_ready(START_SECONDS)
-        except BaseException:
-            self._server.close()
-            raise
+            unready.pop_all()
         self.endpoint = Endpoint(self._server.url, self._server.api_key)
         self._client = SglangClient(self.endpoint, failure=self._server.problem, timeout_seconds=TIMEOUT_SECONDS)
         self.post = self._client.post
@@ -213,9 +223,13 @@ def needed_bytes(plan: WeightPlan) -> int:
 
 
 def planned_bytes(plan: WeightPlan) -> int:
-    """All that a plan's destinations receive."""
-    ends = range(len(plan.destinations))
-    return sum(plan.bytes_of(transfer) for index in ends for transfer in plan.incoming(index))
+    """All that a plan's destinations receive, and training ranks that forward it to them."""
+    total = 0
+    for index in range(len(plan.destinations)):
+        for transfer in plan.incoming(index):
+            forwarded = transfer.via is None and plan.topology.forwarder(transfer.source, index) is not None
+            total += plan.bytes_of(transfer) * (1 + forwarded)
+    return total
 
 
 def moved_bytes(transport: str, plan: WeightPlan, files: DiskFiles, ranks: TrainingRanks) -> int:
@@ -237,31 +251,39 @@ class Bench:
         arch = read_architecture(directory)
         sources = [LOCAL_SPEC.manifest(arch, layout, where, DTYPE) for where in rank_grid(layout)]
         devices, tensor = engine.devices, len(engine.manifests)
-        self.plan = make_plan(sources, engine.manifests, devices.topology(len(sources), tensor))
+        self._sources = sources
+        self._plan = self._plan_for(TransportName.SHARED_MEMORY)
         self._host = RendezvousHost("127.0.0.1", TIMEOUT_SECONDS)
         self._files = DiskFiles(CACHE / "versions", directory, DTYPE)
         shutil.rmtree(self._files.directory, ignore_errors=True)
         self._destinations = range(len(engine.manifests))
         self._version = 0
         # GPUs copy at the same time what their engine ranks hold.
-        whole = needed_bytes(self.plan)
-        self._copy = Copy(whole // tensor if devices.engine else whole, torch.device(devices.kind))
-        ranks.call("hold", self.plan, directory)
+        self.needed_bytes = needed_bytes(self._plan)
+        copied = self.needed_bytes // tensor if devices.engine else self.needed_bytes
+        self._copy = Copy(copied, torch.device(devices.kind))
+        ranks.call("hold", self._plan, directory)
+
+    def _plan_for(self, transport: str) -> WeightPlan:
+        served = self._engine.manifests
+        topology = self._engine.devices.topology(len(self._sources), len(served), transport)
+        return make_plan(self._sources, served, topology)
 
     def measure(self, transport: str, repetitions: int) -> list[Phases]:
         """The syncs after the first one. Raises WeightSyncError if one of them brings anything but what was sent."""
         rendezvous, post = self._host.rendezvous, self._engine.post
+        self._plan = self._plan_for(transport)
         self._ranks.call(
             "connect",
             Sync(
-                transport, self._layout, self.plan, rendezvous, self._bucket_bytes, self._files, self._engine.endpoint
+                transport, self._layout, self._plan, rendezvous, self._bucket_bytes, self._files, self._engine.endpoint
             ),
         )
         post("/begin_weight_update", {})
         # GatherEverything writes to the server itself; the engine's end only takes the digests.
         end = TransportName.DISK if transport == GATHER else TransportName(transport)
         channel = Channel(end, rendezvous, self._bucket_bytes)
-        self._engine.weights.connect(self.plan, self._destinations, channel)
+        self._engine.weights.connect(self._plan, self._destinations, channel)
         post("/end_weight_update", {})
         found = [self._sync(transport) for _ in range(1 + repetitions)][1:]
         self._engine.weights.close()
@@ -305,7 +327,7 @@ class Bench:
             max(seconds for seconds, _ in of_ranks),
             engine_digests,
             end,
-            moved_bytes(transport, self.plan, self._files, ranks),
+            moved_bytes(transport, self._plan, self._files, ranks),
         )
 
     def _check(self, sent: Iterable[Mapping[int, Mapping[str, int]]], arrived: Sequence[Mapping[str, int]]) -> None:
@@ -313,20 +335,28 @@ class Bench:
         names = {tensor.name for tensor in tensors_of(read_architecture(self._files.model_directory))}
         problems: list[Problem] = []
         for index, held in zip(self._destinations, arrived, strict=True):
-            problems += digest_problems(self.plan.destinations[index].holder, expected[index], held)
+            problems += digest_problems(self._plan.destinations[index].holder, expected[index], held)
             if missing := sorted(names - held.keys()):
-                problems.append(Problem(self.plan.destinations[index].holder, f"no digest of {missing[0]}", "one"))
+                problems.append(Problem(self._plan.destinations[index].holder, f"no digest of {missing[0]}", "one"))
         if problems:
             raise WeightSyncError(problems)
 
 
-def rows(engine: Engine, ranks: TrainingRanks, directory: Path, chosen: argparse.Namespace) -> Iterator[list[str]]:
+def transports_of(devices: Devices, tensor: int, chosen: Sequence[str]) -> list[str]:
+    """What is measured there: the chosen ones that can be; if none are chosen, all, but exact ones alone with several
+    tensor ranks."""
+    possible = [*([GATHER] if devices.kind == "cpu" else []), *devices.transports, TransportName.DISK]
+    return [name for name in chosen if name in possible] if chosen else possible[: None if tensor == 1 else -1]
+
+
+def rows(
+    engine: Engine, ranks: TrainingRanks, directory: Path, transports: Collection[str], chosen: argparse.Namespace
+) -> Iterator[list[str]]:
     tensor, devices = engine.layout.tensor, engine.devices
-    gather = [GATHER] if devices.kind == "cpu" else []
     for layout in LAYOUTS if len(devices.torch_ranks) == RANKS else (ParallelLayout(),):
         bench = Bench(layout, ranks, engine, directory, chosen.bucket_bytes)
-        bound = needed_bytes(bench.plan)
-        for transport in chosen.transports or [*gather, *devices.transports, *[TransportName.DISK][: tensor == 1]]:
+        bound = bench.needed_bytes
+        for transport in transports:
             found = bench.measure(transport, chosen.repetitions)
             middle = {name: statistics.median(getattr(phases, name) for phases in found) for name in vars(found[0])}
             least = {name: min(getattr(phases, name) for phases in found) for name in vars(found[0])}
@@ -388,17 +418,19 @@ def main() -> None:
         f"{cards}load average {os.getloadavg()[0]:.1f} before. Medians of {chosen.repetitions} syncs, each verified.\n"
     )
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
-    ranks = TrainingRanks(machines[chosen.engines[0]].torch_ranks)
-    try:
-        for tensor, devices in machines.items():
-            engine = Engine(directory, tensor, devices)
-            try:
-                for row in rows(engine, ranks, directory, chosen):
-                    print("| " + " | ".join(row) + " |", flush=True)
-            finally:
-                engine.close()
-    finally:
-        ranks.close()
+    with closing(TrainingRanks(machines[chosen.engines[0]][0].torch_ranks)) as ranks:
+        for tensor, placements in machines.items():
+            measured: set[str] = set()
+            for devices in placements:
+                possible = transports_of(devices, tensor, chosen.transports or [])
+                if not (transports := [name for name in possible if name not in measured]):
+                    continue
+                measured.update(transports)
+                with closing(Engine(directory, tensor, devices)) as engine:
+                    for row in rows(engine, ranks, directory, transports, chosen):
+                        print("| " + " | ".join(row) + " |", flush=True)
+            if missing := [name for name in chosen.transports or [] if name not in measured]:
+                print(f"\nNot possible here with an engine of {tensor}: {', '.join(missing)}.")
     print(f"\nLoad average {os.getloadavg()[0]:.1f} afterwards.")
 
 

@@ -1,4 +1,4 @@
-"""The megagrpo command. Each subcommand reads its arguments, calls one function and prints what it returns."""
+"""The megagrpo command: what its subcommands (commands/) raise becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -7,25 +7,29 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 from megagrpo import __version__
+from megagrpo.commands.convert import add_convert
+from megagrpo.commands.data import add_data
+from megagrpo.commands.doctor import add_doctor
+from megagrpo.commands.importing import add_import
+from megagrpo.commands.plan import add_plan
+from megagrpo.commands.prepare import add_prepare
+from megagrpo.commands.report import add_report
+from megagrpo.commands.runs import add_runs
+from megagrpo.commands.track import add_track
+from megagrpo.commands.train import add_train
 from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, printable
+from megagrpo.progress import is_terminal, shown_by, usual_display
 
-if TYPE_CHECKING:
-    from megagrpo.convert.job import Converted
-    from megagrpo.data.prepare import Prepared
-
-EXIT_DIFFERENT = 1
-EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130
-DIFFERENCES_SHOWN = 10
 SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 """What is wrong with a path that a user named, wherever it is found first."""
-GPUS_MAX = 100_000
 
 
 class Unfailing(io.FileIO):
@@ -48,27 +52,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     if sys.stdout is sys.__stdout__:
         sys.stdout, sys.stderr = Unfailing.standard(1), Unfailing.standard(2)
+    console = getattr(asked, "console", None)
     try:
-        code: int = asked.command(asked)
-        return code
+        with nullcontext() if console else shown_by(usual_display()):
+            code: int = asked.command(asked)
+            return code
     except MegagrpoError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return _told(error, asked)
     except (MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno in NAMES and error.filename:
             needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
             wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
-            print(wrong, file=sys.stderr)
-            return wrong.exit_code
+            return _told(wrong, asked)
         if isinstance(error, OSError) and error.errno not in SHORTAGES:
             raise
         fix = "make room (disk, memory, ulimit -n), then start the same command again: a run continues"
         shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
-        print(shortage, file=sys.stderr)
-        return shortage.exit_code
+        return _told(shortage, asked)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _told(error: MegagrpoError, asked: argparse.Namespace) -> int:
+    """Says what went wrong, once, as the last thing that a command prints; the exit code."""
+    if asked.debug:
+        traceback.print_exc()
+    if getattr(asked, "console", None) == "json":
+        import json
+
+        problems = [{field: getattr(p, field) for field in ("where", "given", "needed", "fix")} for p in error.problems]
+        print(json.dumps({"event": "error", "title": error.title, "exit_code": error.exit_code, "problems": problems}))
+    print_error(str(error))
+    return error.exit_code
+
+
+def print_error(text: str) -> None:
+    """On standard error, with colours where it is a terminal that shows them."""
+    if not is_terminal(sys.stderr):
+        print(text, file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text)
+    shown.highlight_regex(r"\A.*", "bold red")
+    shown.highlight_regex(r"(?m)^ +(given|needed):", "dim")
+    shown.highlight_regex(r"(?m)^ +fix:", "green")
+    Console(stderr=True).print(shown, soft_wrap=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -84,208 +115,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def train(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
-    from megagrpo.recipe.load import load
-
-    ready = preflight(load(asked.recipe, asked.overrides), engines_too=asked.train_only is None)
-    from megagrpo.trainer import one_half, train  # import ray: only once the recipe is known to be good
-
-    if asked.rollout_only:
-        return one_half.rollout_only(ready)
-    if asked.replay_schedule:
-        return train.replay_schedule(ready, asked.replay_schedule)
-    return train.train(ready) if asked.train_only is None else one_half.train_only(ready, asked.train_only)
-
-
-def replay(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
-    from megagrpo.trainer.replay import load_replay
-    from megagrpo.trainer.replay import replay as replay_step
-
-    ready = preflight(load_replay(asked.directory, asked.step, asked.overrides), engines_too=False)
-    return 0 if replay_step(ready, asked.directory, asked.step, print) else EXIT_DIFFERENT
-
-
-def sft(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
-    from megagrpo.recipe.load import load_sft
-
-    ready = preflight(load_sft(asked.recipe, asked.overrides))
-    from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
-
-    return run(ready)
-
-
-def plan(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
-    from megagrpo.recipe.load import load_any
-
-    loaded = load_any(asked.recipe, asked.overrides)
-    ready = preflight(loaded, plan_only=True)
-    from megagrpo.plan.plan import plan_of
-    from megagrpo.plan.search import search
-    from megagrpo.weights.families import read_architecture
-
-    planned = plan_of(
-        ready.recipe,
-        ready.architecture,
-        given=asked.assume,
-        run_directory=asked.calibrate,
-        unchecked=ready.unchecked,
-        epoch_rows=ready.epoch_rows,
-        critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
-    )
-    found = search(planned, asked.gpus) if asked.search else None
-    if asked.html:
-        from megagrpo.plan.show.page import page, write_page
-
-        write_page(asked.html, page(planned, found))
-    if asked.json:
-        from megagrpo.plan.show.as_json import plan_json
-
-        print(plan_json(planned, found))
-    else:
-        from rich.console import Console
-
-        from megagrpo.plan.show.terminal import draw
-
-        draw(planned, found, Console(highlight=False))
-    problems = found.problems if found else planned.problems
-    if problems:
-        raise PreflightError(map(loaded.places.located, problems))
-    if not asked.json and not planned.problems:
-        print("OK")
-    return 0
-
-
-def report(asked: argparse.Namespace) -> int:
-    from megagrpo.report import report as report_of
-
-    print(report_of(asked.directory, asked.steps))
-    return 0
-
-
-def doctor(asked: argparse.Namespace) -> int:
-    if asked.clean:
-        from megagrpo.weights.transport.shared_memory import remove_abandoned
-
-        removed = remove_abandoned()
-        print("\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} files of killed runs"]))
-        return 0
-    from megagrpo.doctor.doctor import examine
-
-    return 0 if examine(print) else EXIT_WRONG
-
-
-def prepare_gsm8k(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare import prepare_gsm8k as prepare
-
-    return _print_prepared(prepare(asked.source, asked.output))
-
-
-def prepare_jsonl(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare import prepare_jsonl as prepare
-
-    prepared = prepare(
-        asked.source,
-        asked.output,
-        prompt_column=asked.prompt_column,
-        answer_column=asked.answer_column,
-        data_source=asked.data_source,
-        instruction=asked.instruction,
-        system_prompt=asked.system_prompt,
-        test_share=asked.test_share,
-        seed=asked.seed,
-    )
-    return _print_prepared(prepared)
-
-
-def prepare_adder(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.prepare import prepare
-
-    prepare(asked.output, say=print)
-    return 0
-
-
-def convert_to_megatron(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.megatron import to_megatron
-
-    done = to_megatron(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _print_converted(done)
-
-
-def convert_to_hugging_face(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.hugging_face import to_hugging_face
-
-    done = to_hugging_face(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _print_converted(done)
-
-
-def merge_lora(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.merge_lora import merge_lora as merge
-
-    done = merge(
-        asked.source, asked.adapter, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite
-    )
-    return _print_converted(done)
-
-
-def verify(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.verify import verify as compare
-
-    found = compare(asked.first, asked.second, model=asked.model, dtype=asked.dtype)
-    for directory, names in found.left_out:
-        print(f"not compared, only in {directory}: {', '.join(names)}")
-    if not found.differences:
-        print(f"the same: {found.tensors} tensors, {found.bytes / 1e9:.3f} GB")
-        return 0
-    for difference in found.differences[:DIFFERENCES_SHOWN]:
-        print(difference)
-    if (more := len(found.differences) - DIFFERENCES_SHOWN) > 0:
-        print(f"and {more} more")
-    print(f"{len(found.differences)} tensors differ, by at most {found.largest:.3g}", file=sys.stderr)
-    return EXIT_DIFFERENT
-
-
-def _print_converted(done: Converted) -> int:
-    if done.left_out:
-        print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
-    if done.continued:
-        print(f"continued: {done.continued} parts were on disk from an earlier attempt", file=sys.stderr)
-    print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
-    return 0
-
-
-def _print_prepared(prepared: Prepared) -> int:
-    print(f"{prepared.train_rows} rows in {prepared.train}")
-    if prepared.test is not None:
-        print(f"{prepared.test_rows} rows in {prepared.test}")
-    return 0
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return whole
-
-
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    command: Callable[[argparse.Namespace], int] | None = None,
-) -> argparse.ArgumentParser:
-    """A new command, or a group of commands if no function is given."""
-    added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    if command:
-        added.set_defaults(command=command)
-    return added
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -296,130 +125,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"megagrpo {__version__}")
+    parser.add_argument("--debug", action="store_true", help="also print where in the code an error was raised")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    for name, command, text in (
-        ("train", train, "check a recipe, then train; continues from the run's newest checkpoint"),
-        ("sft", sft, "the same for supervised fine-tuning on conversations: recipes of kind sft, see docs/sft.md"),
-        ("plan", plan, "check a recipe and estimate its layout, memory and time, without GPUs; starts nothing"),
-    ):
-        added = _add(commands, name, text, command)
-        added.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
-        _add_overrides(added)
-        if command is train:
-            half = added.add_mutually_exclusive_group()
-            text = "sample and score all steps with the starting weights, and save the batches; see docs/debugging.md"
-            half.add_argument("--rollout-only", action="store_true", help=text)
-            text = "train on the batches that another run has saved, without engines"
-            half.add_argument("--train-only", type=Path, metavar="RUN_DIRECTORY", help=text)
-            text = "repeat the order of a run that sampled in the background, from its schedule.jsonl"
-            half.add_argument("--replay-schedule", type=Path, metavar="RUN_DIRECTORY", help=text)
-        if command is plan:
-            _add_plan(added)
-
-    text = "train a step of a run again from its saved batch, and compare its metrics; exits with 1 if they differ"
-    added = _add(commands, "replay", text, replay)
-    added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    added.add_argument(
-        "--step",
-        type=_whole(1, 10**9),
-        required=True,
-        metavar="K",
-        help="one of those that checkpoint.keep_batches kept",
+    looking, making = (
+        (add_plan, add_runs, add_report, add_track, add_doctor),
+        (add_data, add_prepare, add_convert, add_import),
     )
-    _add_overrides(added)
-
-    text = "print how far a run's training and rollout logprobs differ, and in which tokens"
-    added = _add(commands, "report", text, report)
-    added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    added.add_argument(
-        "--steps", type=_whole(1, 10**9), default=20, metavar="N", help="last steps to show; default: 20"
-    )
-
-    text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
-    clean = "remove what killed runs of this user left in /dev/shm, instead"
-    _add(commands, "doctor", text, doctor).add_argument("--clean", action="store_true", help=clean)
-    _add_prepare(commands)
-    _add_convert(commands)
+    for add in (add_train, *looking, *making):
+        add(commands)
     return parser
-
-
-def _add_overrides(added: argparse.ArgumentParser) -> None:
-    added.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as train.layout.tensor=4")
-
-
-def _add_plan(planner: argparse.ArgumentParser) -> None:
-    planner.add_argument("--html", type=Path, metavar="FILE", help="write the plan as one self-contained page")
-    planner.add_argument("--json", action="store_true", help="print everything as JSON instead, see docs/plan.md")
-    planner.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
-    planner.add_argument(
-        "--gpus", type=_whole(1, GPUS_MAX), metavar="N", help="GPUs for --search; default: the recipe's"
-    )
-    planner.add_argument(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", help="such as response_tokens=2000; repeatable"
-    )
-    planner.add_argument(
-        "--calibrate", type=Path, metavar="RUN_DIRECTORY", help="take assumptions from what a run measured"
-    )
-
-
-def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    preparers = _add(commands, "prepare", "write prompt files (parquet)").add_subparsers(
-        title="data sets", required=True, metavar="DATA_SET"
-    )
-    files = "for train.parquet and test.parquet"
-    gsm8k = _add(preparers, "gsm8k", "GSM8K, from the folder with its own parquet or JSONL files", prepare_gsm8k)
-    gsm8k.add_argument("--source", type=Path, required=True, metavar="DIR", help="folder with both splits")
-    gsm8k.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
-
-    text = "the demo's untrained model of a million parameters and its two-digit sums"
-    adder = _add(preparers, "adder", text, prepare_adder)
-    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
-
-    jsonl = _add(preparers, "jsonl", "your own questions and answers, JSONL or parquet", prepare_jsonl)
-    jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
-    jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
-    jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
-    jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
-    jsonl.add_argument(
-        "--data-source", metavar="NAME", help="what rewards receive as data_source; default: the file's name"
-    )
-    jsonl.add_argument("--instruction", default="", metavar="TEXT", help="appended to every question")
-    jsonl.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")
-    jsonl.add_argument(
-        "--test-share", type=float, default=0.0, metavar="X", help="share of the questions held out; default: 0"
-    )
-    seed = "chooses the questions held out; default: 0"
-    jsonl.add_argument("--seed", type=_whole(0, 2**63 - 1), default=0, metavar="N", help=seed)
-
-
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    converters = _add(commands, "convert", "change the format of a checkpoint, or compare two").add_subparsers(
-        title="conversions", required=True, metavar="CONVERSION"
-    )
-    dtypes = ("float32", "bfloat16", "float16")
-    source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of megagrpo"
-    model = "Hugging Face model that gives config and tokenizer to a checkpoint without them"
-    for name, command, text in (
-        ("hf-to-megatron", convert_to_megatron, "write torch_dist, which Megatron-LM loads in any layout"),
-        ("megatron-to-hf", convert_to_hugging_face, "write a Hugging Face model directory"),
-        ("merge-lora", merge_lora, "write a Hugging Face model directory with a low-rank adapter added to the weights"),
-    ):
-        added = _add(converters, name, text, command)
-        added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
-        added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
-        if command is merge_lora:
-            adapter = "PEFT adapter, or a training checkpoint of megagrpo with train.lora"
-            added.add_argument("--adapter", type=Path, required=True, metavar="DIR", help=adapter)
-        added.add_argument("--model", type=Path, metavar="DIR", help=model)
-        added.add_argument("--dtype", choices=dtypes, help="default: as stored")
-        added.add_argument("--overwrite", action="store_true", help="replace an existing output, as the last act")
-    text = "compare two checkpoints of any formats bit by bit; exits with 1 if they differ"
-    added = _add(converters, "verify", text, verify)
-    added.add_argument("first", type=Path, metavar="FIRST", help=source)
-    added.add_argument("second", type=Path, metavar="SECOND", help=source)
-    added.add_argument("--model", type=Path, metavar="DIR", help=model)
-    added.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,17 @@ class RewardError(MegagrpoError):
     advice = "correct the function's file, or name another function"
 
 
+class AgentError(MegagrpoError):
+    """The agent of the recipe cannot be loaded, or its processes do not start.
+
+    An agent that fails in a rollout is counted, not raised.
+    """
+
+    title = "agent error"
+    exit_code = EXIT_USER_ERROR
+    advice = "correct the agent's file, or the recipe's agent section"
+
+
 class WeightPlanError(MegagrpoError):
     """A transfer plan does not cover its destination exactly, or its sources disagree."""
 
@@ -146,12 +157,24 @@ class MismatchError(MegagrpoError):
     title = "train-versus-rollout mismatch"
 
 
+class AlertError(MegagrpoError):
+    """A rule of docs/health.md holds, at which the recipe ends the run (rollout.alerts)."""
+
+    title = "the run looks ill"
+
+
 class ReportError(MegagrpoError):
     """A run's directory has no report files, or unreadable ones."""
 
     title = "nothing to report"
     exit_code = EXIT_USER_ERROR
     advice = "name the directory of a run, such as runs/NAME"
+
+
+class TrackError(MegagrpoError):
+    """A tracker could not be brought what it lacks of a run."""
+
+    title = "tracking error"
 
 
 class CheckpointError(MegagrpoError):

@@ -57,10 +57,10 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
         value, good = getattr(section, name), getattr(checked, name, None)
         if isinstance(value, Section) and value is not good:
             found += broken_rules(value, f"{path}{name}.", good)
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
+        elif isinstance(value, list | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
-                    found += broken_rules(item, f"{path}{name}.{index}.")
+                    found += broken_rules(item, f"{path}{name}.{key}.")
     return found + [replace(problem, where=path + problem.where) for problem in section.rules()]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megagrpo.errors import ModelError, Problem, first_line
 from megagrpo.types import FinishReason
+from megagrpo.weights.families.reading import read_json
+
+NAMED, END_OF_NAME = "\ue000", "\ue001"
+"""Private characters around the number of a special token that a message's text names."""
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
@@ -25,6 +31,16 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise ModelError(Problem(f"{directory}: the tokenizer has no vocabulary", needed="tokenizer files", fix=fix))
     return tokenizer
+
+
+def end_tokens(directory: str | Path) -> set[int]:
+    """The model's end-of-sequence tokens, at which engines stop: of config.json and generation_config.json."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(directory) / name
+        given = read_json(path).get("eos_token_id") if path.is_file() else None
+        found.update(given if isinstance(given, list) else () if given is None else (given,))
+    return found
 
 
 def load_chat_tokenizer(directory: str | Path, template_file: str | None = None) -> PreTrainedTokenizerBase:
@@ -46,10 +62,43 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
     return tokenizer
 
 
+def identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest that differs for tokenizers that differ in a token, a rule or the chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else f"{tokenizer.init_kwargs}"
+    facts = [type(tokenizer).__name__, tokenizer.chat_template, sorted(tokenizer.get_vocab().items()), rules]
+    return hashlib.blake2b(repr(facts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered texts: the chat template has written the special tokens already."""
     encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     return list(encoded["input_ids"])
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of messages by the chat template, which alone writes special tokens: one that a message's text names,
+    such as <|im_end|>, is text. Raises what the template raises."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    named = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            plain = value.replace(NAMED, "").replace(END_OF_NAME, "")
+            return named.sub(lambda found: f"{NAMED}{special.index(found[0])}{END_OF_NAME}", plain)
+        if isinstance(value, Mapping):
+            return {key: marked(item) for key, item in value.items()}
+        return [marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+    text = str(tokenizer.apply_chat_template([marked(message) for message in messages], tokenize=False))
+    ids: list[int] = []
+    for place, piece in enumerate(re.split(f"{NAMED}(\\d+){END_OF_NAME}", text)):
+        if place % 2:
+            ids += tokenizer(special[int(piece)], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        else:
+            ids += encode(tokenizer, [piece])[0]
+    return ids
 
 
 def response_texts(

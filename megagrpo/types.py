@@ -16,7 +16,7 @@ limit or because it was asked to."""
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, rendered by the chat template. `id` is the same in every epoch and after a restart."""
+    """One prompt, rendered by the chat template, and its row. `id` is the same in every epoch and after a restart."""
 
     id: str
     tokens: tuple[int, ...]
@@ -24,6 +24,9 @@ class Prompt:
     ground_truth: str
     ability: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    text: str = ""
+    """What the chat template made of the messages, before it became tokens (and before it was cut)."""
 
     def content(self) -> bytes:
         """Answer and tokens, which must be the same when a run continues."""
@@ -42,10 +45,45 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """One sequence of an agent's rollout, as an engine saw it token for token: from the first message to an answer
+    after which nothing was asked."""
+
+    tokens: np.ndarray  # int32 [b]
+    trained: np.ndarray  # bool [b], sampled by the policy and in no earlier branch; every other token is given
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the policy in an agent's rollout that is trained on. Its tokens follow those of the turn before it
+    in `Sample.tokens`."""
+
+    number: int  # from 0, in the order in which the rollout's answers were sampled
+    branch: int
+    tokens: int
+    reward: float | None = None  # what the agent or its environment gave for this turn
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """What an agent did in one rollout, beside the tokens that its `Sample` has."""
+
+    branches: tuple[Branch, ...]
+    turns: tuple[Turn, ...]  # in the order of Sample.tokens: branch after branch
+    messages: tuple[Mapping[str, Any], ...]  # the conversation that ends in the last answer of the first branch's root
+    reward: Mapping[str, float] | None = None  # "score" and metrics; None: the agent gave none
+    error: str = ""  # why the agent or its environment failed
+    counts: Mapping[str, float] = field(default_factory=dict)  # by metric
+    events: tuple[Mapping[str, Any], ...] = ()  # turns and tool calls in order of time, as JSON values
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One response as the engine made it: the token ids that are trained on, never re-tokenised text.
 
-    A sampled stop token is part of `tokens` (the policy must learn to stop).
+    A sampled stop token is part of `tokens` (the policy must learn to stop). A rollout of an agent has the tokens of
+    all its turns end to end, turn after turn as in `agent.turns`; `agent.branches` say what was read between them.
+    `text` is then the last answer.
     """
 
     prompt_id: str
@@ -55,6 +93,7 @@ class Sample:
     versions: np.ndarray  # int32 [t], the weight version that sampled each token
     finish: FinishReason
     text: str
+    agent: AgentRun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +127,8 @@ class Score:
     """The rewards of one sample.
 
     `value` is None if the sample is masked: because a reward raised or timed out (`error` says how; never a score of
-    0), or because the recipe leaves the sample out (`masked` says why).
+    0), or because the recipe leaves the sample out (`masked` says why). Evaluations alone give 0, with the `error`, to
+    a rollout whose agent was late or failed.
     """
 
     value: float | None
@@ -97,6 +137,8 @@ class Score:
     masked: str = ""
     counted: tuple[float, ...] = ()  # raw score of each function in order, 0 if its gate was shut; empty if masked
     solved: bool = False  # the functions' weighted sum, before penalties and masks, reached reward.solved_at
+    notes: Mapping[str, str] = field(default_factory=dict)  # texts that functions returned, as name.key
+    answer: str | None = None  # the answer, as the first function that says so has read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +148,10 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...] = ()
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of all its sequences: of the prompt with each response, or of the branches of agents' rollouts."""
+        alone = [len(self.prompt.tokens) + len(sample.tokens) for sample in self.samples if sample.agent is None]
+        branches = [branch for sample in self.samples if sample.agent for branch in sample.agent.branches]
+        return sum(alone) + sum(len(branch.tokens) for branch in branches)

@@ -21,9 +21,11 @@ settings.register_profile("new_examples", settings.get_profile("same_examples"),
 settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
-FOLDERS = ("chaos", "loop", "sglang", "slurm", "gpu", "distributed", "unit")
-OWN_RAY = ("test_demo", "test_engine_faults", "test_killed")
-"""Files in loop/ that share no Ray and no finished run with the others."""
+FOLDERS = ("chaos", "loop", "sglang", "slurm", "gpu", "distributed", "agents", "unit")
+AROUND_ONE_RUN = ("test_evaluate", "test_lost_ranks", "test_replay", "test_resume", "test_schedules", "test_train")
+"""Files in loop/ that look at the same finished run, or compare theirs with it."""
+OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
+"""Files in sglang/ that share no server with the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +60,6 @@ def place_of(nodeid: str) -> tuple[str, str]:
 
 def group_of(nodeid: str) -> str:
     folder, file = place_of(nodeid)
-    if folder == "loop":
-        return file if file in OWN_RAY else "loop"
-    return "sglang" if folder == "sglang" else file
+    if (folder == "sglang" and file not in OWN_SERVERS) or (folder == "loop" and file in AROUND_ONE_RUN):
+        return folder
+    return f"{folder}/{file}"

@@ -5,7 +5,7 @@ Prompts are p0, p1, ...; a test says what the samples of each score.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,8 +43,8 @@ class FakeRollouts:
         self.asked += [prompt.id for prompt in prompts]
         return [Group(prompt, tuple(_sample(prompt, i) for i in range(self._per_prompt))) for prompt in prompts]
 
-    def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
-        return self.generate(prompts, 0)
+    def generate_for_evaluation(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Group]]:
+        return {name: self.generate(of_set, 0) for name, of_set in prompts.items()}
 
     def idle(self) -> tuple[float, float]:
         return 1.0, 4.0
@@ -69,6 +69,9 @@ class FakeScorer:
 
     score_unshaped = score
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     def _of(self, group: Group) -> Iterator[Score]:
         prompt = number(group.prompt)
         values = list(self.scores(prompt))
@@ -85,6 +88,7 @@ class FakePolicy:
 
     kl: float = 0.1
     device_type: str = "cpu"
+    memory_peak = staticmethod(lambda: None)
     step: int | None = None
     calls: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -126,6 +130,9 @@ class FakePolicy:
         self.advantages, self.kl_coefficient = advantages, kl_coefficient
         return _Anything(kl=self.kl, correction=None)
 
+    def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, None]:
+        return ragged_zeros(lengths, np.float32), None
+
     def update_critic(self, returns: Ragged, lr: float) -> Any:
         self.calls.append("update_critic")
         self.returns, self.critic_lr = returns, lr
@@ -140,6 +147,8 @@ class _Anything(SimpleNamespace):
 
 
 class FakeWeights:
+    received_bytes = 1024
+
     version = 0  # samples say that it made them, whatever was brought
     sync = check_replicas = give_up = lambda self, *version: None
 
@@ -172,7 +181,7 @@ def make_run(
 def run_loop(
     run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None
 ) -> Progress:
-    """The real run loop over a fake run with one held-out prompt, continued from a checkpoint's state if given."""
+    """The real run loop over a fake run, continued from a checkpoint's state if given. Sets have one prompt each."""
     saved = [state.step if state else 0]
 
     def begin(ranks: Any, saved_state: TrainerState, pending: None) -> None:
@@ -181,17 +190,24 @@ def run_loop(
 
     if state:
         run.cursor.restore(state.data_cursor)
-    held_out = [Prompt("p0", (1, 2), "sums", "2")]
-    training = GrpoTraining(run, held_out, tracker, SimpleNamespace(decode=lambda tokens: ""), _the_same)  # type: ignore[arg-type]
+    held_out = {name: [Prompt("p0", (1, 2), "sums", "2")] for name in run.recipe.eval.sets}
+    tokenizer, files = SimpleNamespace(decode=lambda tokens: ""), SimpleNamespace(begin=lambda step, responses: None)
+    training = GrpoTraining(run, held_out, tracker, tokenizer, _the_same, {}, files)  # type: ignore[arg-type]
 
     def newest() -> Any:
         return checkpoint_of(tracker.saved[-1]) if tracker.saved else None
 
+    def best() -> float | None:
+        kept = [(state.evaluation or {}).get(run.recipe.checkpoint.keep_best) for state in tracker.saved]
+        return max((value for value in kept if value is not None), default=None)
+
     nothing = lambda: None  # noqa: E731
     saving = SimpleNamespace(
-        begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest
+        begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest, best=best
     )
-    setup: Any = SimpleNamespace(held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps)
+    setup: Any = SimpleNamespace(
+        held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps, alerts=None
+    )
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
     return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, checkpoint_of(state)))[1]

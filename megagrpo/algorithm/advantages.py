@@ -62,6 +62,14 @@ class Advantages:
     of_tokens: Ragged | None = None  # float64, where the tokens of a response differ
     returns: Ragged | None = None  # float64, what a critic learns
 
+    @property
+    def taught(self) -> np.ndarray:
+        """Rows with an advantage that is not 0: bool [rows]."""
+        if self.of_tokens is None:
+            return self.of_rows != 0
+        of_tokens = self.of_tokens
+        return np.bincount(of_tokens.row_of_token, of_tokens.values != 0, minlength=of_tokens.rows) > 0
+
 
 @dataclass(frozen=True)
 class ScoredGroups:
@@ -127,6 +135,9 @@ class AdvantageMethod(Section):
     by_token: ClassVar[bool] = False
     """Whether the tokens of a response may differ whatever the settings."""
 
+    compares_turns: ClassVar[bool] = False
+    """Whether single turns of agents' rollouts can be compared in place of whole responses (credit.py)."""
+
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """With a KL penalty in the reward, methods that compare whole responses subtract its sum over the response from
         the score; those that work by token subtract it at every token.
@@ -189,6 +200,8 @@ class GrpoConfig(ScaledMethod):
     Without the division it is the advantage of Dr.GRPO, arXiv:2503.20783.
     """
 
+    compares_turns: ClassVar[bool] = True
+
     name: Literal["grpo"] = "grpo"
 
     def of_groups(self, groups: ScoredGroups) -> np.ndarray:
@@ -197,6 +210,8 @@ class GrpoConfig(ScaledMethod):
 
 class RlooConfig(GroupMethod):
     """RLOO, arXiv:2402.14740, eq. 8: R - mean of the others, which is n / (n - 1) (R - mean)."""
+
+    compares_turns: ClassVar[bool] = True
 
     name: Literal["rloo"] = "rloo"
 
@@ -208,6 +223,8 @@ class OpoConfig(GroupMethod):
     """OPO, arXiv:2505.23585: R - sum(tokens x R) / sum(tokens), the baseline of least variance of the gradient if a
     response's gradient grows with its length.
     """
+
+    compares_turns: ClassVar[bool] = True
 
     name: Literal["opo"] = "opo"
 
@@ -223,6 +240,7 @@ class GpgConfig(GroupMethod):
     """
 
     scales_by_signal: ClassVar[bool] = True
+    compares_turns: ClassVar[bool] = True
 
     name: Literal["gpg"] = "gpg"
 
@@ -253,6 +271,8 @@ class ReinforcePlusPlusBaselineConfig(GroupMethod):
 
     Longer responses weigh more in the whitening's mean, so a group of equal scores gets a small advantage, all alike.
     """
+
+    compares_turns: ClassVar[bool] = True
 
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 

@@ -22,9 +22,9 @@ class MinibatchTokens:
     """This rank's response tokens of a minibatch, and how many there are on all ranks."""
 
     kept: Tensor  # bool [tokens]: the others are left out of the loss
-    sequences: Sequences
+    responses: Sequences  # an agent's rollout is one, with all of its branches
     tokens: float  # kept tokens on all ranks
-    count: float  # sequences with any kept token on all ranks
+    count: float  # responses with any kept token on all ranks
     response_tokens_max: int
 
 
@@ -71,8 +71,8 @@ class SequenceMeanTokenMeanConfig(AggregationMethod):
     name: Literal["seq_mean_token_mean"] = "seq_mean_token_mean"
 
     def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
-        sequences = minibatch.sequences
-        return kept / (sequences.of_tokens(sequences.sum(kept).clamp(min=1)) * minibatch.count)
+        responses = minibatch.responses
+        return kept / (responses.of_tokens(responses.sum(kept).clamp(min=1)) * minibatch.count)
 
 
 class SequenceMeanTokenSumNormConfig(AggregationMethod):
@@ -81,7 +81,7 @@ class SequenceMeanTokenSumNormConfig(AggregationMethod):
     name: Literal["seq_mean_token_sum_norm"] = "seq_mean_token_sum_norm"
 
     divisor: PositiveFloat | None = None
-    """The default is rollout.response_tokens_max."""
+    """The default is rollout.response_tokens_max; with an agent, the most tokens of a conversation."""
 
     def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
         divisor = self.divisor or float(minibatch.response_tokens_max)

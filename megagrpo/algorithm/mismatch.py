@@ -27,7 +27,7 @@ class TokenMismatch:
     """One sampled token, with its two logprobs in nats."""
 
     row: int  # of the sample in the step
-    position: int  # in the sequence, prompt included
+    index: int  # among the sample's response tokens
     train_logprob: float
     rollout_logprob: float
 
@@ -97,14 +97,14 @@ def float_of_bits(bits: int) -> float:
     return torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
 
 
-def worst_tokens(rows: Tensor, positions: Tensor, train: Tensor, rollout: Tensor, count: int) -> Tensor:
-    """The `count` tokens with the largest |d|, float64 [count, 4]: row, position and both logprobs.
+def worst_tokens(rows: Tensor, index: Tensor, train: Tensor, rollout: Tensor, count: int) -> Tensor:
+    """The `count` tokens with the largest |d|, float64 [count, 4]: row, index in its response and both logprobs.
 
-    rows, positions: int64 [tokens]; train, rollout: float32 [tokens]. Rows of NO_ROW fill up what is missing.
+    rows, index: int64 [tokens]; train, rollout: float32 [tokens]. Rows of NO_ROW fill up what is missing.
     """
     found = torch.full((count, 4), float(NO_ROW), dtype=torch.float64, device=rows.device)
     worst = absolute_difference_bits(train, rollout).topk(min(count, len(rows))).indices
-    found[: len(worst)] = torch.stack([each[worst].double() for each in (rows, positions, train, rollout)], 1)
+    found[: len(worst)] = torch.stack([each[worst].double() for each in (rows, index, train, rollout)], 1)
     return found
 
 
@@ -113,8 +113,8 @@ def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
     found = found[found[:, 0] != NO_ROW].cpu()
     order = absolute_difference_bits(found[:, 2].float(), found[:, 3].float()).argsort(descending=True, stable=True)
     return tuple(
-        TokenMismatch(int(row), int(position), train, rollout)
-        for row, position, train, rollout in found[order[:count]].tolist()
+        TokenMismatch(int(row), int(index), train, rollout)
+        for row, index, train, rollout in found[order[:count]].tolist()
     )
 
 

@@ -17,9 +17,10 @@ def _here(sums: Tensor) -> Tensor:
 class Sequences:
     """Which response each token of a microbatch belongs to. Every token belongs to one.
 
-    Under context parallelism a response's tokens lie on several ranks: `over_ranks` then sums over those. All of these
-    ranks have the same sequences and call everything here in the same order. No sum has a gradient. All are made in
-    float64: GPUs add in any order, and rounded to float32 the result must not depend on it.
+    Under context parallelism a response's tokens lie on several ranks, as do the branches of an agent's rollout where
+    they count as one: `over_ranks` then sums over those. All of these ranks call everything here in the same order. No
+    sum has a gradient. All are made in float64: GPUs add in any order, and rounded to float32 the result must not
+    depend on it.
     """
 
     index: Tensor  # int64 [tokens], from 0 to count - 1

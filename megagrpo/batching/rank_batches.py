@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import lcm
 
 import numpy as np
@@ -22,16 +22,18 @@ MICROBATCHES_PER_STAGE = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """One prompt with one response, as it is trained on.
+    """One prompt with one response, or one branch of an agent's rollout, as it is trained on.
 
-    `loss_mask[t]` says whether the policy chose token t (prompt and tool tokens are given).
-    `rollout_logprobs[t]` is the engine's logprob of token t, 0 where loss_mask is False.
+    `loss_mask[t]` says whether the policy chose token t (prompt and tool tokens are given); these are its response
+    tokens, with gaps between an agent's turns. `rollout_logprobs[t]` is the engine's logprob of token t, 0 where
+    loss_mask is False.
     """
 
     tokens: np.ndarray  # int64 [tokens]
     loss_mask: np.ndarray  # bool [tokens]
     rollout_logprobs: np.ndarray  # float32 [tokens]
-    row: int  # index of the sample in the step; advantages and per-sequence results use it
+    row: int  # index of the sample in the step, which several branches may share
+    first: int = 0  # response tokens of the row that come before this sequence's
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,28 @@ IDLE = Microbatch(())
 
 
 @dataclass(frozen=True, slots=True)
+class SplitRow:
+    """A row with several sequences, which may lie in several microbatches and on several data ranks."""
+
+    row: int
+    tokens: int  # response tokens of all its sequences
+
+
+@dataclass(frozen=True, slots=True)
 class RankBatch:
     """A step's work for one data rank: minibatches[m] is a sequence of microbatches.
 
-    Every data rank has the same number of microbatches in minibatch m. `tokens[m]` and `sequences[m]` count response
-    tokens (True in loss_mask) and sequences with any of them in minibatch m over *all* data ranks: the loss's
-    denominators. `work[m]` estimates what this rank computes for minibatch m, in the units of batching/work.py.
+    Every data rank has the same number of microbatches in minibatch m. `tokens[m]` and `rows[m]` count response tokens
+    (True in loss_mask) and rows with any of them in minibatch m over *all* data ranks: the loss's denominators.
+    `split[m]` has the rows of minibatch m, on any data rank, with several sequences. `work[m]` estimates what this rank
+    computes for minibatch m, in the units of batching/work.py.
     """
 
     minibatches: tuple[tuple[Microbatch, ...], ...]
     tokens: tuple[int, ...]
-    sequences: tuple[int, ...]
+    rows: tuple[int, ...]
     work: tuple[float, ...]
+    split: tuple[tuple[SplitRow, ...], ...]
 
 
 def make_rank_batches(
@@ -79,23 +91,31 @@ def make_rank_batches(
 ) -> list[RankBatch]:
     """One RankBatch for each data rank. Every sequence is in exactly one microbatch of one rank.
 
-    Minibatches are equal shares (sizes differ by at most 1) of the sequences in a random order fixed by `seed`; they
-    don't depend on the layout. A minibatch without sequences (fewer sequences than minibatches) has no microbatches.
-    Ranks and microbatches get about equal amounts of `work`.
+    Minibatches are equal shares (sizes differ by at most 1) of the rows in a random order fixed by `seed`; they don't
+    depend on the layout. All sequences of a row are in one minibatch, in any of its microbatches. A minibatch without
+    rows (fewer rows than minibatches) has no microbatches. Ranks and microbatches get about equal amounts of `work`.
     Raises RecipeError if a sequence is longer than one microbatch.
     """
     capacity = tokens_per_microbatch * layout.context
-    order = np.arange(len(sequences)) if minibatches == 1 else np.random.default_rng(seed).permutation(len(sequences))
-    chosen = [[sequences[i] for i in part] for part in np.array_split(order, minibatches)]
-    shares = [_share(part, layout, capacity, work) for part in chosen]
-    tokens = tuple(count_response_tokens(part) for part in chosen)
-    trained = tuple(sum(bool(s.loss_mask.any()) for s in part) for part in chosen)
+    of_row: dict[int, list[TrainSequence]] = {}
+    for sequence in sequences:
+        of_row.setdefault(sequence.row, []).append(sequence)
+    rows = list(of_row.values())
+    order = np.arange(len(rows)) if minibatches == 1 else np.random.default_rng(seed).permutation(len(rows))
+    chosen = [[rows[i] for i in part] for part in np.array_split(order, minibatches)]
+    shares = [_share(list(chain(*part)), layout, capacity, work) for part in chosen]
+    tokens = tuple(sum(map(count_response_tokens, part)) for part in chosen)
+    trained = tuple(sum(count_response_tokens(row) > 0 for row in part) for part in chosen)
+    split = tuple(
+        tuple(SplitRow(row[0].row, count_response_tokens(row)) for row in part if len(row) > 1) for part in chosen
+    )
     return [
         RankBatch(
             minibatches=tuple(share[rank] for share in shares),
             tokens=tokens,
-            sequences=trained,
+            rows=trained,
             work=tuple(_work_in(share[rank], work) for share in shares),
+            split=split,
         )
         for rank in range(layout.data)
     ]
@@ -205,7 +225,7 @@ def _share(
     if lengths.max() > capacity:
         given = f"{capacity // layout.context} per context rank, and a sequence of {lengths.max()} tokens"
         needed = f"at least {-(-lengths.max() // layout.context)}"
-        fix = "raise it, or lower data.prompt_tokens_max or rollout.response_tokens_max"
+        fix = "raise it, or lower data.prompt_tokens_max, rollout.response_tokens_max or agent.tokens_max"
         raise RecipeError(Problem("train.tokens_per_microbatch", given, needed, fix))
     packed = first_fit_decreasing(lengths, capacity)
     # Megatron's interleaved schedule takes microbatches in rounds of `pipeline`.

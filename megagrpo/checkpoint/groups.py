@@ -3,10 +3,13 @@
     tokens, logprobs, versions    int32, float32, int32 [tokens of all samples]
     offsets                       int64 [samples + 1]: where each sample begins in them
     prompt_tokens, prompt_offsets int32 [tokens of all prompts], int64 [prompts + 1]
+    branch_tokens, branch_trained int32, uint8 0 or 1 [tokens of all branches of all agents' rollouts]
+    branch_offsets                int64 [branches + 1]
     json                          uint8 [bytes]: not in the header, because libraries refuse headers above 100 MB
 
 A group may have no samples yet, unfinished ones or no scores. The header has a checksum of all of it. Values that only
-parquet files have in extra_info, such as bytes and timestamps, are written as {"\\0type": [TYPE, TEXT]}.
+parquet files have in extra_info, such as bytes and timestamps, are written as in typed_json, as are an agent's messages
+and events.
 """
 
 from __future__ import annotations
@@ -15,25 +18,23 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
-from zoneinfo import ZoneInfo
 
 import numpy as np
 import pydantic
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from megagrpo import typed_json
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, brief, first_line
-from megagrpo.types import FinishReason, Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Branch, FinishReason, Group, Prompt, Sample, Score, Turn
 from megagrpo.weights.files import sync_directories
 
-FORMAT = "megagrpo groups 1"
+FORMAT = "megagrpo groups 3"
 DTYPES = {
     "tokens": ("I32", np.int32),
     "logprobs": ("F32", np.float32),
@@ -41,9 +42,11 @@ DTYPES = {
     "offsets": ("I64", np.int64),
     "prompt_tokens": ("I32", np.int32),
     "prompt_offsets": ("I64", np.int64),
+    "branch_tokens": ("I32", np.int32),
+    "branch_trained": ("U8", np.uint8),
+    "branch_offsets": ("I64", np.int64),
     "json": ("U8", np.uint8),
 }
-TYPE = "\0type"
 HOLDS = "what JSON can hold, bytes, a decimal, or a time of at most microseconds"
 NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
@@ -53,10 +56,30 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
 
 
 @dataclass(frozen=True)
+class _SavedTurn:
+    number: Count
+    branch: Count
+    tokens: Count
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class _SavedAgent:
+    branches: Count
+    turns: tuple[_SavedTurn, ...]
+    messages: tuple[dict[Text, Any], ...]
+    reward: dict[Text, float] | None
+    error: Text
+    counts: dict[Text, float]
+    events: tuple[dict[Text, Any], ...]
+
+
+@dataclass(frozen=True)
 class _SavedSample:
     index: Count
     finish: FinishReason
     text: Text
+    agent: _SavedAgent | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +90,8 @@ class _SavedScore:
     masked: Text
     counted: tuple[float, ...]
     solved: bool
+    notes: dict[Text, Text]
+    answer: Text | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +101,8 @@ class _SavedGroup:
     ground_truth: Text
     ability: Text
     extra_info: dict[Text, Any]
+    messages: tuple[dict[Text, Any], ...]
+    text: Text
     samples: tuple[_SavedSample, ...]
     scores: tuple[_SavedScore, ...]
 
@@ -92,6 +119,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
     Raises CheckpointError if the file cannot be written, or if a prompt's extra_info has a value of another kind.
     """
     samples = [sample for group in groups for sample in group.samples]
+    branches = [branch for sample in samples if sample.agent for branch in sample.agent.branches]
     try:
         content = json.dumps({"groups": [_saved(group) for group in groups], "notes": notes or {}})
     except RecursionError as error:
@@ -103,6 +131,9 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
         "offsets": _offsets(len(sample.tokens) for sample in samples),
         "prompt_tokens": _joined("prompt_tokens", [group.prompt.tokens for group in groups]),
         "prompt_offsets": _offsets(len(group.prompt.tokens) for group in groups),
+        "branch_tokens": _joined("branch_tokens", [branch.tokens for branch in branches]),
+        "branch_trained": _joined("branch_trained", [branch.trained for branch in branches]),
+        "branch_offsets": _offsets(len(branch.tokens) for branch in branches),
         "json": np.frombuffer(content.encode(), np.uint8),
     }
     attempt = path.with_name(f".saving_{path.name}")
@@ -158,15 +189,20 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
-    counts = {len(arrays[name]) for name in ("tokens", "logprobs", "versions")}
-    if len(counts) > 1:
-        raise ValueError(f"tokens, logprobs and versions of {sorted(counts)} values")
-    if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens")):
+    for names in (("tokens", "logprobs", "versions"), ("branch_tokens", "branch_trained")):
+        counts = {len(arrays[name]) for name in names}
+        if len(counts) > 1:
+            raise ValueError(f"{' and '.join(names)} of {sorted(counts)} values")
+    if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens", "branch_tokens")):
         raise ValueError("a token or a version below 0")
-    samples = sum(len(group.samples) for group in saved.groups)
+    if arrays["branch_trained"].max(initial=0) > 1:
+        raise ValueError("a token that is neither trained nor given")
+    samples = [sample for group in saved.groups for sample in group.samples]
     tokens, logprobs, versions = (
-        iter(_parts(arrays, name, "offsets", samples)) for name in ("tokens", "logprobs", "versions")
+        iter(_parts(arrays, name, "offsets", len(samples))) for name in ("tokens", "logprobs", "versions")
     )
+    count = sum(sample.agent.branches for sample in samples if sample.agent)
+    branches = iter(_branches(arrays, count))
     prompts = _parts(arrays, "prompt_tokens", "prompt_offsets", len(saved.groups))
     groups = []
     for group, prompt_tokens in zip(saved.groups, prompts, strict=True):
@@ -178,14 +214,37 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
             data_source=group.data_source,
             ground_truth=group.ground_truth,
             ability=group.ability,
-            extra_info=_unpacked(group.extra_info),
+            extra_info=typed_json.unpacked(group.extra_info),
+            messages=tuple(map(typed_json.unpacked, group.messages)),
+            text=group.text,
         )
-        made = tuple(
-            Sample(group.id, sample.index, next(tokens), next(logprobs), next(versions), sample.finish, sample.text)
-            for sample in group.samples
-        )
-        groups.append(Group(prompt, made, tuple(Score(**vars(score)) for score in group.scores)))
+        made = []
+        for sample in group.samples:
+            arrays_of = next(tokens), next(logprobs), next(versions)
+            agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
+            made.append(Sample(group.id, sample.index, *arrays_of, sample.finish, sample.text, agent))
+        groups.append(Group(prompt, tuple(made), tuple(Score(**vars(score)) for score in group.scores)))
     return groups
+
+
+def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> AgentRun:
+    """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
+    own = tuple(islice(branches, saved.branches))
+    trained = sum(int(branch.trained.sum()) for branch in own)
+    turns = tuple(Turn(**vars(turn)) for turn in saved.turns)
+    if trained != tokens or sum(turn.tokens for turn in turns) != tokens:
+        raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
+    if any(turn.branch >= len(own) for turn in turns):
+        raise ValueError("a turn of a branch that is not there")
+    return AgentRun(
+        branches=own,
+        turns=turns,
+        messages=tuple(map(typed_json.unpacked, saved.messages)),
+        reward=saved.reward,
+        error=saved.error,
+        counts=saved.counts,
+        events=tuple(map(typed_json.unpacked, saved.events)),
+    )
 
 
 def _saved(group: Group) -> dict[str, Any]:
@@ -196,8 +255,26 @@ def _saved(group: Group) -> dict[str, Any]:
         "ground_truth": prompt.ground_truth,
         "ability": prompt.ability,
         "extra_info": _packed(dict(prompt.extra_info), f"extra_info of prompt {prompt.id}"),
-        "samples": [{"index": s.index, "finish": s.finish, "text": s.text} for s in group.samples],
+        "messages": [_packed(dict(message), f"a message of prompt {prompt.id}") for message in prompt.messages],
+        "text": prompt.text,
+        "samples": [
+            {"index": s.index, "finish": s.finish, "text": s.text, "agent": s.agent and _saved_agent(s.agent, s)}
+            for s in group.samples
+        ],
         "scores": [asdict(score) for score in group.scores],
+    }
+
+
+def _saved_agent(agent: AgentRun, sample: Sample) -> dict[str, Any]:
+    where = f"sample {sample.index} of prompt {sample.prompt_id}"
+    return {
+        "branches": len(agent.branches),
+        "turns": [asdict(turn) for turn in agent.turns],
+        "messages": [_packed(dict(message), f"a message of {where}") for message in agent.messages],
+        "reward": None if agent.reward is None else dict(agent.reward),
+        "error": agent.error,
+        "counts": dict(agent.counts),
+        "events": [_packed(dict(event), f"an event of {where}") for event in agent.events],
     }
 
 
@@ -221,6 +298,11 @@ def _parts(arrays: Mapping[str, np.ndarray], name: str, offsets: str, count: int
     return [array[start:end].copy() for start, end in pairwise(cuts)]
 
 
+def _branches(arrays: Mapping[str, np.ndarray], count: int) -> list[Branch]:
+    tokens, trained = (_parts(arrays, name, "branch_offsets", count) for name in ("branch_tokens", "branch_trained"))
+    return [Branch(*pair) for pair in zip(tokens, (part.astype(bool) for part in trained), strict=True)]
+
+
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in DTYPES:
@@ -229,65 +311,11 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-# --- extra_info -------------------------------------------------------------------------------------------------------
-
-
-def _datetime_text(value: datetime) -> str:
-    zone = value.tzinfo.key if isinstance(value.tzinfo, ZoneInfo) else ""
-    return f"{value.replace(tzinfo=None) if zone else value} {value.fold} {zone}"
-
-
-def _datetime(text: str) -> datetime:
-    value, fold, zone = text.rsplit(" ", 2)
-    found = datetime.fromisoformat(value).replace(fold=int(fold))
-    return found.replace(tzinfo=ZoneInfo(zone)) if zone else found
-
-
-TYPES: Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    bytes: (bytes.hex, bytes.fromhex),
-    Decimal: (str, Decimal),
-    date: (date.isoformat, date.fromisoformat),
-    time: (time.isoformat, time.fromisoformat),
-    datetime: (_datetime_text, _datetime),
-    timedelta: (
-        lambda value: f"{value.days} {value.seconds} {value.microseconds}",
-        lambda text: timedelta(*map(int, text.split())),
-    ),
-}
-
-
 def _packed(value: Any, where: str) -> Any:
     """The value as JSON. Raises CheckpointError, naming `where`, if it would not come back as the same."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [_packed(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return {TYPE: ["tuple", _packed(list(value), where)]}
-    if type(value) is dict and TYPE not in value and all(type(key) is str for key in value):
-        return {key: _packed(item, f"{where}.{key}") for key, item in value.items()}
-    if type(value) in TYPES:
-        return {TYPE: [type(value).__name__, TYPES[type(value)][0](value)]}
-    given = f"{brief(value)} of type {type(value).__name__}"
-    raise CheckpointError(Problem(where, given, HOLDS, fix="write the column as text in the prompt file"))
 
+    def refuse(other: Any, place: str) -> None:
+        given = f"{brief(other)} of type {type(other).__name__}"
+        raise CheckpointError(Problem(place, given, HOLDS, fix="write the column as text in the prompt file"))
 
-def _unpacked(value: Any) -> Any:
-    """The inverse of _packed. Raises ValueError."""
-    if isinstance(value, list):
-        return [_unpacked(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if TYPE not in value:
-        return {key: _unpacked(item) for key, item in value.items()}
-    match value[TYPE]:
-        case ["tuple", list(items)]:
-            return tuple(_unpacked(items))
-        case [str(name), str(text)]:
-            for known, (_, read) in TYPES.items():
-                if known.__name__ == name:
-                    try:
-                        return read(text)
-                    except (ArithmeticError, TypeError, KeyError) as error:  # a zone that this machine does not know
-                        raise ValueError(f"{brief(value)}: {first_line(error)}") from error
-    raise ValueError(f"a value {brief(value)}")
+    return typed_json.packed(value, refuse, where)

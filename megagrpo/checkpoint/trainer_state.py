@@ -24,6 +24,7 @@ FIXED: Mapping[str, str] = {
     "rollout.prompts_per_step": "steps already done are counted in it",
     "rollout.samples_per_prompt": "episodes already done are counted in it",
     "reward.functions": "metrics before and after would measure different things",
+    "reward.by_source": "metrics before and after would measure different things",
     "train.lora": "the checkpoint holds these adapters, or a model without any",
     "algorithm.advantage": "metrics before and after would measure different things",
     "algorithm.reference.update_every_steps": "a checkpoint holds the reference policy only if it follows",

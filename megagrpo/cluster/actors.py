@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
     from megagrpo.guarded_store import StoreAddress
     from megagrpo.megatron.snapshot import Contents
-    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenFigures, TokenLoss, TokenNumbers
     from megagrpo.weights.blocks import Preparation
     from megagrpo.weights.boxes import Box, Manifest
     from megagrpo.weights.files.export import Export
@@ -111,11 +111,32 @@ class RankProcess:
     def load_batch(self, batch: RankBatch) -> None:
         self.rank.load_batch(batch)
 
+    def begin_memory_peak(self) -> None:
+        """`memory_peak` counts from here on."""
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def memory_peak(self) -> int:
+        """Most bytes of tensors that torch has held at a time on this rank's GPU."""
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
     def release(self, parts: Sequence[str]) -> None:
         self.rank.release(parts)
 
     def restore(self, parts: Sequence[str]) -> None:
         self.rank.restore(parts)
+
+    def begin_profile(self, memory: bool) -> None:
+        from megagrpo.megatron.profiler import Profiler
+
+        self.profiler = Profiler(memory)
+
+    def end_profile(self, directory: Path) -> str:
+        """Writes what was recorded since `begin_profile`; why it could not, or ""."""
+        return self.profiler.end(directory, self.rank.where.rank)
 
     def broken(self) -> dict[str, str]:
         return self.rank.broken()
@@ -204,6 +225,9 @@ class RankActor(RankProcess):
 
     def update_reference(self) -> None:
         self.rank.update_reference()
+
+    def token_figures(self, rows: int) -> TokenFigures | None:
+        return self.rank.token_figures(rows)
 
     def connect(self, plan: WeightPlan, source: int, channel: Channel, preparation: Preparation | None = None) -> None:
         """Opens this rank's end of the weight sync: it is the plan's `source`-th. Every sync does the preparation."""

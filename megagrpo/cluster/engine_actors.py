@@ -15,6 +15,7 @@ from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, v
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import answer_of, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -37,8 +38,16 @@ class EngineActors:
     """One actor per engine, and one for each further node of an engine. Created at once, ready after
     `wait_until_ready`. For one thread at a time."""
 
-    def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path, tokenizer_directory: Path) -> None:
-        self._runtime, self._recipe = runtime, recipe
+    def __init__(
+        self,
+        runtime: Runtime,
+        recipe: Recipe,
+        model_directory: Path,
+        tokenizer_directory: Path,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        self._runtime, self._recipe, self._keeps_weights = runtime, recipe, keeps_weights
         self._directories = model_directory, tokenizer_directory
         self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
         self.by_name: dict[str, Any] = {}
@@ -55,7 +64,10 @@ class EngineActors:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
         timeout = self._recipe.cluster.start_timeout_seconds
         watch = self._runtime.watch
-        wait_for(self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch)
+        with progress("starting engines", len(self._starting)) as work:
+            wait_for(
+                self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch, work=work
+            )
 
     def restart(self, engine: str) -> None:
         """Ends an engine, whatever it does. `look` then starts another in its place."""
@@ -159,4 +171,5 @@ class EngineActors:
             device=self._runtime.device,
             gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
+            keeps_weights=self._keeps_weights,
         )

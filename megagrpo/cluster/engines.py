@@ -41,7 +41,8 @@ class EngineSpec:
     """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
 
     `gpus` are those that its process on one of its nodes sees (visible_gpus), as the node names them; none on CPUs.
-    `api_key` is that of an external server.
+    `api_key` is that of an external server. `keeps_weights`: those of the model directory, or of the external server,
+    are sampled from, and no update comes.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class EngineSpec:
     device: str
     gpus: tuple[int | str, ...]
     api_key: str | None = field(repr=False)
+    keeps_weights: bool = False
 
     @property
     def name(self) -> str:
@@ -277,8 +279,9 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
             timeout_seconds=rollout.timeout_seconds,
             control_timeout_seconds=recipe.weights.timeout_seconds,
             pause=recipe.pause,
-            quantization=rollout.quantization,
+            quantization=None if spec.keeps_weights else rollout.quantization,
             tokenizer_directory=spec.tokenizer_directory,
+            keeps_weights=spec.keeps_weights,
         )
     except MegagrpoError:
         if server:
@@ -316,18 +319,20 @@ def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
     from megagrpo.rollout.sglang.server import Server
 
     recipe, rollout = spec.recipe, spec.recipe.rollout
-    longest_response = max(rollout.response_tokens_max, recipe.eval.response_tokens_max or 0)
+    of_sets = (one.response_tokens_max or 0 for one in recipe.eval.of_sets().values())
+    longest_response = max(rollout.response_tokens_max, *of_sets)
     arguments = server_arguments(
         model_directory=spec.model_directory,
         layout=rollout.layout,
         dtype=dtype_name(recipe, spec.device),
         device=spec.device,
         requests_at_once=rollout.requests_at_once,
-        tokens_per_request=recipe.data.prompt_tokens_max + longest_response,
+        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + longest_response),
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
         deterministic=bool(recipe.deterministic),
-        quantization=rollout.quantization,
+        quantization=None if spec.keeps_weights else rollout.quantization,  # the files are not in float8
+        loads_weights=spec.keeps_weights,
     )
     environment = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index)
     name = spec.name

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -20,13 +21,18 @@ from megagrpo.cluster.engine_actors import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag, SoFar
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import evaluation_requests, group_of, training_requests
 from megagrpo.rollout.speeds import SPEED_REPORTS, Speeds
+from megagrpo.timeline import TIMELINE
 from megagrpo.types import Group, Prompt, Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
+
+if TYPE_CHECKING:
+    from megagrpo.cluster.agent_turns import AgentTurns
 
 ABORT_MARGIN_SECONDS = 60.0
 """After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
@@ -46,9 +52,19 @@ RETRY_SECONDS = 10.0
 class Rollouts:
     """One actor per engine. Created at once, ready after `wait_until_ready`."""
 
-    def __init__(self, runtime: Runtime, recipe: Recipe, model_directory: Path, tokenizer_directory: Path) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        recipe: Recipe,
+        model_directory: Path,
+        tokenizer_directory: Path,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        """keeps_weights: engines sample from those that they start with; `serve_all` takes the place of weight
+        syncs."""
         self._runtime, self._recipe = runtime, recipe
-        self._engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory)
+        self._engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
         self.bring_back: Callable[[], None] | None = None
         """Gives engines the weights that the others have. Set by the weight sync."""
         self.say: Callable[[str], None] = lambda line: None
@@ -85,6 +101,8 @@ class Rollouts:
         """Seconds times the share of slots that sampled nothing; all seconds; until when. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
+        self._agents = self._agent_turns(tokenizer_directory) if recipe.agent else None
+        self._restarts_told = 0
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
 
@@ -144,6 +162,11 @@ class Rollouts:
                     self._ask(engine)
             self._hand_out()
 
+    def serve_all(self) -> None:
+        """Engines that have started sample from the weights that they have. Waits for the first. Raises as `up`
+        does."""
+        self.serve(self.up())
+
     def lose(self, engine: str, actor: Any, error: MegagrpoError, *, failed: bool = True) -> None:
         """This actor's engine has failed, or is slow: it gets no requests, and is started again."""
         with self.changed:
@@ -154,7 +177,7 @@ class Rollouts:
             self._leave(engine, failed=failed)
             self._engines.restart(engine)
             first = error.problems[0]
-            self.say(f"restarting {engine}: {first.where}: {first.given} ({self._left()})")
+            self.say(f"warning: restarting {engine}: {first.where}: {first.given} ({self._left()})")
             self._hand_out()
             self.changed.notify_all()
 
@@ -179,9 +202,13 @@ class Rollouts:
         """The training_requests of a step, in the order of the prompts."""
         return self._groups(prompts, [training_requests(self._recipe, prompt, step) for prompt in prompts])
 
-    def generate_for_evaluation(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Evaluation responses. The seeds are the same at every evaluation, so that only the weights differ."""
-        return self._groups(prompts, evaluation_requests(self._recipe, prompts))
+    def generate_for_evaluation(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Group]]:
+        """Responses to the prompts of evaluation sets, by the sets' names. The seeds are the same at every evaluation,
+        so that only the weights differ."""
+        sets = self._recipe.eval.of_sets()
+        requests = [evaluation_requests(self._recipe, sets[name], of_set) for name, of_set in prompts.items()]
+        groups = iter(self._groups(list(chain(*prompts.values())), list(chain(*requests))))
+        return {name: list(islice(groups, len(of_set))) for name, of_set in prompts.items()}
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices, once what was dropped has ended there. Returns
@@ -210,11 +237,11 @@ class Rollouts:
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
         """Training rollouts of a prompt, with the seeds of a step; to be added."""
-        return Order(training_requests(self._recipe, prompt, step), on_complete)
+        return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
         with self.changed:
-            self._pool.add(orders, first=first)
+            (self._agents or self._pool).add(orders, first=first)
             self._hand_out()
 
     def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
@@ -235,13 +262,14 @@ class Rollouts:
     def drop(self, orders: Sequence[Order]) -> None:
         """Takes orders back that are not added again."""
         with self.changed:
-            for engine, tickets in self._pool.withdraw(orders).items():
-                self._engines.by_name[engine].give_back.remote(tickets)
+            self._give_back(self._agents.drop(orders) if self._agents else orders)
 
     def withdraw(self, orders: Sequence[Order]) -> None:
-        """Takes orders back, with the tokens that were sampled of them. Raises as `wait` does."""
-        self.drop(orders)
-        self.wait(lambda: not self._pool.running(orders))
+        """Takes orders back, with the tokens that were sampled of them; agents wait. Raises as `wait` does."""
+        with self.changed:
+            requests = self._agents.hold(orders) if self._agents else orders
+            self._give_back(requests)
+        self.wait(lambda: not self._pool.running(requests))
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Returns once `until`, asked with `changed` held. Raises EngineError if no engine is left and none comes back,
@@ -280,22 +308,58 @@ class Rollouts:
             self._idle = self._seconds = 0.0
         return counted
 
+    def agents_restarted(self) -> int:
+        """Agent processes that were started again since the last call."""
+        counted = self._agents.restarts if self._agents else 0
+        since, self._restarts_told = counted - self._restarts_told, counted
+        return since
+
     def close(self) -> None:
         """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start."""
+        if self._agents:
+            self._agents.close()
         self._stop_collecting()
         self._engines.close()
 
     def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
         """The groups of all prompts, whose requests are given."""
-        orders = [Order(of_prompt) for of_prompt in requests]
+        orders = [Order(of_prompt, prompt=prompt) for prompt, of_prompt in zip(prompts, requests, strict=True)]
         self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
-        with ExitStack() as undoing:
+        with ExitStack() as undoing, progress("generating", sum(map(len, requests)), "responses") as work:
             undoing.callback(self.drop, orders)
-            self.wait(lambda: all(order.complete for order in orders))
+
+            def all_there() -> bool:
+                work.done = sum(len(order.samples) for order in orders)
+                return work.done == work.total
+
+            self.wait(all_there)
             undoing.pop_all()
         return [
             group_of(prompt, order.there(), len(order.requests)) for prompt, order in zip(prompts, orders, strict=True)
         ]
+
+    def _agent_turns(self, tokenizer_directory: Path) -> AgentTurns:
+        from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
+
+        return AgentTurns(
+            self._recipe,
+            tokenizer_directory,
+            self._pool,
+            self.changed,
+            hand_out=self._hand_out,
+            give_back=self._give_back,
+            failed=self._fail,
+            say=lambda line: self.say(line),
+        )
+
+    def _fail(self, error: MegagrpoError) -> None:
+        with self.changed:
+            self._failure = error
+            self.changed.notify_all()
+
+    def _give_back(self, orders: Iterable[Order]) -> None:
+        for engine, tickets in self._pool.withdraw(orders).items():
+            self._engines.by_name[engine].give_back.remote(tickets)
 
     # --- the thread that collects -------------------------------------------------------------------------------------
 
@@ -340,8 +404,10 @@ class Rollouts:
             else:
                 self._count_idle()
                 completed = self._pool.answered(engine, answer.samples)
-                for ticket in answer.samples:
-                    self._handed.pop(ticket, None)
+                for ticket, sample in answer.samples.items():
+                    if (begun := self._handed.pop(ticket, None)) is not None:
+                        what = f"sample {sample.index} of prompt {sample.prompt_id}"
+                        TIMELINE.record(engine, what, begun, time.monotonic())
                 if answer.reported and so_far is not None:
                     self._so_far[engine] = so_far
                 slow = answer.speed is not None and self._speeds.problem(engine, answer.speed, time.monotonic())
@@ -409,14 +475,14 @@ class Rollouts:
                 self.lost[engine] = EngineError([*self.lost[engine].problems[:1], *error.problems])
                 self._retry_at[engine] = time.monotonic() + RETRY_SECONDS
                 first = error.problems[0]
-                self.say(f"{engine} could not start: {first.where}: {first.given} ({self._left()})")
+                self.say(f"warning: {engine} could not start: {first.where}: {first.given} ({self._left()})")
             self.changed.notify_all()
 
     def _start_lost_again(self) -> None:
         for engine in self.lost:
             waits = engine in self._started or engine in self._engines.restarts
             if not waits and time.monotonic() > self._retry_at.get(engine, 0.0):
-                self.say(f"restarting {engine}: it could not start before")
+                self.say(f"warning: restarting {engine}: it could not start before")
                 self._engines.restart(engine)
 
     def _leave(self, engine: str, *, failed: bool) -> None:
@@ -470,6 +536,8 @@ class Rollouts:
         if self._failure is not None:
             raise self._failure
         require_alive(self._collecting)
+        if self._agents:
+            require_alive(self._agents.thread)
 
     def _require_patience(self) -> None:
         """Raises EngineError, saying why each was lost, if the run has waited too long for one that samples."""

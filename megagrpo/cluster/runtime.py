@@ -63,10 +63,21 @@ class Runtime:
             return actor_class.options(num_cpus=0).remote()
         return self._start(actor_class, nodes[node][0], self.devices.engine_share)
 
-    def _start(self, actor_class: Any, bundle: int, share: float) -> Any:
+    def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
+        """Handle of a new actor on the first device of one of reward.models; on any node if it has none of its own. If
+        it dies, Ray starts it again."""
+        own = self.devices.bundles_of_model[model]
+        if not own:
+            return actor_class.options(num_cpus=0).remote(*arguments)
+        return self._start(actor_class, own[0], 1.0, *arguments)
+
+    def places_of_model(self, model: int) -> tuple[Place, ...]:
+        return tuple(self.places[bundle] for bundle in self.devices.bundles_of_model[model])
+
+    def _start(self, actor_class: Any, bundle: int, share: float, *arguments: Any) -> Any:
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        return actor_class.options(**resources, scheduling_strategy=place).remote()
+        return actor_class.options(**resources, scheduling_strategy=place).remote(*arguments)
 
     @property
     def shares_gpus(self) -> bool:
@@ -85,9 +96,14 @@ class Runtime:
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
-def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, engines_too: bool = True) -> Runtime:
-    """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices: with
-    `engines_too` also those of engines.
+def start(
+    recipe: AnyRecipe,
+    check_stop: Callable[[], None] = lambda: None,
+    *,
+    devices_of: Callable[[AnyRecipe, str], DevicePlan] = plan_devices,
+) -> Runtime:
+    """Joins `cluster.address` (or RAY_ADDRESS), or starts Ray on this machine, and reserves the run's devices:
+    `devices_of` the recipe and cpu or cuda.
 
     `check_stop` is called a few times a second in every wait for actors; what it raises ends the wait. If anything is
     raised here, Ray is left again, or ended if it was started here.
@@ -101,7 +117,7 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, e
             device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
             own: dict[str, Any] = {
-                "num_cpus": plan_devices(recipe, device, engines_too=engines_too).bundles,
+                "num_cpus": devices_of(recipe, device).bundles,
                 "include_dashboard": False,
             }
             own["_system_config"] = {"worker_oom_score_adjustment": OOM_SCORE}
@@ -112,7 +128,7 @@ def start(recipe: AnyRecipe, check_stop: Callable[[], None] = lambda: None, *, e
             if device == "auto":  # the driver's machine may have no GPU
                 device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
         undoing.callback(pulse.shut_down)
-        devices = plan_devices(recipe, device, engines_too=engines_too)
+        devices = devices_of(recipe, device)
         names = node_names()
         group, nodes = _reserve(devices, recipe, names, NodeWatch({}, check_stop))
         watch = NodeWatch({node: names[node] for node in nodes}, check_stop)
@@ -208,7 +224,8 @@ def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) 
     """
     whole_groups = tuple(tuple(range(first, first + tensor)) for first in range(0, len(devices.bundle_of_rank), tensor))
     engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
-    for unsplit in ((*engines, *whole_groups), engines):
+    models = tuple(own for own in devices.bundles_of_model if own)
+    for unsplit in ((*engines, *whole_groups, *models), (*engines, *models)):
         if found := _fill(_blocks(devices.bundles, unsplit), free):
             return found
     return None

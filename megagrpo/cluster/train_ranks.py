@@ -24,6 +24,7 @@ from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.guarded_store import StoreHost
 from megagrpo.layout.parallel import rank_grid
+from megagrpo.progress import Work, progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Manifest, Place
@@ -56,7 +57,11 @@ class TrainRanks:
         self.device_type = runtime.device
         self._offload = list(recipe.train.offload)
         self._away: set[str] = set()
-        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(recipe.train.layout.parallel())}
+        layout = recipe.train.layout.parallel()
+        self._data_rank = {f"train rank {at.rank}": at.data for at in rank_grid(layout)}
+        # One rank of those of the last stage that hold the same tokens.
+        last = [at for at in rank_grid(layout) if at.pipeline == layout.pipeline - 1 and at.tensor == 0]
+        self._answering = [f"train rank {at.rank}" for at in last]
         self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
             name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
@@ -64,13 +69,15 @@ class TrainRanks:
         starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
         self._processes: dict[str, lost_ranks.ProcessAt] = {}
         logging = {n: a.begin_log.remote(logs / f"{n.replace(' ', '_')}.log") for n, a in self.actors.items()}
-        self._processes = self._wait(logging, "starting", starting)
+        with progress("starting training ranks", len(logging)) as work:
+            self._processes = self._wait(logging, "starting", starting, work)
         self._store = StoreHost(ray.util.get_node_ip_address())  # in which the ranks find each other
         started = {
             name: actor.start.remote(recipe, rank, self._store.address, str(model_directory), runtime.device)
             for rank, (name, actor) in enumerate(self.actors.items())
         }
-        self._wait(started, "starting", starting)
+        with progress("loading the model in training ranks", len(started)) as work:
+            self._wait(started, "starting", starting, work)
 
     @property
     def ranks(self) -> list[Any]:
@@ -104,11 +111,30 @@ class TrainRanks:
         named = dict(zip(self.actors, answers, strict=True))
         return list(self._wait(named, doing, self._timeout).values())
 
+    def memory_peak(self) -> int | None:
+        """Most bytes of tensors that torch has held at a time on a rank's GPU since `updating` began: the greatest of
+        the ranks; None on CPUs."""
+        if self.device_type != "cuda":
+            return None
+        return max(self.wait("memory_peak", [rank.memory_peak.remote() for rank in self.ranks]))
+
     def load_batch(self, batches: Sequence[RankBatch]) -> None:
         """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
         shared = [ray.put(batch) for batch in batches]
         sent = [actor.load_batch.remote(shared[self._data_rank[name]]) for name, actor in self.actors.items()]
         self.wait("load_batch", sent)
+
+    def begin_profile(self, ranks: Sequence[int], memory: bool) -> None:
+        """These ranks record what they compute."""
+        names = [f"train rank {rank}" for rank in ranks]
+        self._wait({n: self.actors[n].begin_profile.remote(memory) for n in names}, "profile", self._timeout)
+
+    def end_profile(self, ranks: Sequence[int], directory: Path) -> list[str]:
+        """They write it to files in `directory`. Why some could not."""
+        names = [f"train rank {rank}" for rank in ranks]
+        written = {name: self.actors[name].end_profile.remote(directory) for name in names}
+        answers = self._wait(written, "writing a profile", self._timeout)
+        return [f"{name}: {problem}" for name, problem in answers.items() if problem]
 
     def manifests(self) -> list[Manifest]:
         return self.wait("manifest", [actor.manifest.remote() for actor in self.ranks])
@@ -174,7 +200,8 @@ class TrainRanks:
         if saved is None:
             self._require_finite(str(model), ModelError, "download the model again, or take another")
         else:
-            self.wait("load", [actor.load.remote(saved) for actor in self.ranks])
+            with progress("loading the checkpoint"):
+                self.wait("load", [actor.load.remote(saved) for actor in self.ranks])
             self._require_finite(str(saved), CheckpointError, "remove this checkpoint: the run continues from another")
 
     @contextmanager
@@ -184,6 +211,8 @@ class TrainRanks:
         self.step = None
         with self.alone():
             try:
+                if self.device_type == "cuda":
+                    self.wait("begin_memory_peak", [rank.begin_memory_peak.remote() for rank in self.ranks])
                 yield
             except RankError as error:
                 first, *others = error.problems
@@ -239,11 +268,12 @@ class TrainRanks:
             self.wait("restore", [actor.restore.remote(parts) for actor in self.ranks])
             self._away -= set(parts)
 
-    def _wait(self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float) -> dict[str, Any]:
+    def _wait(
+        self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, work: Work | None = None
+    ) -> dict[str, Any]:
+        seconds, watch = timeout_seconds, self.watch
         try:
-            return wait_for(
-                answers, doing=doing, timeout_seconds=timeout_seconds, error=RankLostError, watch=self.watch
-            )
+            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, work=work)
         except RankLostError as error:
             raise self.lost(error) from error
 
@@ -296,6 +326,21 @@ class Policy(TrainRanks):
         shared = ray.put(advantages)
         updates = [rank.update.remote(shared, lr, kl_coefficient, step) for rank in self.ranks]
         return _only(self.wait("update", updates))
+
+    def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
+        """Logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
+
+        lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
+        """
+        asked = {name: self.actors[name].token_figures.remote(len(lengths)) for name in self._answering}
+        found = [part for part in self._wait(asked, "token_figures", self._timeout).values() if part is not None]
+        logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
+        for part in found:
+            at = logprobs.offsets[part.rows] + part.index
+            logprobs.values[at] = part.logprobs
+            if part.entropies is not None:
+                entropies.values[at] = part.entropies
+        return logprobs, entropies if any(part.entropies is not None for part in found) else None
 
     def compute_values(self) -> None:
         """The critic's estimates for the loaded batch, before its update; they stay on the ranks."""

@@ -30,6 +30,8 @@ from ray.exceptions import (
 )
 
 from megagrpo.errors import MegagrpoError, NodeLostError, Problem
+from megagrpo.progress import Work
+from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0
 """Between two looks at Ray's list of nodes."""
@@ -168,11 +170,13 @@ def wait_for(
     timeout_seconds: float,
     error: type[MegagrpoError],
     watch: NodeWatch,
+    work: Work | None = None,
 ) -> dict[str, Any]:
     """Results by name, in the order of `results`, once all are there.
 
     Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
-    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor.
+    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor. work: counts
+    the results that are there.
     """
     done: dict[str, Any] = {}
     for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
@@ -180,6 +184,8 @@ def wait_for(
             left = {other: ref for other, ref in results.items() if other not in done and other != name}
             raise _death(left, doing, error, watch) or answer
         done[name] = answer
+        if work is not None:
+            work.advance()
     return {name: done[name] for name in results}  # they came in the order in which the actors answered
 
 
@@ -237,7 +243,8 @@ def _as_they_come(
     watch: NodeWatch | None,
 ) -> Iterator[tuple[str, Any]]:
     """(name, answer or error), one after another. At the deadline, an error for each missing answer."""
-    deadline = time.monotonic() + timeout_seconds
+    began = time.monotonic()
+    deadline = began + timeout_seconds
     names = {ref: name for name, ref in results.items()}
     while names:
         if watch:
@@ -256,6 +263,7 @@ def _as_they_come(
             return
         for ref in ready:
             name = names.pop(ref)
+            TIMELINE.record(name, doing, began, time.monotonic())
             yield name, answer_of(ref, name, doing, error, watch)
 
 

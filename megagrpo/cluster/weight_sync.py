@@ -64,6 +64,8 @@ class WeightSync:
         self.plan = make_plan(sources, served, topology)
         if problems := unseen_problems(self.plan, rollouts.visible_gpus()):
             raise WeightSyncError(problems)
+        self.received_bytes = sum(held.bytes for end in served for held in end.storages.values())
+        """What all engines together receive in a sync."""
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megagrpo.convert.source import CONFIG, Source
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError
+from megagrpo.progress import progress
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
 from megagrpo.weights.sides.torch_dist import Chunk
@@ -103,9 +102,9 @@ def convert(
                 _append(journal, identity, 0)
             earlier = len(written)
             title = f"{source.directory.name} to {output.name}"
-            with bar(title, sum(sizes), sum(sizes[:earlier])) as advance:
+            with progress(title, sum(sizes), "bytes", sum(sizes[:earlier])) as work:
                 for index in range(earlier, len(sizes)):
-                    written.append(target.write(index, making, advance))
+                    written.append(target.write(index, making, work.advance))
                     _append(journal, written[-1], index + 1)
             target.finish(making, written)
             made_from = {"source": str(source.directory), "options": options}
@@ -145,16 +144,6 @@ def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list
     for part in parts:
         units.setdefault(name_of(part) if part.layer is None else part.layer, []).append(part)
     return list(units.values())
-
-
-@contextmanager
-def bar(title: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
-    """Shows the progress of the block on standard error, if that is a terminal: bytes, speed and the time left."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total_bytes, completed=done_bytes)
-        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.convert.job import Advance, bar
+from megagrpo.convert.job import Advance
 from megagrpo.convert.source import CONFIG, Source, open_source
+from megagrpo.progress import progress
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import BITS
 from megagrpo.weights.families.architecture import Tensor
@@ -56,7 +57,7 @@ def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str |
     shapes = {tensor.name: tensor for tensor in right.tensors}
     differences: list[Difference] = []
     total = sum(_bytes(left, tensor) for tensor in left.tensors)
-    with bar(f"{first.name} and {second.name}", total) as advance:
+    with progress(f"{first.name} and {second.name}", total, "bytes") as work:
         for tensor in left.tensors:
             other = shapes.pop(tensor.name, None)
             if other is None:
@@ -64,7 +65,7 @@ def verify(first: Path, second: Path, *, model: Path | None = None, dtype: str |
             elif other.shape != tensor.shape:
                 differences.append(Difference(tensor.name, f"{list(tensor.shape)} and {list(other.shape)}"))
             else:
-                differences += _compare(left, right, tensor, dtype, advance)
+                differences += _compare(left, right, tensor, dtype, work.advance)
     differences += [Difference(name, f"only in {second}") for name in shapes]
     left_out = tuple((side.directory, side.left_out) for side in (left, right) if side.left_out)
     return Comparison(len(left.tensors), total, tuple(differences), left_out)

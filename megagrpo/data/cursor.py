@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeGuard
 
 import numpy as np
 
-from megagrpo.data.mixture import AnyItem, Item, permutation
+from megagrpo.data.mixture import AnyItem, contents, names, permutation
 from megagrpo.errors import DataError, Problem
 
 
@@ -76,6 +76,10 @@ class Cursor(Generic[AnyItem]):
             unique.append(replace(prompt, id=f"{prompt.id}+{again}") if again else prompt)
         return unique
 
+    def some(self, count: int) -> list[AnyItem]:
+        """So many prompts, or all if there are fewer, spread over the data."""
+        return [self._prompts[i] for i in np.unique(np.linspace(0, len(self) - 1, count).astype(int)).tolist()]
+
     def set_aside(self, ids: Iterable[str]) -> None:
         """Never draws these again. Ids are as `next` gave them. If the data hold a prompt twice, both go."""
         for name in ids:
@@ -122,15 +126,20 @@ class Cursor(Generic[AnyItem]):
         self._order = self._order_of(self.epoch)
 
     @cached_property
-    def _rows(self) -> dict[str, list[int]]:
-        """Indices of each id in the data."""
-        rows: dict[str, list[int]] = {}
-        for row, prompt in enumerate(self._prompts):
-            rows.setdefault(prompt.id, []).append(row)
-        return rows
+    def _ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """A hash of each id, sorted, uint64 [prompts], and the index of each in the data, int64 [prompts]."""
+        hashes = np.fromiter(map(_hash, names(self._prompts)), np.uint64, len(self))
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order
 
     def _rows_of(self, name: str) -> list[int]:
-        return self._rows.get(name) or self._rows.get(name.rpartition("+")[0], [])
+        """Indices in the data of what `next` gave this id."""
+        hashes, order = self._ids
+        for known in (name, name.rpartition("+")[0]):
+            first, last = (int(np.searchsorted(hashes, _hash(known), side)) for side in ("left", "right"))
+            if rows := [row for row in order[first:last].tolist() if self._prompts[row].id == known]:
+                return rows
+        return []
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
@@ -138,12 +147,16 @@ class Cursor(Generic[AnyItem]):
         return permutation(len(self), self._seed, epoch)
 
 
-def fingerprint(items: Sequence[Item]) -> str:
+def fingerprint(items: Sequence[AnyItem]) -> str:
     """Hash of ids and contents, in order: other files, rows, template or amounts give another one."""
     digest = hashlib.blake2b(digest_size=16)
-    for item in items:
-        digest.update(f"{item.id}\0".encode() + item.content())
+    for name, content in zip(names(items), contents(items), strict=True):
+        digest.update(f"{name}\0".encode() + content)
     return digest.hexdigest()
+
+
+def _hash(name: str) -> np.uint64:
+    return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint64)[0]
 
 
 def _unpacked(text: object, count: int) -> np.ndarray | None:

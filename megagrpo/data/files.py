@@ -1,26 +1,31 @@
-"""Records of a parquet or JSONL file, one dict each, with every defect named by file and row.
+"""Records of a file of data, one dict each, with every defect named by file and row.
 
-Parquet rows count from 0, as pandas shows them; JSONL lines count from 1, as editors show them.
+Rows of parquet, Arrow and JSON files count from 0, as pandas shows them; lines of JSONL from 1, as editors show them.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagrpo.data.locations import arrow_source, open_file, path_problem, suffix_of
+from megagrpo.data.reasoning_gym import COLUMNS, is_task, task_at, task_records
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and a plan mostly has no parquet file to look at
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-SUFFIXES = (".parquet", ".jsonl")
 PROBLEMS_SHOWN = 10
 BATCH_ROWS = 2048
 LINE_BYTES_MAX = 2**26
+READ_BYTES = 2**20
+ARROW_FILE = b"ARROW1"
+"""How a file of Arrow's file format begins."""
 
 Record = dict[str, Any]
 
@@ -28,7 +33,7 @@ Record = dict[str, Any]
 class Findings:
     """Problems of one file: the first ten in full, the rest as a count."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         self.path = path
         self.count = 0
         self._shown: list[Problem] = []
@@ -49,12 +54,13 @@ class Findings:
             raise DataError(self.problems())
 
 
-def place(path: Path, number: int) -> str:
+def place(path: str | Path, number: int) -> str:
     """How an error names one record of a file."""
-    return f"{path} row {number} (counting from 0)" if path.suffix == ".parquet" else f"{path} line {number}"
+    lines = ".jsonl" in suffix_of(str(path))
+    return f"{path} line {number}" if lines else f"{path} row {number} (counting from 0)"
 
 
-def column_problem(path: Path, column: str, present: Iterable[str], documentation: str) -> Problem:
+def column_problem(path: str, column: str, present: Iterable[str], documentation: str) -> Problem:
     """`column` is not in the file: names the columns that are, and a likely misspelling among them."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
@@ -63,103 +69,230 @@ def column_problem(path: Path, column: str, present: Iterable[str], documentatio
     return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}", fix)
 
 
-def near_file(path: Path) -> Path | None:
-    """A file beside a missing one whose name is nearly the same."""
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, n=1)
-    return path.parent / near[0] if near else None
+def has_columns(path: str) -> bool:
+    """Whether a file says itself what columns it has, so that they do not follow from its first record."""
+    return is_task(path) or suffix_of(path) in (".parquet", ".arrow")
 
 
-def path_problem(path: Path) -> Problem | None:
-    """What is wrong with a path, as far as it is known without opening the file."""
-    if not path.exists():
-        near = near_file(path)
-        fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
-        return Problem(str(path), "no such file", needed="a parquet or JSONL file", fix=fix)
-    if not path.is_file():
-        given = "a directory" if path.is_dir() else "a special file"
-        return Problem(f"{path}: not a file", given, needed="a parquet or JSONL file")
-    if path.suffix not in SUFFIXES:
-        given, fix = f"extension {path.suffix!r}", "convert it, or rename it if only the name is wrong"
-        return Problem(f"{path}: unknown kind of file", given, needed=" or ".join(SUFFIXES), fix=fix)
-    if path.stat().st_size == 0:
-        return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")
-    return None
-
-
-def columns(path: Path) -> tuple[str, ...]:
-    """Names of the columns: the parquet schema's, or the keys of the first JSONL object (none if that line is bad)."""
+def columns(path: str) -> tuple[str, ...]:
+    """Names of the columns: the schema's, or the keys of the first JSON object (none if it is bad)."""
     _raise_path_problem(path)
-    if path.suffix == ".parquet":
+    if is_task(path):
+        return COLUMNS
+    if suffix_of(path) == ".parquet":
         return tuple(_open_parquet(path).schema_arrow.names)
+    if suffix_of(path) == ".arrow":
+        return tuple(_open_arrow(path).schema.names)
     first = next(records(path), None)
     return tuple(first[1]) if first is not None and isinstance(first[1], dict) else ()
 
 
-def row_count(path: Path) -> int:
-    """Records in a file, good or bad, without decoding one. Raises DataError if it cannot be read as a whole."""
+def row_count(path: str) -> int:
+    """Records in a file, good or bad, without decoding more than it must. Raises DataError if it cannot be read as a
+    whole."""
     _raise_path_problem(path)
-    if path.suffix == ".parquet":
+    if is_task(path):
+        return task_at(path).size
+    if suffix_of(path) == ".parquet":
         return int(_open_parquet(path).metadata.num_rows)
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+    if suffix_of(path) == ".arrow":
+        return sum(batch.num_rows for batch in _arrow_batches(path))
+    if suffix_of(path) == ".json":
+        return sum(1 for _ in records(path))
+    return sum(1 for line in _lines(path) if line.strip())
 
 
-def records(path: Path, wanted: Iterable[str] | None = None) -> Iterator[tuple[int, Record | Problem]]:
+def records(path: str, wanted: Collection[str] | None = None) -> Iterator[tuple[int, Record | Problem]]:
     """(row or line number, record), with a Problem in place of a record that cannot be read.
 
     `wanted` restricts a parquet file to these columns. Raises DataError if the file as a whole cannot be read.
     """
     _raise_path_problem(path)
-    if path.suffix == ".parquet":
-        yield from _parquet_records(path, wanted)
+    if is_task(path):
+        yield from task_records(path)
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if len(line) > LINE_BYTES_MAX:
-                given, needed = f"a line of {len(line):,} bytes", f"at most {LINE_BYTES_MAX:,}"
-                yield number, Problem(place(path, number), given, needed, "one JSON object per line")
-            elif line.strip():
-                yield number, _json_record(line, place(path, number))
+    match suffix_of(path):
+        case ".parquet":
+            yield from _batch_records(path, _parquet_batches(path, wanted))
+        case ".arrow":
+            yield from _batch_records(path, _arrow_batches(path))
+        case ".json":
+            yield from _array_records(path)
+        case _:
+            for number, line in enumerate(_lines(path), start=1):
+                if len(line) > LINE_BYTES_MAX:
+                    given, needed = f"a line of {len(line):,} bytes", f"at most {LINE_BYTES_MAX:,}"
+                    yield number, Problem(place(path, number), given, needed, "one JSON object per line")
+                elif line.strip():
+                    yield number, _json_record(line, place(path, number))
 
 
-def _raise_path_problem(path: Path) -> None:
+def _raise_path_problem(path: str) -> None:
     if problem := path_problem(path):
         raise DataError(problem)
 
 
-def _unreadable(path: Path, error: BaseException, after_row: int | None = None) -> DataError:
+def _unreadable(path: str, error: BaseException, kind: str, after_row: int | None = None) -> DataError:
     after = "" if after_row is None else f" from row {after_row} on"
-    given = first_line(error)
     fix = "write or download it again; it may be truncated"
-    return DataError(Problem(f"{path}: cannot be read as parquet{after}", given, "a whole parquet file", fix))
+    return DataError(
+        Problem(f"{path}: cannot be read as {kind}{after}", first_line(error), f"a whole {kind} file", fix)
+    )
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
+# --- lines and arrays of JSON -----------------------------------------------------------------------------------------
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    kind = suffix_of(path).rpartition(".")[2]
+    with closing(open_file(path)) as file:
+        number = 0
+        while True:
+            try:
+                line = file.readline()
+            except (EOFError, OSError) as error:  # a packed file that is damaged
+                raise _unreadable(path, error, kind, after_row=number) from None
+            if not line:
+                return
+            number += 1
+            yield line
+
+
+def _json_record(line: bytes, where: str) -> Record | Problem:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return _not_utf8(where, error)
+    except (ValueError, RecursionError) as error:
+        return Problem(f"{where}: not valid JSON", given=str(error), needed="one JSON object per line")
+    return _object(record, where)
+
+
+def _object(record: Any, where: str) -> Record | Problem:
+    if not isinstance(record, dict):
+        return Problem(f"{where}: not a JSON object", given=brief(record), needed="one JSON object per row")
+    return record
+
+
+def _array_records(path: str) -> Iterator[tuple[int, Record | Problem]]:
+    """Objects of a JSON file: one array of them, or one alone. An array is decoded piece by piece."""
+    decoder, needed = json.JSONDecoder(), "an array of JSON objects, in UTF-8"
+    with closing(open_file(path)) as file:
+        import codecs
+
+        reader = codecs.getreader("utf-8-sig")(file)
+        text, at, ended, number, opened, closed = "", 0, False, 0, False, False
+
+        def bad(given: str, fix: str = "") -> DataError:
+            return DataError(Problem(f"{place(path, number)}: not valid JSON", given, needed, fix))
+
+        while True:
+            while at < len(text) and (text[at].isspace() or (opened and not closed and text[at] == ",")):
+                at += 1
+            if at < len(text) and closed:
+                given = "more text after the array" if opened else "more text after the object"
+                raise bad(given, "if it has an object per line, rename it to .jsonl")
+            if at < len(text) and not opened and text[at] == "[":
+                opened, at = True, at + 1
+                continue
+            if at < len(text) and opened and text[at] == "]":
+                closed, at = True, at + 1
+                continue
+            if at < len(text):
+                try:
+                    record, end = decoder.raw_decode(text, at)
+                except (ValueError, RecursionError) as error:
+                    if ended or len(text) - at > LINE_BYTES_MAX or isinstance(error, RecursionError):
+                        raise bad(str(error)) from None
+                else:
+                    if end < len(text) or ended:
+                        yield number, _object(record, place(path, number))
+                        number, at, closed = number + 1, end, not opened
+                        continue
+            elif ended:
+                if opened and not closed:
+                    raise bad("the array has no end")
+                return
+            try:
+                more = reader.read(READ_BYTES)
+            except UnicodeDecodeError as error:
+                raise DataError(_not_utf8(place(path, number), error)) from None
+            text, at, ended = text[at:] + more, 0, not more
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> Problem:
+    given = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+    needed = "UTF-8 text"
+    return Problem(f"{where}: not UTF-8", given, needed, "convert the file, for example with iconv -f latin1 -t utf-8")
+
+
+# --- parquet and Arrow ------------------------------------------------------------------------------------------------
+
+
+def _open_parquet(path: str) -> pq.ParquetFile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        return pq.ParquetFile(path)
+    try:  # without a buffer, a column of a row group is read as a whole
+        return pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error, "parquet") from None
 
 
-def _parquet_records(path: Path, wanted: Iterable[str] | None) -> Iterator[tuple[int, Record | Problem]]:
+def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
-    file = _open_parquet(path)
+    file, number = _open_parquet(path), 0
     present = file.schema_arrow.names
-    names = present if wanted is None else [name for name in present if name in set(wanted)]
-    number = 0
+    names = present if wanted is None else [name for name in present if name in wanted]
     batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
     while True:
         try:
             batch = next(batches, None)
         except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error, after_row=number) from None
+            raise _unreadable(path, error, "parquet", after_row=number) from None
         if batch is None:
             return
+        yield batch
+        number += batch.num_rows
+
+
+def _open_arrow(path: str) -> pa.RecordBatchReader:
+    """Batches of the stream format, which the `datasets` package writes. Raises DataError."""
+    import pyarrow as pa
+
+    if arrow_source(path).read(len(ARROW_FILE)) == ARROW_FILE:
+        given, needed = (
+            "the Arrow file format (Feather)",
+            "the stream format, which `datasets` writes, or parquet",
+        )
+        fix = "write it as parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NAME)"
+        raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
+    try:
+        return pa.ipc.open_stream(arrow_source(path))
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error, "Arrow stream") from None
+
+
+def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    reader, number = _open_arrow(path), 0
+    while True:
+        try:
+            batch = reader.read_next_batch()
+        except StopIteration:
+            return
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error, "Arrow stream", after_row=number) from None
+        for first in range(0, batch.num_rows, BATCH_ROWS):
+            yield batch.slice(first, BATCH_ROWS)
+        number += batch.num_rows
+
+
+def _batch_records(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Record | Problem]]:
+    number = 0
+    for batch in batches:
         try:
             decoded: list[Any] = batch.to_pylist()
         except UnicodeDecodeError:
@@ -174,21 +307,3 @@ def _batch_record(batch: pa.RecordBatch, index: int, where: str) -> Record | Pro
         return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
         return _not_utf8(where, error)
-
-
-def _json_record(line: bytes, where: str) -> Record | Problem:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return _not_utf8(where, error)
-    except (ValueError, RecursionError) as error:
-        return Problem(f"{where}: not valid JSON", given=str(error), needed="one JSON object per line")
-    if not isinstance(record, dict):
-        return Problem(f"{where}: not a JSON object", given=brief(record), needed="one JSON object per line")
-    return record
-
-
-def _not_utf8(where: str, error: UnicodeDecodeError) -> Problem:
-    given = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
-    needed = "UTF-8 text"
-    return Problem(f"{where}: not UTF-8", given, needed, "convert the file, for example with iconv -f latin1 -t utf-8")

@@ -1,25 +1,28 @@
 """Conversations to learn from: rendered by the chat template, with a mask over the assistant's tokens.
 
 messages   list of {role, content}   the first is not the assistant's, the last one is
+tools      list of schemas           optional, for the chat template; as JSON text too, as are calls' arguments
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
-from megagrpo.data.prompts import RENDER_ERRORS, Reader, refusal, template_error
-from megagrpo.data.rows import RowSchema, given_fields, message_problems
+from megagrpo.data.prompts import RENDER_ERRORS, Reader, cache_of, refusal, template_error
+from megagrpo.data.rows import given_fields, message_problems, simple_schema
+from megagrpo.data.store import Column, Form
 from megagrpo.errors import Problem, brief
-from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema import ConversationFileConfig
 from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import encode
 
@@ -33,6 +36,7 @@ class Conversation:
 
     number: int
     messages: Messages
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Example:
 
 
 def load_examples(
-    files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, data: SftDataConfig, seed: int
+    files: Sequence[ConversationFileConfig], tokenizer: PreTrainedTokenizerBase, data: SftDataConfig, seed: int
 ) -> Mixture[Example]:
     """Examples of all files, rendered and mixed. Amounts count those that are left after over-long ones are dropped.
 
@@ -66,28 +70,48 @@ def load_examples(
     special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     special |= frozenset(tokenizer.all_special_ids)
 
-    def examples(rows: list[Conversation], path: Path, label: str, findings: Findings) -> Iterator[tuple[int, Example]]:
+    def records(rows: list[Conversation], path: str, findings: Findings) -> Iterator[Column]:
         rendered = _render(rows, tokenizer, data.chat_template_arguments, path, findings)
         if findings.count:
             return
         for row, (tokens, loss_mask) in zip(rows, _tokens(rendered, tokenizer, special), strict=True):
-            yield row.number, Example(f"{label}:{row.number}", tokens, loss_mask)
+            yield {"number": row.number, "tokens": tokens, "loss_mask": loss_mask}
 
-    def shortened(example: Example) -> Example | None:
-        mask = example.loss_mask[: data.tokens_max]
-        return replace(example, tokens=example.tokens[: data.tokens_max], loss_mask=mask) if mask.any() else None
+    def shortened(record: Column) -> Column | None:
+        tokens, mask = (record[name][: data.tokens_max] for name in ("tokens", "loss_mask"))
+        return {**record, "tokens": tokens, "loss_mask": mask} if mask.any() else None
 
-    reader = Reader(
-        CONVERSATION_ROWS,
-        examples,
+    reader: Reader[Conversation, Example] = Reader(
+        EXAMPLE_FORM,
+        records,
         shortened,
         data.tokens_max,
         data.overlong_examples,
         noun="example",
         tokens_field="data.tokens_max",
         truncate="truncate",
+        cache=cache_of(data.cache),
+        tokenizer=tokenizer,
+        settings={"arguments": data.chat_template_arguments, "tools": "of each row"},
     )
-    return mix(files, reader, seed=seed)
+    return mix(files, lambda entry, path, label: reader.read(path, label, CONVERSATION_ROWS), seed=seed)
+
+
+EXAMPLE_COLUMNS = pa.schema(
+    [("number", pa.int64()), ("tokens", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))]
+)
+
+
+def _example(batch: pa.RecordBatch, row: int, name: str) -> Example:
+    tokens, mask = batch.column("tokens")[row], batch.column("loss_mask")[row]
+    return Example(name, tokens.values.to_numpy().copy(), mask.values.to_numpy(zero_copy_only=False))
+
+
+EXAMPLE_FORM: Form[Example] = Form(
+    EXAMPLE_COLUMNS,
+    _example,
+    lambda batch: [_example(batch, row, "").content() for row in range(batch.num_rows)],
+)
 
 
 class NotAPrefixError(Exception):
@@ -128,14 +152,15 @@ def _render(
     conversations: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     arguments: Mapping[str, Any],
-    path: Path,
+    path: str,
     findings: Findings,
 ) -> list[list[Span]]:
     rendered = []
     for conversation in conversations:
         where = place(path, conversation.number)
         try:
-            rendered.append(list(_pieces(conversation.messages, tokenizer, arguments)))
+            given = {**arguments, "tools": list(conversation.tools)} if conversation.tools else arguments
+            rendered.append(list(_pieces(conversation.messages, tokenizer, given)))
         except TemplateSyntaxError as error:
             raise template_error(error) from None
         except NotAPrefixError as error:
@@ -199,9 +224,10 @@ def _trained(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozen
     return np.arange(len(ids)) < (len(ids) if after.strip() else end)
 
 
-def _row_problems(record: Record, where: str) -> list[Problem]:
-    messages = record["messages"]
-    problems = message_problems(messages, f"{where}, messages")
+def _row(record: Record, number: int, where: str) -> Conversation | list[Problem]:
+    messages, problems = _with_calls(record["messages"], f"{where}, messages")
+    tools, of_tools = _as_list(record.get("tools"), f"{where}, tools", "a list of schemas of tools")
+    problems += message_problems(messages, f"{where}, messages") + of_tools
     if problems:
         return problems
     if messages[0]["role"] == "assistant":
@@ -212,13 +238,57 @@ def _row_problems(record: Record, where: str) -> list[Problem]:
         needed = "a last message of the assistant's to learn from"
         fix = "leave out what comes after it"
         problems.append(Problem(f"{where}, messages[{len(messages) - 1}].role", given, needed, fix))
-    return problems
+    return problems or Conversation(number, given_fields(messages), tools)
 
 
-CONVERSATION_ROWS = RowSchema(
-    required=("messages",),
-    optional=(),
-    problems=_row_problems,
-    row=lambda record, number: Conversation(number, given_fields(record["messages"])),
-    documentation="docs/sft.md",
-)
+def _with_calls(messages: Any, where: str) -> tuple[Any, list[Problem]]:
+    """The messages as chat templates read them: arguments of calls as objects, and "" beside calls without a text."""
+    problems: list[Problem] = []
+    if not isinstance(messages, list):
+        return messages, problems
+    made = []
+    for index, message in enumerate(messages):
+        if isinstance(message, Mapping) and message.get("tool_calls") is not None:
+            calls, found = _as_list(message["tool_calls"], f"{where}[{index}].tool_calls", "a list of tool calls")
+            read = [_read_call(call, f"{where}[{index}].tool_calls[{i}]") for i, call in enumerate(calls)]
+            problems += [*found, *(call for call in read if isinstance(call, Problem))]
+            content = message.get("content")
+            message = {**message, "content": "" if content is None else content, "tool_calls": read}
+            if not read:
+                message.pop("tool_calls")
+        made.append(message)
+    return made, problems
+
+
+def _read_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any] | Problem:
+    """A call {function: {name, arguments}}, its arguments an object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return Problem(where, brief(call), "a call {function: {name, arguments}}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return Problem(f"{where}.function.arguments", brief(arguments), "JSON")
+    if not isinstance(arguments, Mapping):
+        return Problem(f"{where}.function.arguments", brief(arguments), "an object, or one as JSON text")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_list(value: Any, where: str, needed: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
+    """A list of objects, given so or as JSON text. None is an empty one."""
+    read = value
+    if isinstance(value, str):
+        try:
+            read = json.loads(value)
+        except ValueError:
+            return [], [Problem(where, brief(value), f"{needed}, or one as JSON text")]
+    if read is None:
+        return [], []
+    if not isinstance(read, list) or not all(isinstance(item, Mapping) for item in read):
+        return [], [Problem(where, brief(value), needed)]
+    return read, []
+
+
+CONVERSATION_ROWS = simple_schema(("messages",), _row, "docs/sft.md")

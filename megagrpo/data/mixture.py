@@ -1,18 +1,20 @@
-"""Several data files, each with an amount, as one list: which rows of each an epoch takes, and in what order."""
+"""Several sources, each with an amount, as one sequence: which rows of each an epoch takes, and in what order."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 
 from megagrpo.data.files import row_count
+from megagrpo.data.locations import files_of, is_remote
 from megagrpo.errors import DataError, Problem
-from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema.data import EntryConfig
 
 Amount = int | float | Literal["all"]
 
@@ -32,56 +34,221 @@ class Item(Protocol):
 
 
 AnyItem = TypeVar("AnyItem", bound=Item)
+Kept = TypeVar("Kept", covariant=True)
+AnyFact = TypeVar("AnyFact")
+AnyEntry = TypeVar("AnyEntry", bound=EntryConfig)
+OVERLAPS_SHOWN = 100
+REPEATED_MAX = 1e4
+"""How often an epoch may have a row, as the recipe's amounts may say too."""
+
+
+class Part(Protocol[Kept]):
+    """The items of one file that can be used, in its order (data/store.py)."""
+
+    @property
+    def figures(self) -> Mapping[str, int]: ...
+
+    def __len__(self) -> int: ...
+
+    def item(self, row: int) -> Kept: ...
+
+    def names(self) -> Iterator[str]: ...
+
+    def contents(self) -> Iterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileCount:
-    """What became of one file: its rows, the over-long among them (dropped or truncated), and the items taken."""
+    """What became of one file: its rows, those with a fault, and the items taken for an epoch.
+
+    Over-long ones are dropped or truncated, duplicates dropped, contaminated ones dropped or reported.
+    """
 
     path: str
     rows: int
     overlong: int
-    used: int
+    taken: int
+    duplicates: int = 0
+    disagreeing: int = 0
+    """Duplicates with a ground truth that none before has."""
+    contaminated: int = 0
+    overlaps: tuple[tuple[str, str], ...] = ()
+    """Ids of contaminated prompts, each with that of a held-out one; at most OVERLAPS_SHOWN."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Faults of a part's items: bool [items] each. `overlaps` as in FileCount."""
+
+    duplicate: np.ndarray
+    disagreeing: np.ndarray
+    contaminated: np.ndarray
+    dropped: np.ndarray
+    overlaps: tuple[tuple[str, str], ...] = ()
+
+
+class Mixed(Sequence[AnyItem]):
+    """The items of an epoch, in memory only while they are looked at: `taken` are their rows in all parts together."""
+
+    def __init__(self, parts: Sequence[Part[AnyItem]], taken: np.ndarray) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+        self._taken = taken  # int64 [items]
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    @overload
+    def __getitem__(self, index: int) -> AnyItem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[AnyItem]: ...
+
+    def __getitem__(self, index: int | slice) -> AnyItem | list[AnyItem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = int(self._taken[index])
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._parts[part].item(row - self._starts[part])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Sequence)
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def facts(self, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
+        """What `of` gives for every item of a part, in this order. Parts are read as often as there are passes."""
+        passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
+        for begin, end in pairwise(passes):
+            yield from self._pass(self._taken[begin:end], of)
+
+    def _pass(self, rows: np.ndarray, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
+        """The same for rows that ascend."""
+        for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
+            if len(wanted) == end - start:
+                yield from of(part)
+            elif len(wanted):
+                asked = np.zeros(end - start, bool)
+                asked[wanted] = True
+                yield from (fact for fact, chosen in zip(of(part), asked.tolist(), strict=True) if chosen)
+
+
+def names(items: Sequence[AnyItem]) -> Iterator[str]:
+    """Ids of all items, in their order."""
+    return items.facts(lambda part: part.names()) if isinstance(items, Mixed) else (item.id for item in items)
+
+
+def contents(items: Sequence[AnyItem]) -> Iterator[bytes]:
+    """What must be the same when a run continues, of all items in their order."""
+    return items.facts(lambda part: part.contents()) if isinstance(items, Mixed) else (item.content() for item in items)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture(Generic[AnyItem]):
-    """The prompts or examples of one epoch, file after file. A row that is taken twice is in it twice."""
+    """The prompts or examples of one epoch, entry after entry. A row that is taken twice is in it twice."""
 
-    items: tuple[AnyItem, ...]
+    items: Sequence[AnyItem]
     files: tuple[FileCount, ...]
 
 
 def mix(
-    files: Sequence[DataFileConfig], read: Callable[[Path, str], tuple[Sequence[AnyItem], int, int]], *, seed: int
+    entries: Sequence[AnyEntry],
+    read: Callable[[AnyEntry, str, str], Part[AnyItem]],
+    *,
+    seed: int,
+    mark: Callable[[Sequence[Any]], Sequence[Marks]] | None = None,
 ) -> Mixture[AnyItem]:
-    """Items of all files. `read` receives a path and a short name for it, and gives items, rows and over-long rows.
+    """Items of all entries. `read` receives an entry, one of its files and a short name for that, and gives its part.
 
-    Raises DataError with the problems of all files.
+    `mark` finds the items of all parts that are left out; amounts count the others. Raises DataError with the problems
+    of all files.
     """
-    items: list[AnyItem] = []
-    counts: list[FileCount] = []
     problems: list[Problem] = []
-    labels = file_labels([file.path for file in files])
-    for index, (file, label) in enumerate(zip(files, labels, strict=True)):
-        path = Path(file.path)
+    paths: list[list[str]] = []
+    for entry in entries:
         try:
-            found, rows, overlong = read(path, label)
-            taken = take(len(found), file.amount, path=path, key=(seed, index))
+            paths.append(files_of(entry.location))
         except DataError as error:
             problems += error.problems
-            continue
-        items += [found[i] for i in taken]
-        counts.append(FileCount(file.path, rows, overlong, len(taken)))
+            paths.append([])
+    labels = iter(file_labels([path for found in paths for path in found]))
+    parts: list[list[Part[AnyItem]]] = []
+    for entry, found in zip(entries, paths, strict=True):
+        parts.append([])
+        for path, label in zip(found, labels, strict=False):
+            try:
+                parts[-1].append(read(entry, path, label))
+            except DataError as error:
+                problems += error.problems
     if problems:
         raise DataError(problems)
-    return Mixture(tuple(items), tuple(counts))
+    together = [part for of_entry in parts for part in of_entry]
+    marks = mark(together) if mark else [_unmarked(part) for part in together]
+    usable: list[np.ndarray] = []  # of each entry, rows in all parts together
+    counts: list[FileCount] = []
+    starts = [0, *accumulate(map(len, together))]
+    owners = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+    for index in range(len(parts)):
+        own = np.flatnonzero(owners == index)
+        kept = [starts[part] + np.flatnonzero(~marks[part].dropped) for part in own.tolist()]
+        usable.append(np.concatenate([*kept, np.zeros(0, np.int64)]))
+    taken: list[np.ndarray] = []
+    for index, (entry, amount) in enumerate(zip(entries, amounts(entries, list(map(len, usable))), strict=True)):
+        try:
+            taken.append(usable[index][take(len(usable[index]), amount, path=entry.location, key=(seed, index))])
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    rows = np.concatenate(taken)
+    times = np.bincount(np.searchsorted(starts, rows, side="right") - 1, minlength=len(together))
+    names_of_files = [path for found in paths for path in found]
+    for part, path, marked, used in zip(together, names_of_files, marks, times.tolist(), strict=True):
+        figures = part.figures
+        counts.append(
+            FileCount(
+                path,
+                figures["rows"],
+                figures["overlong"],
+                used,
+                duplicates=int(marked.duplicate.sum()),
+                disagreeing=int(marked.disagreeing.sum()),
+                contaminated=int(marked.contaminated.sum()),
+                overlaps=marked.overlaps,
+            )
+        )
+    return Mixture(Mixed(together, rows), tuple(counts))
 
 
-def epoch_rows(files: Sequence[DataFileConfig]) -> int:
+def _unmarked(part: Part[Any]) -> Marks:
+    none = np.zeros(len(part), bool)
+    return Marks(none, none, none, none)
+
+
+def epoch_rows(entries: Sequence[EntryConfig]) -> int:
     """Rows of one epoch, over-long ones included, from the files' row counts alone. Raises DataError for a file that
     cannot be read."""
-    return sum(taken_count(row_count(Path(file.path)), file.amount) for file in files)
+    sizes = [sum(map(row_count, files_of(entry.location))) for entry in entries]
+    return sum(map(taken_count, sizes, amounts(entries, sizes)))
+
+
+def amounts(entries: Sequence[EntryConfig], sizes: Sequence[int]) -> list[Amount]:
+    """The amount of each entry, which has so many items: its own, or what its weight comes to.
+
+    Weights are shares of an epoch that has every item at least once, and is no longer than that takes.
+    """
+    weights = [entry.weight for entry in entries]
+    if any(weight is None for weight in weights):
+        return [entry.amount for entry in entries]
+    copies = [weight / size for weight, size in zip(weights, sizes, strict=True) if weight and size]
+    return [
+        weight / size / min(copies) if weight and size else "all" for weight, size in zip(weights, sizes, strict=True)
+    ]
 
 
 def taken_count(available: int, amount: Amount) -> int:
@@ -91,14 +258,23 @@ def taken_count(available: int, amount: Amount) -> int:
     return amount if isinstance(amount, int) else round(amount * available)
 
 
-def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
+def take(available: int, amount: Amount, *, path: str | Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
     """int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
 
     An integer takes that many different ones; a float takes each floor(amount) times and a random share for the rest.
     They are in the file's order, pass after pass: without shuffling, copies of an item are far from each other.
     """
+    if available == 0:
+        given, needed = "every row is over-long, a duplicate or contaminated", "at least one row"
+        raise DataError(
+            Problem(f"{path}: no row is left", given, needed, "remove the entry, or change what drops rows")
+        )
     if amount == "all":
         return np.arange(available)
+    if isinstance(amount, float) and amount > REPEATED_MAX:
+        given, needed = f"a weight that repeats each row {amount:,.0f} times", f"at most {REPEATED_MAX:,.0f} times"
+        fix = "lower this weight, or raise those of larger entries"
+        raise DataError(Problem(f"{path}: too few rows for its weight", given, needed, fix))
     count = taken_count(available, amount)
     if isinstance(amount, int) and amount > available:
         needed = f"at most {available}, the rows that are usable"
@@ -106,7 +282,8 @@ def take(available: int, amount: Amount, *, path: Path, key: tuple[int, ...] = (
         raise DataError(Problem(f"{path}: not enough rows", f"amount: {amount}", needed, fix))
     if count == 0:
         given = f"amount: {amount} of {available} rows"
-        raise DataError(Problem(f"{path}: no row is taken", given, needed="at least one row"))
+        fix = "raise the amount; an integer counts rows"
+        raise DataError(Problem(f"{path}: no row is taken", given, "at least one row", fix))
     copies, rest = (0, count) if isinstance(amount, int) else divmod(count, available)
     return np.concatenate([np.tile(np.arange(available), copies), np.sort(permutation(available, *key)[:rest])])
 
@@ -121,10 +298,13 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 def file_labels(paths: Sequence[str]) -> list[str]:
     """A short name for each file: its own, with as many parent folders as tell it from the others."""
-    parts = [Path(os.path.abspath(path)).parts for path in paths]
-    return ["/".join(own[-_depth(own, parts) :]).replace("//", "/") for own in parts]
+    parts = [tuple(path.split("/")) if is_remote(path) else Path(os.path.abspath(path)).parts for path in paths]
+    by_end: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for own in set(parts):
+        for depth in range(1, len(own)):
+            by_end.setdefault(own[-depth:], set()).add(own)
+    return ["/".join(own[-_depth(own, by_end) :]).replace("//", "/") for own in parts]
 
 
-def _depth(own: tuple[str, ...], parts: Sequence[tuple[str, ...]]) -> int:
-    others = [other for other in parts if other != own]
-    return next((d for d in range(1, len(own)) if all(other[-d:] != own[-d:] for other in others)), len(own))
+def _depth(own: tuple[str, ...], by_end: Mapping[tuple[str, ...], set[tuple[str, ...]]]) -> int:
+    return next((d for d in range(1, len(own)) if len(by_end[own[-d:]]) == 1), len(own))

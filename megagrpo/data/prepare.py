@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megagrpo.data.files import Record
+from megagrpo.data.locations import suffix_of
 from megagrpo.data.mixture import permutation
-from megagrpo.data.rows import RowSchema, read, text_problems
+from megagrpo.data.overlap import same_text
+from megagrpo.data.rows import SchemaOf, read, simple_schema, text_problems
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
@@ -46,7 +49,7 @@ def prepare_gsm8k(source: Path, output: Path) -> Prepared:
 
     Raises DataError if a split is not found, or naming each row without a question or a number after `####`.
     """
-    files = {split: _gsm8k_files(source, split) for split in ("train", "test")}
+    files = {split: split_files(source, split, GSM8K_FOLDERS, GSM8K_NAMES, "GSM8K") for split in ("train", "test")}
     problems: list[Problem] = []
     rows: dict[str, list[PromptRow]] = {}
     for split, paths in files.items():
@@ -67,22 +70,26 @@ def final_answer(solution: str) -> str | None:
     return number if _NUMBER.fullmatch(number) else None
 
 
-def _gsm8k_files(source: Path, split: str) -> list[Path]:
+def split_files(source: Path, split: str, folders: Sequence[str], names: Sequence[str], what: str) -> list[Path]:
+    """The files of a split: those that fit the first of `names` that any fits, in the first of `folders`.
+
+    Raises DataError if there is none.
+    """
     if not source.is_dir():
-        needed = "the folder with GSM8K's own parquet or JSONL files"
+        needed = f"the folder with {what}'s own files"
         raise DataError(Problem(str(source), "no such folder", needed))
-    for folder in GSM8K_FOLDERS:
-        for name in GSM8K_NAMES:
-            if paths := sorted((source / folder).glob(name.format(split=split))):
+    for folder in folders:
+        for name in names:
+            if paths := sorted(source.glob(f"{folder}/{name.format(split=split)}")):
                 return paths
-    names = " or ".join(name.format(split=split) for name in GSM8K_NAMES)
+    tried = " or ".join(name.format(split=split) for name in names)
     given = ", ".join(sorted(path.name for path in source.iterdir())) or "an empty folder"
-    needed = f"{names} in it, or in {', '.join(GSM8K_FOLDERS[1:])}"
+    needed = f"{tried} in it, or in {', '.join(folders[1:])}"
     raise DataError(Problem(f"{source}: no file of the {split} split", given, needed))
 
 
 def _gsm8k_rows(paths: list[Path], split: str) -> list[PromptRow]:
-    schema = _records(("question", "answer"), (), _gsm8k_problems)
+    schema = record_schema(("question", "answer"), _gsm8k_problems)
     found: list[Record] = []
     problems: list[Problem] = []
     for path in paths:
@@ -128,8 +135,9 @@ def prepare_jsonl(
 ) -> Prepared:
     """Turns two columns of `source` into train.parquet and, for `test_share` > 0, test.parquet in `output`.
 
-    The instruction is appended to every prompt after a space. All other columns go to extra_info. The held-out share is
-    a share of the different prompts, so that no prompt is in both files. `data_source` defaults to the file's name.
+    The instruction is appended to every prompt after a space. The question as it is and all other columns go to
+    extra_info, with an `index` if they have none. The held-out share is a share of the different prompts, but for case
+    and white space, so that no prompt is in both files. `data_source` defaults to the row's own, else the file's name.
     Raises DataError naming each bad row.
     """
     if not 0 <= test_share < 1:
@@ -150,27 +158,64 @@ def prepare_jsonl(
         return problems
 
     named = "the file's columns, and name yours: --prompt-column NAME, --answer-column NAME"
-    found = read(source, _records((prompt_column, answer_column), None, problems_of, named))
+    located = read(source, _located((prompt_column, answer_column), problems_of, named))
+    if problems := list(_column_problems(located, answer_column)):
+        raise DataError(problems)
+    found = [record for _, record in located]
     held_out = _held_out([record[prompt_column] for record in found], test_share, seed)
     splits: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for record in found:
         question = record[prompt_column]
-        rows = splits["test" if question in held_out else "train"]
-        others = {name: value for name, value in record.items() if name not in (prompt_column, answer_column)}
+        rows = splits["test" if same_text(question) in held_out else "train"]
+        others = {name: value for name, value in record.items() if name != answer_column}
+        own = record.get("data_source")
+        named = own if isinstance(own, str) and own.strip() else source.name.removesuffix(suffix_of(source.name))
         rows.append(
             prompt_row(
                 question=f"{question} {instruction}" if instruction else question,
                 ground_truth=str(record[answer_column]),
-                data_source=data_source if data_source is not None else source.stem,
+                data_source=data_source if data_source is not None else named,
                 system_prompt=system_prompt,
-                extra_info={**others, "index": len(rows)},
+                extra_info={"index": len(rows), **others},
             )
         )
     return write_splits(output, [source], train=splits["train"], test=splits["test"])
 
 
+def _located(
+    required: tuple[str, ...], problems: Callable[[Record, str], list[Problem]], documentation: str
+) -> SchemaOf[tuple[str, Record]]:
+    """The rows of record_schema, each with its place."""
+    return simple_schema(
+        required, lambda record, number, where: problems(record, where) or (where, record), documentation
+    )
+
+
+def _column_problems(located: Sequence[tuple[str, Record]], answer_column: str) -> Iterator[Problem]:
+    """For each column that parquet cannot hold, the first row whose value does not go with those before it. Answers may
+    be of any kind."""
+    for name in dict.fromkeys(name for _, record in located for name in record if name != answer_column):
+        values = [record.get(name) for _, record in located]
+        if _fits(values):
+            continue
+        first = bisect_left(range(len(values)), True, key=lambda last: not _fits(values[: last + 1]))
+        where, record = located[first]
+        needed = "one type in all rows of a column, objects with fields, integers below 2^63, valid Unicode"
+        fix = "make them texts (JSON), or leave the column out"
+        yield Problem(f"{where}, {name}", f"{brief(record.get(name))}, which parquet cannot hold here", needed, fix)
+
+
+def _fits(values: Sequence[Any]) -> bool:
+    try:
+        pq.write_table(pa.table({"column": values}), pa.BufferOutputStream())
+    except (pa.ArrowException, OverflowError, UnicodeError):
+        return False
+    return True
+
+
 def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
-    different = list(dict.fromkeys(questions))
+    """What the prompts that are held out have in common with others of the same text."""
+    different = list(dict.fromkeys(map(same_text, questions)))
     count = round(share * len(different))
     if share > 0 and not 0 < count < len(different):
         given = f"{share} of {len(different)} different prompts"
@@ -179,14 +224,13 @@ def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
     return {different[i] for i in permutation(len(different), seed)[:count]}
 
 
-def _records(
+def record_schema(
     required: tuple[str, ...],
-    optional: tuple[str, ...] | None,
     problems: Callable[[Record, str], list[Problem]],
     documentation: str = "docs/data.md",
-) -> RowSchema[Record]:
+) -> SchemaOf[Record]:
     """A file whose rows are taken as they are."""
-    return RowSchema(required, optional, problems, lambda record, number: record, documentation)
+    return simple_schema(required, lambda record, number, where: problems(record, where) or record, documentation)
 
 
 def prompt_row(
@@ -205,7 +249,7 @@ def prompt_row(
         "prompt": [*system, {"role": "user", "content": question}],
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": dict(extra_info),
+        "extra_info": dict(extra_info) or None,  # parquet has no objects without fields
     }
 
 
@@ -213,13 +257,18 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
     """Writes `output`/train.parquet and, if there are held-out rows, test.parquet.
 
     Each is written under a temporary name first; no name changes before all are complete. Raises DataError if a source
-    would be overwritten, if the folder cannot be written, or if a column has values of several types.
+    would be overwritten, if an older test.parquet would stay beside the new rows, if the folder cannot be written, or
+    if a column has values of several types.
     """
     splits = {output / f"{name}.parquet": rows for name, rows in (("train", train), ("test", test)) if rows}
     if overwritten := {path.resolve() for path in splits} & {path.resolve() for path in sources}:
         given = ", ".join(str(path) for path in sorted(overwritten))
         where = f"{output}: the output would overwrite its own source"
         raise DataError(Problem(where, given, needed="another output folder"))
+    if not test and (older := output / "test.parquet").exists():
+        given = "a file of held-out rows that is here already, and none to replace it"
+        fix = "remove it, or name another output folder"
+        raise DataError(Problem(str(older), given, "no rows that may be trained on too", fix))
     tables = {path: _table(path, rows) for path, rows in splits.items()}
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in splits}
     try:
@@ -228,6 +277,9 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
             pq.write_table(table, parts[path])
         for path, part in parts.items():
             part.replace(path)
+    except pa.ArrowException as error:
+        given, needed = first_line(error), "columns that parquet can hold: no objects without fields"
+        raise DataError(Problem(f"{output}: the rows cannot be written as parquet", given, needed)) from None
     except OSError as error:
         where = f"{output}: cannot be written"
         raise DataError(Problem(where, given=str(error), needed="a folder that can be written")) from None

@@ -1,22 +1,31 @@
-"""Rows of a data file, checked against a schema: all problems, or all rows. The columns of a prompt file:
+"""Rows of a data file, checked: all problems, or all rows. A row of a prompt file, whatever its columns are called:
 
 data_source   text                            where the row comes from; reward functions receive it
-prompt        list of {role, content}         chat messages; the last one is not the assistant's
-ability       text, optional                  kind of task; kept in rollouts.jsonl
-reward_model  {style, ground_truth}           what the reward compares with; style is not used
-extra_info    struct, optional                anything else; reward functions receive it
+prompt        list of {role, content}, text   chat messages; the last one is not the assistant's. A text is the user's
+ground_truth  text, number, list or object    what the reward compares with; as text, or JSON text
+ability       text, optional                  kind of task; kept in rollouts/
+extra_info    all other columns               reward functions receive them
+
+Which columns these are is said by the recipe (data.train[].columns). verl's (prompt, reward_model.ground_truth,
+data_source) and open-instruct's (messages, ground_truth, dataset) are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megagrpo.data.files import Findings, Record, column_problem, columns, path_problem, place, records
+from megagrpo.data.files import Findings, Record, column_problem, columns, has_columns, place, records, row_count
+from megagrpo.data.locations import path_problem
 from megagrpo.errors import DataError, Problem, brief
+from megagrpo.progress import Work, progress
+from megagrpo.recipe.schema.data import ColumnsConfig, ConstantColumn
 
 ROLES = ("system", "user", "assistant", "tool")
 ROWS_IN_QUICK_CHECK = 16
@@ -25,61 +34,93 @@ AnyRow = TypeVar("AnyRow")
 
 @dataclass(frozen=True)
 class RowSchema(Generic[AnyRow]):
-    """Columns of a kind of file. `problems` receives a record and its place, `row` a good record and its number."""
+    """How records of one file become rows. `row` receives a record, its number and its place, and gives the row or what
+    is wrong with it; a record has all of `required`."""
 
     required: tuple[str, ...]
-    optional: tuple[str, ...] | None  # None: all others
-    problems: Callable[[Record, str], list[Problem]]
-    row: Callable[[Record, int], AnyRow]
-    documentation: str
+    missing: Callable[[str, str, Sequence[str]], Problem]  # the file or record, a column that it lacks, those it has
+    row: Callable[[Record, int, str], AnyRow | list[Problem]]
 
 
-def read(path: Path, schema: RowSchema[AnyRow]) -> list[AnyRow]:
+SchemaOf = Callable[[Sequence[str]], RowSchema[AnyRow]]
+"""From the names of a file's columns; they are empty if its first record cannot be read."""
+
+
+def simple_schema(
+    required: tuple[str, ...], row: Callable[[Record, int, str], AnyRow | list[Problem]], documentation: str
+) -> SchemaOf[AnyRow]:
+    """The same for every file, whatever other columns it has."""
+
+    def missing(path: str, column: str, present: Sequence[str]) -> Problem:
+        return column_problem(path, column, present, documentation)
+
+    schema = RowSchema(required, missing, row)
+    return lambda present: schema
+
+
+def read(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[AnyRow]:
     """All rows of a file. Raises DataError with up to ten of its problems and the count of the others."""
-    findings, rows = _check(path, schema, limit=None)
+    findings = Findings(path)
+    with progress(f"reading {Path(path).name}", rows_to_read(str(path)), "rows") as work:
+        rows = list(counted(stream(str(path), schema_of, findings), work))
     findings.raise_if_any()
     return rows
 
 
-def quick_look(path: Path, schema: RowSchema[AnyRow]) -> list[Problem]:
+def rows_to_read(path: str) -> int | None:
+    """How many rows a file says that it has; None if only reading it tells."""
+    return row_count(path) if has_columns(path) and path_problem(path) is None else None
+
+
+def counted(rows: Iterator[AnyRow], work: Work) -> Iterator[AnyRow]:
+    """The same rows; each is counted as done."""
+    for row in rows:
+        work.done += 1
+        yield row
+
+
+def quick_look(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[Problem]:
     """Problems of the file as a whole, of its columns and of its first rows, whatever its size. Raises nothing."""
-    if problem := path_problem(path):
+    if problem := path_problem(str(path)):
         return [problem]
+    findings = Findings(path)
     try:
-        findings, _ = _check(path, schema, limit=ROWS_IN_QUICK_CHECK)
+        for _ in stream(str(path), schema_of, findings, limit=ROWS_IN_QUICK_CHECK):
+            pass
     except DataError as error:
         return list(error.problems)
     return findings.problems()
 
 
-def _check(path: Path, schema: RowSchema[AnyRow], limit: int | None) -> tuple[Findings, list[AnyRow]]:
-    findings = Findings(path)
-    rows: list[AnyRow] = []
+def stream(path: str, schema_of: SchemaOf[AnyRow], findings: Findings, limit: int | None = None) -> Iterator[AnyRow]:
+    """The good rows of a file (of its first `limit` records), one by one; what is wrong with others goes to `findings`.
+
+    Raises DataError if the file as a whole cannot be read.
+    """
     present = columns(path)
-    if present:  # a first JSONL line that cannot be read has none, and is reported as a row
-        missing = [name for name in schema.required if name not in present]
-        findings.add(column_problem(path, name, present, schema.documentation) for name in missing)
-        if missing:
-            return findings, rows
+    schema = schema_of(present)
+    if present and (missing := [name for name in schema.required if name not in present]):
+        of = path if has_columns(path) else place(path, next(records(path))[0])
+        findings.add(schema.missing(of, name, present) for name in missing)
+        return
     seen = 0
-    wanted = None if schema.optional is None else schema.required + schema.optional
-    for number, record in islice(records(path, wanted), limit):
+    for number, record in islice(records(path), limit):
         seen += 1
         if isinstance(record, Problem):
             findings.add([record])
             continue
         where = place(path, number)
-        problems = [
-            Problem(f"{where}: no {name!r}", given=f"keys {', '.join(record)}", needed=name)
-            for name in schema.required
-            if name not in record
-        ] or schema.problems(record, where)
-        findings.add(problems)
-        if not problems:
-            rows.append(schema.row(record, number))
+        if lacking := [name for name in schema.required if name not in record]:
+            given = f"keys {', '.join(record)}"
+            findings.add(Problem(f"{where}: no {name!r}", given, needed=name) for name in lacking)
+            continue
+        row = schema.row(record, number, where)
+        if isinstance(row, list):
+            findings.add(row)
+        else:
+            yield row
     if not seen:
-        findings.add([Problem(str(path), "the file has no rows", "at least one row")])
-    return findings, rows
+        findings.add([Problem(path, "the file has no rows", "at least one row")])
 
 
 def message_problems(messages: object, where: str) -> list[Problem]:
@@ -119,17 +160,185 @@ class Row:
     extra_info: Mapping[str, Any]
 
 
-def _row_problems(record: Record, where: str) -> list[Problem]:
-    problems = text_problems(record["data_source"], f"{where}, data_source")
-    problems += _prompt_problems(record["prompt"], f"{where}, prompt")
-    problems += _ground_truth_problems(record["reward_model"], f"{where}, reward_model")
-    if record.get("ability") is not None:
-        problems += text_problems(record["ability"], f"{where}, ability")
+# --- prompt files -----------------------------------------------------------------------------------------------------
+
+KNOWN_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "messages"),
+    "ground_truth": ("reward_model.ground_truth", "ground_truth"),
+    "data_source": ("data_source", "dataset"),
+}
+"""What a part of a row is called where the recipe does not say: first as in verl, then as in open-instruct."""
+
+MISSING = object()
+
+
+def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
+    """Rows of prompts, with these columns where the recipe names them, and known ones else."""
+    given = mapping or ColumnsConfig()
+
+    def schema(present: Sequence[str]) -> RowSchema[Row]:
+        parts = {part: getattr(given, part) or _known(part, present) for part in KNOWN_COLUMNS}
+        parts |= {"ability": given.ability, "extra_info": given.extra_info}
+        names = [name for column in parts.values() for name in _names(column, present)]
+        two_truths = given.ground_truth is None and {"reward_model", "ground_truth"} <= set(present)
+
+        def row(record: Record, number: int, where: str) -> Row | list[Problem]:
+            own = parts
+            if two_truths and _value(record, parts["ground_truth"]) is MISSING:
+                own = parts | {"ground_truth": "ground_truth"}
+            whole = [name for part in KNOWN_COLUMNS if getattr(given, part) is None for name in _names(own[part], [])]
+            said = [name for part in (*KNOWN_COLUMNS, "ability") for name in _listed(getattr(given, part))]
+            taken = [*whole, *said, "extra_info", *(["ability"] if given.ability is None else [])]
+            return _row(record, number, where, own, taken)
+
+        return RowSchema(tuple(dict.fromkeys(names)), _missing_column(parts), row)
+
+    return schema
+
+
+PROMPT_ROWS = prompt_schema()
+
+
+def data_sources(path: str, mapping: ColumnsConfig | None = None) -> Iterator[tuple[int, str]]:
+    """Each data source of a file with the number of its first row. Raises DataError if the file cannot be read."""
+    column = (mapping or ColumnsConfig()).data_source or _known("data_source", columns(path))
+    names = _names(column, columns(path))
+    seen: set[str] = set()
+    for number, record in records(path, names):
+        source = _value(record, column) if isinstance(record, dict) else None
+        if isinstance(source, list) and len(source) == 1:
+            source = source[0]
+        if isinstance(source, str) and source not in seen:
+            seen.add(source)
+            yield number, source
+            if not names:
+                return
+
+
+def _known(part: str, present: Sequence[str]) -> str:
+    verl, open_instruct = KNOWN_COLUMNS[part]
+    default = open_instruct if "messages" in present else verl
+    return next((name for name in (verl, open_instruct) if name.partition(".")[0] in present), default)
+
+
+def _names(column: Any, present: Sequence[str]) -> list[str]:
+    """The file's own columns that a part of a row is made of."""
+    return [name if name in present else name.partition(".")[0] for name in _listed(column)]
+
+
+def _listed(column: Any) -> list[str]:
+    if column is None or isinstance(column, ConstantColumn):
+        return []
+    return column if isinstance(column, list) else [column]
+
+
+def _without(record: Mapping[str, Any], taken: Sequence[str]) -> Record:
+    """A record without these columns, and without these fields of its objects."""
+    rest = dict(record)
+    for column in taken:
+        first, _, inner = column.partition(".")
+        if column in rest:
+            del rest[column]
+        elif inner and isinstance(rest.get(first), Mapping):
+            rest[first] = _without(rest[first], [inner])
+            if not rest[first]:
+                del rest[first]
+    return rest
+
+
+def _missing_column(parts: Mapping[str, Any]) -> Callable[[str, str, Sequence[str]], Problem]:
+    def missing(path: str, column: str, present: Sequence[str]) -> Problem:
+        part = next((part for part, named in parts.items() if column in _names(named, present)), column)
+        near = difflib.get_close_matches(column, present, n=1)
+        say = near[0] if near else "{value: NAME}" if part == "data_source" else "NAME"
+        if isinstance(parts.get(part), list):
+            say = f"[{', '.join(say if column in _names(name, present) else name for name in parts[part])}]"
+        fix = f"write columns: {{{part}: {say}}} beside the file's path in the recipe (docs/data.md)"
+        given = f"columns {', '.join(present) or '(none)'}"
+        return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}, the row's {part}", fix)
+
+    return missing
+
+
+def _row(
+    record: Record, number: int, where: str, parts: Mapping[str, Any], taken: Sequence[str]
+) -> Row | list[Problem]:
+    """The row, whose other columns are those that are not `taken`, unless its parts name them."""
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for part, column in parts.items():
+        found[part] = value = _value(record, column)
+        for name in _listed(column) if value is MISSING else []:
+            if _value(record, name) is MISSING:
+                needed = f"a value at {name}, the row's {part}"
+                problems.append(Problem(f"{where}: no {name!r}", f"keys {', '.join(map(str, record))}", needed))
+    if problems:
+        return problems
+    source, truth = found["data_source"], found["ground_truth"]
+    ability = record.get("ability") if parts["ability"] is None else found["ability"]
+    if isinstance(source, list) and len(source) == 1:  # newer files of open-instruct: a list of verifiers
+        source, truth = source[0], truth[0] if isinstance(truth, list) and len(truth) == 1 else truth
+    messages = _as_messages(found["prompt"])
+    text = truth_text(truth)
+    problems += text_problems(source, f"{where}, {_called(parts['data_source'])}")
+    problems += _prompt_problems(messages, f"{where}, {_called(parts['prompt'])}")
+    at = f"{where}, {_called(parts['ground_truth'])}"
+    if text is None:
+        problems.append(Problem(at, given=brief(truth), needed="text, a finite number, a list or an object"))
+    else:
+        problems += text_problems(text, at)
+    if ability is not None:
+        problems += text_problems(ability, f"{where}, {_called(parts['ability'] or 'ability')}")
     extra = record.get("extra_info")
     if extra is not None and not isinstance(extra, Mapping):
         needed = "an object with named fields, or null"
         problems.append(Problem(f"{where}, extra_info", given=brief(extra), needed=needed))
-    return problems
+    if problems or text is None:
+        return problems
+    others = _without(record, taken) if parts["extra_info"] is None else found["extra_info"]
+    return Row(number, source, given_fields(messages), text, ability or "", {**others, **(extra or {})})
+
+
+def _called(column: Any) -> str:
+    return "value" if isinstance(column, ConstantColumn) else ", ".join(column) if isinstance(column, list) else column
+
+
+def _value(record: Record, column: Any) -> Any:
+    """What a record has for a part of a row; MISSING if it is not there, None if the part has no column."""
+    if column is None:
+        return None
+    if isinstance(column, ConstantColumn):
+        return column.value
+    if isinstance(column, list):
+        values = {name.rpartition(".")[2]: _value(record, name) for name in column}
+        return MISSING if MISSING in values.values() else values
+    if column in record:
+        return record[column]
+    value: Any = record
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def _as_messages(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def truth_text(value: Any) -> str | None:
+    """A ground truth as text: numbers, lists and objects as JSON. None for what is none of these, and for numbers that
+    are not finite or longer than Python writes."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Decimal):
+        return str(value) if value.is_finite() else None
+    if value is None:
+        return None
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _prompt_problems(messages: Any, where: str) -> list[Problem]:
@@ -143,14 +352,6 @@ def _prompt_problems(messages: Any, where: str) -> list[Problem]:
     return []
 
 
-def _ground_truth_problems(reward_model: object, where: str) -> list[Problem]:
-    if not isinstance(reward_model, Mapping):
-        return [Problem(where, given=brief(reward_model), needed="{style, ground_truth}")]
-    if "ground_truth" not in reward_model:
-        return [Problem(where, given=f"fields {', '.join(map(str, reward_model))}", needed="a field ground_truth")]
-    return text_problems(reward_model["ground_truth"], f"{where}.ground_truth")
-
-
 def text_problems(value: object, where: str) -> list[Problem]:
     if not isinstance(value, str):
         fix = f"write it as text: {str(value)!r}" if isinstance(value, int | float) else ""
@@ -161,19 +362,3 @@ def text_problems(value: object, where: str) -> list[Problem]:
         except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer accepts
             return [Problem(where, given=brief(value), needed="valid Unicode text", fix="remove the lone surrogate")]
     return []
-
-
-PROMPT_ROWS = RowSchema(
-    required=("data_source", "prompt", "reward_model"),
-    optional=("ability", "extra_info"),
-    problems=_row_problems,
-    row=lambda record, number: Row(
-        number=number,
-        data_source=record["data_source"],
-        messages=given_fields(record["prompt"]),
-        ground_truth=record["reward_model"]["ground_truth"],
-        ability=record.get("ability") or "",
-        extra_info=record.get("extra_info") or {},
-    ),
-    documentation="docs/data.md; `megagrpo prepare jsonl --prompt-column NAME --answer-column NAME` writes such files",
-)

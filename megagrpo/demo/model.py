@@ -1,8 +1,9 @@
-"""The demo's untrained model, Qwen2 with 0.9 million parameters, and its tokenizer."""
+"""The demos' untrained model, Qwen2 with 0.9 million parameters, and its tokenizers: of texts, and of tool calls."""
 
 from __future__ import annotations
 
 import torch
+from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -17,6 +18,31 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
+
+# <|system|><tools>{"name": "calculate", "arguments": {"expression": "string"}}</tools><|user|>2*3+4=<|assistant|>
+# <tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call><|end|><|tool|>6<|assistant|>
+# as Hermes and Qwen write calls; of a tool's schema only names and types.
+TOOLS_TEMPLATE = (
+    "{%- if tools -%}{{- '<|system|><tools>' -}}{%- for tool in tools -%}"
+    """{{- '{"name": "' + tool.function.name + '", "arguments": {' -}}"""
+    "{%- for name, kind in tool.function.parameters.properties.items() -%}"
+    """{{- '"' + name + '": "' + kind.type + '"' + ('' if loop.last else ', ') -}}"""
+    "{%- endfor -%}{{- '}}' -}}{%- endfor -%}{{- '</tools>' -}}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|' + message.role + '|>' + (message.content or '') -}}"
+    "{%- for call in message.tool_calls or [] -%}"
+    """{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}"""
+    "{{- call.function.arguments | tojson + '}\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{%- if message.role == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+WORDS_OF_CALLS = (
+    "<tools>", "</tools>", "<tool_call>\n", '{"name": "', '", "arguments": {"', '": "', '"}}', "\n</tool_call>",
+)  # fmt: skip
+"""Each is one token of `make_tool_tokenizer`, so that a call is about as long as what it says."""
+TOOLS_MAX_TOKENS = 256
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
@@ -44,6 +70,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
     AutoTokenizer chooses this class for a Qwen2 model. 262 tokens: an even number, which tensor=2 can split.
     """
+    return _tokenizer(CHAT_TEMPLATE, MAX_TOKENS)
+
+
+def make_tool_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """`make_tokenizer` with a template that writes tools and their calls, and a token for each part of a call and for
+    each of `words`, which must leave an even number."""
+    tokenizer = _tokenizer(TOOLS_TEMPLATE, TOOLS_MAX_TOKENS)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*WORDS_OF_CALLS, *words)])
+    return tokenizer
+
+
+def _tokenizer(template: str, tokens_max: int) -> PreTrainedTokenizerFast:
     vocabulary = [PAD, END, *ROLES, *sorted(ByteLevel.alphabet())]
     return Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(vocabulary)},
@@ -52,6 +90,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         extra_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=MAX_TOKENS,
+        chat_template=template,
+        model_max_length=tokens_max,
     )

@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import psutil
 from megagrpo.doctor.packages import Finding, fit_findings, package_findings, working_findings
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.kernels import Attention, Capability, Installed, installed, layers_on
+from megagrpo.reward.sandbox.kinds import search
+from megagrpo.reward.sandbox.sandbox import Kind
 
 PYTHON = (3, 11)
 OPEN_FILES = 65536  # what Ray's own documentation asks for on larger clusters
@@ -37,6 +39,7 @@ def machine_findings() -> Iterator[Finding]:
     yield _hostname()
     yield from _interfaces()
     yield _launchers()
+    yield sandbox_finding(*search("auto"))
 
 
 def _python() -> Finding:
@@ -124,6 +127,19 @@ def _launchers() -> Finding:
     address = os.environ.get("RAY_ADDRESS")
     ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
     return Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
+
+
+def sandbox_finding(kind: Kind | None, refused: Sequence[str]) -> Finding:
+    """Where the reward `code` runs programs."""
+    part, remedy = (
+        "sandbox",
+        "apt-get install bubblewrap libseccomp2, where namespaces may be made; for the reward code",
+    )
+    if kind is None:
+        return Finding(part, "doubtful", "; ".join(refused), remedy)
+    if kind.isolation == "bubblewrap":
+        return Finding(part, "ok", str(kind))
+    return Finding(part, "doubtful", f"a seccomp filter only, without files ({'; '.join(refused)})", remedy)
 
 
 BFLOAT16_SINCE = (8, 0)

@@ -22,7 +22,13 @@ WITHOUT: Mapping[str, str] = {
     "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
     "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
     "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
+    "ifeval": "the verifier of IFEval's constraints (pip install megagrpo[ifeval])",
+    "language": "the verifier of a response's language (pip install megagrpo[language])",
+    "search": "the tool `search` of agents, by words (pip install megagrpo[search])",
+    "mcp": "MCP servers as tools of agents (pip install megagrpo[mcp])",
+    "reasoning-gym": "tasks made by reasoning-gym, and their scorer (pip install megagrpo[reasoning-gym])",
     "tensorboard": "tracking by TensorBoard (pip install megagrpo[tensorboard])",
+    "prometheus": "a run's gauges for Prometheus (pip install megagrpo[prometheus])",
 }
 """What each optional extra of setup.py is for."""
 CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")

@@ -18,21 +18,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megagrpo.algorithm.aggregation import MinibatchTokens, token_weights
-from megagrpo.algorithm.correction import correct
-from megagrpo.algorithm.policy_losses import CovarianceLoss
-from megagrpo.algorithm.selection import choose_by_covariance, token_draws
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.batching.rank_batches import (
     Microbatch,
     RankBatch,
+    SplitRow,
     joined_microbatches,
     padded_lengths,
     padded_tokens,
 )
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
-from megagrpo.recipe.schema import Recipe
 
 NO_ROW = -1
 LONGEST_MULTIPLE = 1024
@@ -59,6 +55,8 @@ class PackedTensors:
     rollout_logprobs: Tensor  # float32 [tokens], 0 where mask is False
     rows: Tensor  # int64 [tokens], row of the sequence in the step, NO_ROW in padding
     positions: Tensor  # int64 [tokens], index in the sequence of the predicting token
+    own: Tensor  # int64 [tokens], index of the sequence in the microbatch, 0 in padding
+    index: Tensor  # int64 [tokens], index of the next token in its row's response, 0 where mask is False
     sequences: PackedSequences
 
 
@@ -72,9 +70,9 @@ class ResponseTokens:
     positions: Tensor  # int64, rows of the last stage's output
     labels: Tensor  # int64
     rows: Tensor  # int64, row of the sample in the step
-    places: Tensor  # int64, index of the token in its sequence, prompt included
-    index: Tensor  # int64, index of the token in its response
-    sequences: Sequences
+    index: Tensor  # int64, index of the token in its row's response: tokens that are not trained on don't count
+    numbers: Tensor  # int64, the token's place in its sequence: of a row in one sequence, it is drawn by this
+    sequences: Sequences  # the microbatch's, each by itself
     rollout_logprobs: Tensor  # float32
 
 
@@ -101,6 +99,7 @@ def pack(
     flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
     flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]])
     flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
+    flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
     rows = np.array([*microbatch.rows, NO_ROW], dtype=np.int64)
     nothing = len(flat_tokens) - 1
     start = np.cumsum(lengths) - lengths
@@ -124,6 +123,8 @@ def pack(
         rollout_logprobs=tensor(np.where(mask, flat_logprobs[following], 0.0), torch.float32),
         rows=tensor(np.where(real, rows[np.minimum(sequence, len(rows) - 1)], NO_ROW)),
         positions=positions,
+        own=tensor(np.where(real, sequence, 0)),
+        index=tensor(np.where(mask, flat_index[following], 0)),
         sequences=PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=offsets,
@@ -151,21 +152,15 @@ def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.nd
 def response_tokens(packed: PackedTensors, microbatch: Microbatch) -> ResponseTokens:
     """Selects the response tokens of `packed`."""
     positions = packed.mask.nonzero()[:, 0]
-    rows = packed.rows[positions]
-    places = packed.positions[positions] + 1
-    device = positions.device
-    sequence_of_row = np.zeros(max(microbatch.rows, default=0) + 1, dtype=np.int64)
-    sequence_of_row[list(microbatch.rows)] = np.arange(len(microbatch.rows))
-    start = np.array([int(s.loss_mask.argmax()) for s in microbatch.sequences], dtype=np.int64)
-    index = torch.from_numpy(sequence_of_row).to(device)[rows]
+    own, device = packed.own[positions], positions.device
     counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
     return ResponseTokens(
         positions=positions,
         labels=packed.labels[positions],
-        rows=rows,
-        places=places,
-        index=places - torch.from_numpy(start).to(device)[index],
-        sequences=Sequences(index, counts, _over_context_ranks),
+        rows=packed.rows[positions],
+        index=packed.index[positions],
+        numbers=packed.positions[positions] + 1,
+        sequences=Sequences(own, counts, over_context_ranks),
         rollout_logprobs=packed.rollout_logprobs[positions],
     )
 
@@ -181,7 +176,8 @@ class Minibatch:
     packed: list[PackedTensors]
     responses: list[ResponseTokens]
     tokens: int  # response tokens over all ranks
-    sequences: int  # sequences with response tokens over all ranks
+    rows: int  # rows with response tokens over all ranks
+    split: tuple[SplitRow, ...]  # those of them with several sequences
 
     def own(self, values: TokenTensors) -> TokenTensors:
         """What `values`, of the whole batch, has for this minibatch's microbatches."""
@@ -208,12 +204,17 @@ class Batch:
     def responses(self) -> list[ResponseTokens]:
         return [response for minibatch in self.minibatches for response in minibatch.responses]
 
+    @property
+    def split(self) -> list[SplitRow]:
+        return [row for minibatch in self.minibatches for row in minibatch.split]
+
 
 @dataclass(frozen=True)
 class Passes:
     """What passes over the batch found, float32. None: the pass was not made."""
 
     before_update: TokenTensors | None = None  # the trainer's logprobs before the update
+    entropies: TokenTensors | None = None  # of the policy, as the update first saw each microbatch
     old_logprobs: TokenTensors | None = None  # what ratios are to: the same, or the engines' logprobs
     reference_logprobs: TokenTensors | None = None
     values: TokenTensors | None = None  # the critic's estimates before its update
@@ -237,10 +238,10 @@ def as_tensors(
 
     minibatches: list[Minibatch] = []
     pairs: list[tuple[PackedTensors, list[ResponseTokens]]] = []
-    for micros, tokens, sequences in zip(batch.minibatches, batch.tokens, batch.sequences, strict=True):
+    for micros, tokens, rows, split in zip(batch.minibatches, batch.tokens, batch.rows, batch.split, strict=True):
         own = list(tensors(micros))
         responses = [response for _, found in own for response in found]
-        minibatches.append(Minibatch(len(pairs), [packed for packed, _ in own], responses, tokens, sequences))
+        minibatches.append(Minibatch(len(pairs), [packed for packed, _ in own], responses, tokens, rows, split))
         pairs += own
     if at_once == 1:
         joined = [JoinedMicrobatch(*pair, range(i, i + 1)) for i, pair in enumerate(pairs)]
@@ -262,70 +263,7 @@ def of_tokens(batch: Batch, values: Tensor, offsets: Tensor | None) -> TokenTens
     return tuple(values[offsets[response.rows] + response.index] for response in batch.responses)
 
 
-# --- what the loss must know of a whole minibatch before its first backward pass --------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenWeights:
-    """For the microbatches of one minibatch."""
-
-    weights: TokenTensors  # float32, in the loss; 0 for tokens that a correction rejects
-    importance: TokenTensors | None  # float32, of the policy's loss; None: 1
-    chosen: TokenTensors | None  # bool, tokens that a loss by covariance chose
-    correction: Tensor | None  # `Corrected.sums`, if the recipe has a correction
-
-
-def weigh(
-    minibatch: Minibatch,
-    advantages: TokenTensors,
-    old_logprobs: TokenTensors | None,
-    recipe: Recipe,
-    seed: int,
-) -> TokenWeights:
-    """Weighs every response token of a minibatch. Collective over the ranks that hold its tokens.
-
-    What depends on the whole minibatch is summed over these ranks, so that losses depend on neither layout nor packing.
-    advantages, old_logprobs: of the minibatch; old_logprobs must be there if `prepares_by_old_logprobs`.
-    """
-    responses = minibatch.responses
-    if not responses:
-        return TokenWeights((), None, None, None)
-    algorithm, device = recipe.algorithm, responses[0].rows.device
-    sequences = joined_sequences(responses, device)
-    old = None if old_logprobs is None else torch.cat(old_logprobs)
-    kept = torch.ones(len(sequences.index), dtype=torch.bool, device=device)
-    tokens, count = float(minibatch.tokens), float(minibatch.sequences)
-    importance = chosen = sums = None
-
-    def split(values: Tensor) -> TokenTensors:
-        return values.split([len(response.rows) for response in responses])
-
-    if algorithm.correction.corrects and old is not None:
-        rollout = torch.cat([response.rollout_logprobs for response in responses])
-        corrected = correct(old, rollout, sequences, algorithm.correction, sum_over_ranks)
-        kept, sums = corrected.kept, corrected.sums
-        importance = None if corrected.importance is None else split(corrected.importance)
-        # Each context rank has a part of every sequence; a token's share of its sequence's kept ones counts them once.
-        of_sequence = sequences.of_tokens(sequences.sum(kept))
-        counts = torch.stack([kept.double(), torch.where(kept, 1 / of_sequence, 0.0)]).sum(1)
-        sum_over_ranks(counts)
-        tokens, count = counts.tolist()
-    if isinstance(algorithm.loss, CovarianceLoss) and old is not None:
-        draws = torch.cat([token_draws(seed, response.rows, response.places) for response in responses])
-        chosen = split(choose_by_covariance(old, torch.cat(advantages), kept, draws, algorithm.loss, sum_over_ranks))
-    whole = MinibatchTokens(kept, sequences, tokens, count, recipe.rollout.response_tokens_max)
-    weights = token_weights(algorithm.aggregation, whole)
-    return TokenWeights(split(weights), importance, chosen, sums)
-
-
-def joined_sequences(responses: Sequence[ResponseTokens], device: torch.device) -> Sequences:
-    """The sequences of several microbatches, their tokens laid end to end."""
-    index, count = [torch.empty(0, dtype=torch.int64, device=device)], 0
-    for response in responses:
-        index.append(response.sequences.index + count)
-        count += len(response.sequences.tokens)
-    tokens = torch.cat([torch.empty(0, device=device), *(response.sequences.tokens for response in responses)])
-    return Sequences(torch.cat(index), tokens, _over_context_ranks)
+# --- sums over ranks --------------------------------------------------------------------------------------------------
 
 
 def sum_over_ranks(sums: Tensor) -> None:
@@ -335,7 +273,7 @@ def sum_over_ranks(sums: Tensor) -> None:
         dist.all_reduce(sums, group=group)
 
 
-def _over_context_ranks(sums: Tensor) -> Tensor:
+def over_context_ranks(sums: Tensor) -> Tensor:
     """Sum over the ranks that hold the other parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums

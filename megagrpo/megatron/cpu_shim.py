@@ -14,7 +14,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,7 +32,7 @@ def enable() -> None:
         # Megatron's jit_fuser is torch.compile: minutes of C++ compilation without a gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _absent("wandb", "torch.utils.tensorboard"):
         # Warned about many times at import: Apex has kernels for CUDA only.
         warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -42,6 +42,18 @@ def enable() -> None:
     if without_cuda:
         _patch_random_generators()
         _patch_expert_dispatch()
+
+
+@contextlib.contextmanager
+def _absent(*modules: str) -> Iterator[None]:
+    """Megatron imports trackers that its timers are never given: seconds of every rank's start."""
+    missing = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------

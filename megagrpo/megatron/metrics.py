@@ -22,7 +22,8 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.objective import Objective, ObjectiveInputs
-from megagrpo.megatron.batch import ResponseTokens, joined_sequences, sum_over_ranks
+from megagrpo.megatron.batch import Batch, sum_over_ranks
+from megagrpo.megatron.weighing import whole_rows
 from megagrpo.rank_results import StepMetrics
 
 
@@ -90,25 +91,24 @@ def steps_taken(grad_norms: Sequence[float]) -> tuple[float, int]:
     return (math.nan if skipped and not taken else sum(taken) / max(len(taken), 1)), skipped
 
 
-def reduce_mismatch(
-    responses: Sequence[ResponseTokens], train_logprobs: Sequence[Tensor], worst: int, device: torch.device
-) -> Mismatch:
+def reduce_mismatch(batch: Batch, train_logprobs: Sequence[Tensor], worst: int, device: torch.device) -> Mismatch:
     """Compares the trainer's logprobs of all ranks' response tokens with the engines'. Collective over these ranks.
 
-    train_logprobs: float32 [tokens] for each of `responses`. About 33 KB are reduced, whatever the number of tokens,
-    and 32 bytes gathered for each of the `worst` tokens of each rank.
+    train_logprobs: float32 [tokens] for each microbatch. About 33 KB are reduced, whatever the number of tokens, 8
+    bytes for each rollout with several branches, and 32 bytes gathered for each of the `worst` tokens of each rank.
     """
+    responses = batch.responses
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     empty = torch.empty(0, dtype=torch.float32, device=device)
     train = torch.cat([empty, *train_logprobs])
     rollout = torch.cat([empty, *(r.rollout_logprobs for r in responses)])
     rows = torch.cat([empty.long(), *(r.rows for r in responses)])
-    positions = torch.cat([empty.long(), *(r.places for r in responses)])
-    sums = mismatch_sums(train, rollout, joined_sequences(responses, device))
+    index = torch.cat([empty.long(), *(r.index for r in responses)])
+    sums = mismatch_sums(train, rollout, whole_rows(responses, batch.split, device))
     sum_over_ranks(sums)
     bits = absolute_difference_bits(train, rollout)
     largest = torch.cat([bits, bits.new_zeros(1)]).max()
-    found = worst_tokens(rows, positions, train, rollout, worst)
+    found = worst_tokens(rows, index, train, rollout, worst)
     if group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         of_ranks = [torch.empty_like(found) for _ in range(group.size())]

@@ -21,14 +21,15 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.guarded_store import StoreAddress
-from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, TokenWeights, of_tokens, weigh
+from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, of_tokens
 from megagrpo.megatron.critic import DIRECTORY, Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.trained_model import TrainedModel
-from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenNumbers
+from megagrpo.megatron.weighing import TokenWeights, weigh
+from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import Recipe
 
@@ -46,6 +47,8 @@ class Update:
     metrics: MetricSums
     before_update: dict[int, Tensor] = field(default_factory=dict)
     """The trainer's logprobs of each microbatch before the update, [response tokens]."""
+    entropies: dict[int, Tensor] = field(default_factory=dict)
+    """The policy's entropies of each microbatch when the update first saw it, [response tokens]; none: not computed."""
 
 
 class TrainRank(ModelRank):
@@ -116,9 +119,11 @@ class TrainRank(ModelRank):
             grad_norms.append(self.policy.optimizer_step(lr, more=number < len(steps)))
         if not self.has_logits:
             return None
-        seen = [update.before_update[index] for index in sorted(update.before_update)]
+        seen = tuple(update.before_update[index] for index in sorted(update.before_update))
+        entropies = tuple(update.entropies[index] for index in sorted(update.entropies))
+        self.passes = replace(self.passes, before_update=seen, entropies=entropies or None)
         worst = self.recipe.rollout.mismatch.worst_tokens
-        mismatch = reduce_mismatch(self.batch.responses, seen, worst, self.device)
+        mismatch = reduce_mismatch(self.batch, seen, worst, self.device)
         metrics = update.metrics.reduce(grad_norms, mismatch)
         return metrics if self.answers else None
 
@@ -159,6 +164,8 @@ class TrainRank(ModelRank):
             response, of_batch = minibatch.responses[index], minibatch.first + index
             logprobs, entropy = self.logprobs(output, response, entropy=computes_entropy)
             update.before_update.setdefault(of_batch, logprobs.detach())
+            if computes_entropy:
+                update.entropies.setdefault(of_batch, entropy.detach())
             old, reference = self.passes.old_logprobs, self.passes.reference_logprobs
             inputs = ObjectiveInputs(
                 logprobs=logprobs,
@@ -280,6 +287,27 @@ class TrainRank(ModelRank):
         on_device = torch.as_tensor(flat, dtype=torch.float32, device=self.device)
         offsets = torch.as_tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
         return of_tokens(self.batch, on_device, offsets)
+
+    def token_figures(self, rows: int) -> TokenFigures | None:
+        """What the update says of the tokens of the step's first rows; None on ranks that others answer for."""
+        responses, seen, entropies = self.batch.responses, self.passes.before_update, self.passes.entropies
+        if not responses or self.where.tensor:
+            return None
+        if seen is None:
+            raise RankError(Problem("update was not called for this batch"))
+        of = torch.cat([response.rows for response in responses])
+        kept = of < rows
+
+        def chosen(values: Sequence[Tensor]) -> np.ndarray:
+            found: np.ndarray = torch.cat(tuple(values))[kept].cpu().numpy()
+            return found
+
+        return TokenFigures(
+            of[kept].int().cpu().numpy(),
+            chosen([response.index.int() for response in responses]),
+            chosen(seen),
+            None if entropies is None else chosen(entropies),
+        )
 
     def token_numbers(self, values: TokenTensors) -> TokenNumbers | None:
         """`values` for the driver. Each token comes from one rank; ranks that have none return None."""

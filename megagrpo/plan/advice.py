@@ -18,7 +18,7 @@ from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
 from megagrpo.plan.parameters import adapter_parameters, total_parameters
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
-from megagrpo.plan.time import StepTime
+from megagrpo.plan.time import Sampling, StepTime
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, plan_devices, run_directory
 from megagrpo.recipe.kernels import auto_problems
@@ -119,6 +119,7 @@ def unwise(
     yield from _unwise_training(case, held)
     if isinstance(case.recipe, Recipe):
         yield from _unwise_engines(case, case.recipe)
+        yield from _unwise_agent(case, case.recipe)
         if time is not None:
             yield from _unwise_waiting(case, case.recipe, time, own)
     if time is not None:
@@ -195,6 +196,29 @@ def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
         given = f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}"
         needed = f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights"
         yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
+
+
+def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
+    """Conversations that push each other out of engines' caches, or that are too short to have the turns allowed."""
+    agent, engine = recipe.agent, _engine(case)
+    if agent is None:
+        return
+    if engine and (turns := Sampling.of(case).turns) and turns.cached and turns.cached < turns.conversations:
+        given = (
+            f"{agent.rollouts_at_once}: {turns.conversations:.0f} conversations on each engine, whose cache has room"
+        )
+        given += f" for {turns.cached:.0f} of {turns.history:.0f} tokens"
+        needed = "room for all: what is not in the cache is read again in each turn"
+        fix = f"rollouts_at_once: {max(1, int(turns.cached) * recipe.rollout.engines)}, or more memory for the cache"
+        yield Problem("agent.rollouts_at_once", given, needed, fix)
+    answers = recipe.sequence_tokens_max - case.lengths.prompt
+    if agent.turns_max > 1 and answers < 2 * recipe.rollout.response_tokens_max:
+        given = f"{recipe.sequence_described} tokens, with answers of up to {recipe.rollout.response_tokens_max}"
+        needed = "room for several answers and what stands between them"
+        fix = (
+            f"tokens_max: {recipe.data.prompt_tokens_max + 4 * recipe.rollout.response_tokens_max}, or shorter answers"
+        )
+        yield Problem("agent.tokens_max", given, needed, fix)
 
 
 def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTime | None) -> Iterator[Problem]:
@@ -392,7 +416,8 @@ def export_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
 def batch_bytes(recipe: Recipe) -> int:
     """One step's batch, if all responses are as long as they may be."""
     rollout = recipe.rollout
-    responses = rollout.samples_per_prompt * rollout.response_tokens_max * SAMPLED_TOKEN_BYTES
+    tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max
+    responses = rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
     return rollout.prompts_per_step * (responses + recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.recipe.schema import AnyRecipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema.agent import AgentConfig
 
 VALUE_MAX = 1e15
 """The largest number of bytes, tokens, rows, seconds, or a factor."""
@@ -37,6 +38,14 @@ class Assumptions:
     example_share: float = 0.5
     epoch_rows: float | None = None  # None: unknown
     signal_share: float = 0.7  # of sampled groups
+
+    # agents: of a rollout, unless said otherwise
+    turns: float | None = None  # answers
+    turns_share: float = 0.4  # of agent.turns_max
+    given_tokens: float = 300.0  # between an answer and the next: results of tools, or what an environment says
+    tool_seconds: float = 1.0  # between an answer and the next request
+    sequences: float = 1.0  # that are trained: branches
+    prefix_share: float = 0.95  # of a history's tokens, in a cache with room for all conversations
 
     # training
     packing: float = 0.9  # tokens of a microbatch over what it can hold
@@ -84,11 +93,14 @@ class Assumptions:
     driver_factor: float = 1.0
 
 
+OF_AGENTS = ("turns", "turns_share", "given_tokens", "tool_seconds", "sequences", "prefix_share")
+
+
 def longest_sequence(recipe: AnyRecipe) -> int:
-    """Tokens of the longest prompt with the longest response, or of the longest example."""
+    """Tokens of the longest sequence that is trained on: a prompt with its response, a conversation or an example."""
     if isinstance(recipe, SftRecipe):
         return recipe.data.tokens_max
-    return recipe.data.prompt_tokens_max + recipe.rollout.response_tokens_max
+    return recipe.sequence_tokens_max
 
 
 def minibatch_sequences(recipe: AnyRecipe) -> int:
@@ -103,13 +115,18 @@ class Lengths:
     """Tokens of a step's sequences: the mean prompt, the mean response and the longest response.
 
     Lengths of responses are log-normal, cut off at the longest; `spread` is the deviation of their logarithm.
-    Supervised fine-tuning has examples in their place, and no prompts.
+    Supervised fine-tuning has examples in their place, and no prompts. The response of an agent's rollout is what the
+    policy sampled in all of its turns; `given` tokens stand between for each of these.
     """
 
     prompt: float
     response: float
     longest: float
     spread: float = Assumptions.response_spread
+    turns: float = 1.0
+    given: float = 0.0
+    sequences: float = 1.0
+    """That a rollout is trained as. Each holds what was said up to an answer: the last all of it."""
 
     @cached_property
     def _middle(self) -> float:
@@ -143,9 +160,14 @@ class Lengths:
         return drawn.clip(min(1.0, self.longest), self.longest)
 
     @property
+    def turn(self) -> float:
+        """Mean tokens that are sampled in a turn."""
+        return self.response / self.turns
+
+    @property
     def sequence(self) -> float:
-        """Mean prompt and response together."""
-        return self.prompt + self.response
+        """Mean prompt and response together, with what stands between."""
+        return self.prompt + self.response * (1 + self.given)
 
     @property
     def response_square(self) -> float:
@@ -154,21 +176,43 @@ class Lengths:
 
     @property
     def sequence_square(self) -> float:
-        """The same of prompt and response together, which attention's products grow with; all prompts alike."""
-        return self.prompt**2 + 2 * self.prompt * self.response + self.response_square
+        """Mean of the squared `sequence`, which attention's products grow with; all prompts alike."""
+        growth = 1 + self.given
+        return self.prompt**2 + 2 * self.prompt * self.response * growth + self.response_square * growth**2
 
 
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
     """As given, else shares of what the recipe allows at most. A mean is never above the longest."""
+    if isinstance(recipe, Recipe) and recipe.agent is not None:
+        return _conversations(recipe, recipe.agent, assumptions)
     if isinstance(recipe, SftRecipe):
         most, share, prompt = float(recipe.data.tokens_max), assumptions.example_share, 0.0
     else:
         most, share = float(recipe.rollout.response_tokens_max), assumptions.response_share
-        most_prompt = float(recipe.data.prompt_tokens_max)
-        prompt = min(most_prompt, assumptions.prompt_tokens or assumptions.prompt_share * most_prompt)
+        prompt = _prompt(recipe, assumptions)
     mean = min(most, assumptions.response_tokens or share * most)
     longest = min(most, max(mean, assumptions.longest_response_tokens or most))
     return Lengths(prompt, mean, longest, assumptions.response_spread)
+
+
+def _prompt(recipe: Recipe, assumptions: Assumptions) -> float:
+    most = float(recipe.data.prompt_tokens_max)
+    return min(most, assumptions.prompt_tokens or assumptions.prompt_share * most)
+
+
+def _conversations(recipe: Recipe, agent: AgentConfig, assumptions: Assumptions) -> Lengths:
+    """An agent's turns together are at most as long as a conversation may be. Unless the sampled tokens are given, a
+    mean conversation has about `response_share` of that: what is given, and the rest, at least a quarter, sampled."""
+    prompt, answer = _prompt(recipe, assumptions), float(recipe.rollout.response_tokens_max)
+    turns = min(float(agent.turns_max), max(1.0, assumptions.turns or assumptions.turns_share * agent.turns_max))
+    room = max(2.0, recipe.sequence_tokens_max - prompt)
+    between, share = assumptions.given_tokens * (turns - 1), assumptions.response_share
+    wanted = min(turns * share * answer, max(share * room - between, share * room / 4))
+    mean = min(assumptions.response_tokens or wanted, room, agent.turns_max * answer)
+    given = min(between, room - mean) / mean
+    most = min(room / (1 + given), agent.turns_max * answer)
+    longest = min(most, max(mean, assumptions.longest_response_tokens or most))
+    return Lengths(prompt, mean, longest, assumptions.response_spread, turns, given, assumptions.sequences)
 
 
 def _normal(deviations: float) -> float:
@@ -204,8 +248,9 @@ def _problem(name: str, written: str) -> Problem | None:
     except ValueError:
         return Problem(where, written or "nothing", f"a number, as in {name}=0.5")
     share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
-    least = "at least 0" if name == "overlap" or "seconds" in name.split("_per_")[0] else "more than 0"
+    none = name in ("overlap", "given_tokens", "prefix_share") or "seconds" in name.split("_per_")[0]
+    least = "at least 0" if none else "at least 1" if name in ("turns", "sequences") else "more than 0"
     most = 1 if share else SPREAD_MAX if name == "response_spread" else VALUE_MAX
-    if not 0 <= value <= most or (value == 0 and least == "more than 0"):
+    if not int(least == "at least 1") <= value <= most or (value == 0 and least == "more than 0"):
         return Problem(where, written, f"{least} and at most {most:g}")
     return None

@@ -28,6 +28,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "response_tokens": "response_tokens/mean",
         "longest_response_tokens": "response_tokens/max",
         "signal_share": "groups/with_signal_share",
+        "turns": "agent/turns/mean",
+        "sequences": "agent/branches/mean",
     },
     "sft": {"response_tokens": "example_tokens/mean"},
 }
@@ -52,6 +54,8 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
     }
     if (uneven := _median(steps, "packing/imbalance")) is not None:
         known["imbalance"] = 1 + uneven
+    known |= {name: max(1.0, known[name]) for name in ("turns", "sequences") if name in known}
+    known |= _between_turns(steps, known)
     assumptions = replace(case.assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
 
     ran = replace(case, assumptions=assumptions)
@@ -74,6 +78,16 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
         if seconds is not None and phase.seconds > 0:
             factors[f"{phase.phase}_factor"] = seconds / phase.seconds
     return replace(assumptions, **factors)
+
+
+def _between_turns(steps: Sequence[Step], known: Mapping[str, float]) -> dict[str, float]:
+    """Tokens and seconds between an answer of an agent's rollout and the next, if the run had such. What the policy
+    did not sample is a prompt in each sequence, and the rest between turns."""
+    given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
+    if given is None or outside is None or (gaps := known["turns"] - 1) < 1e-9:
+        return {}
+    tokens = given / known["sequences"] - known["prompt_tokens"]
+    return {"given_tokens": max(0.0, tokens / gaps), "tool_seconds": outside / gaps}
 
 
 def _architecture_of_run(own: AnyRecipe, case: Case, path: Path) -> Architecture:

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from megagrpo.layout.parallel import RankCoordinates, rank_grid
 from megagrpo.plan.case import Case
+from megagrpo.recipe.schema import SftRecipe
 
 ROWS_MAX = 32
 
@@ -22,6 +23,7 @@ class MappedDevice:
     rank: RankCoordinates | None
     engines: tuple[int, ...]
     engine_rank: int | None  # rank in these engines; None without engines
+    reward_model: str | None = None  # its name in reward.models; None on other devices
 
     @property
     def stage(self) -> int:
@@ -51,8 +53,18 @@ def device_map(case: Case) -> tuple[MappedDevice, ...]:
         for position, bundle in enumerate(bundles):
             engines.setdefault(bundle, []).append(engine)
             engine_rank[bundle] = position
+    names = () if isinstance(case.recipe, SftRecipe) else tuple(case.recipe.reward.models)
+    models = {at: name for name, own in zip(names, plan.bundles_of_model, strict=True) for at in own}
     return tuple(
-        MappedDevice(at, at // per_node, at % per_node, ranks.get(at), tuple(engines.get(at, ())), engine_rank.get(at))
+        MappedDevice(
+            at,
+            at // per_node,
+            at % per_node,
+            ranks.get(at),
+            tuple(engines.get(at, ())),
+            engine_rank.get(at),
+            models.get(at),
+        )
         for at in range(plan.bundles)
     )
 

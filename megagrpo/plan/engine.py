@@ -80,6 +80,8 @@ def engine_memory(case: Case) -> EngineMemory:
     rollout, options = recipe.rollout, recipe.rollout.sglang.model_extra or {}
     longest = longest_sequence(recipe)
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
+    if recipe.agent:
+        asked = min(asked, -(-recipe.agent.rollouts_at_once // rollout.engines))
     if rollout.engine != "sglang":
         tokens, logits = asked * longest, 4 * asked * arch.vocab
         cache = tokens * cache_bytes_per_token(arch, 1, element)

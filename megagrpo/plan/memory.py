@@ -27,6 +27,7 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
+from megagrpo.plan.reward_models import weight_bytes
 from megagrpo.recipe.defaults import maps_gpu_memory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -56,11 +57,15 @@ PHASES = ("rollout", "logprobs", "update", "weight_sync")
 
 @dataclass(frozen=True)
 class Part:
-    """One item on a device during a phase. `lowered_by` names recipe fields that make it smaller, best first."""
+    """One item on a device during a phase. `lowered_by` names recipe fields that make it smaller, best first.
+
+    of_rank: it is tensors of the training rank there: `memory/allocated_max/{phase}` measures all of these together.
+    """
 
     name: str
     bytes: int
     lowered_by: tuple[str, ...] = ()
+    of_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,20 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
             yield DeviceMemory(", ".join(names), devices, tuple(phases))
+    if isinstance(recipe, Recipe):
+        yield from _of_reward_models(case, recipe)
+
+
+def _of_reward_models(case: Case, recipe: Recipe) -> Iterator[DeviceMemory]:
+    """Devices of reward.models: their weights, and not what they compute with, which they fit to what is there."""
+    for name, devices in zip(recipe.reward.models, case.device_plan.bundles_of_model, strict=True):
+        weights = weight_bytes(recipe, name, case.device)
+        if not devices or weights is None:
+            continue
+        parts = [Part("weights", weights, (f"reward.models.{name}.dtype",))]
+        if case.device == "cuda":
+            parts.append(Part("context", CONTEXT_BYTES))
+        yield DeviceMemory(f"reward model {name}", devices, tuple(PhaseMemory(at, tuple(parts)) for at in PHASES))
 
 
 @lru_cache(maxsize=256)
@@ -280,6 +299,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
             gone = [part for part in train.offload if part == "reference" and phase == "update"]
             parts = [part for part in models if part.name not in gone]
             parts += [batch, *(with_gradients if phase == "update" else without)]
+        parts = [replace(part, of_rank=True) for part in parts]
         if case.device == "cuda":
             # Torch keeps the memory of passes that are over; an engine on the same device does not get it. Moving
             # anything away empties torch's cache as well.

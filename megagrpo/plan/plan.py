@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import layers_of_stages
@@ -18,14 +19,16 @@ from megagrpo.plan.device_map import MappedDevice, device_map
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
 from megagrpo.plan.schedules import ScheduleTime, schedule_times
-from megagrpo.plan.time import StepTime, step_time
+from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
-from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, EntryConfig, Recipe, SftRecipe
 from megagrpo.weights.families.architecture import Architecture
 
 UNITS = {
     "tokens": "tokens",
+    "turns": "turns",
+    "sequences": "sequences",
     "rows": "rows",
     "bytes_per_second": "bytes/s",
     "seconds": "s",
@@ -74,6 +77,7 @@ class Plan(Case):
     origins: Mapping[str, str] = field(default_factory=dict)  # of assumptions, where they are not defaults
     calibrated: bool = False
     unchecked: tuple[str, ...] = ()  # what was not on this machine
+    agent: Mapping[str, str] = field(default_factory=dict)  # lines of the summary that preflight has found
 
     @property
     def noun(self) -> str:
@@ -85,7 +89,7 @@ class Plan(Case):
         found = summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
         if isinstance(self.recipe, Recipe) and self.recipe.rollout.engine == "sglang":
             found["start"] = self._start(self.recipe.rollout.engines)
-        return found
+        return {**found, **dict(_of_agent(self)), **self.agent}
 
     def _start(self, engines: int) -> str:
         """What engines do not read: the first sync brings their weights."""
@@ -162,9 +166,11 @@ def plan_of(
     unchecked: Collection[str] = (),
     critic: Architecture | None = None,
     epoch_rows: int | None = None,
+    agent: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates them;
-    `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` what was counted in data.train.
+    `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` what was counted in data.train;
+    `agent` lines about its agent, by name.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
@@ -182,7 +188,8 @@ def plan_of(
         origins |= {name: "calibrated" for name, value in found.items() if value != before[name]}
     origins |= dict.fromkeys(asked, "given")
     known = {field.name: getattr(case, field.name) for field in fields(Case)}
-    return Plan(**known, origins=origins, calibrated=run_directory is not None, unchecked=tuple(unchecked))
+    calibrates = run_directory is not None
+    return Plan(**known, origins=origins, calibrated=calibrates, unchecked=tuple(unchecked), agent=agent)
 
 
 def lacking_bytes(held: Sequence[DeviceMemory], card_bytes: int | None, spare: float = 0.0) -> int:
@@ -232,18 +239,43 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"
     each = responses // algorithm.minibatches
     yield "minibatches", f"{epochs}{minibatches} of {each} responses{_share(each, train.layout.data)}"
-    longest = f"{recipe.data.prompt_tokens_max} + {rollout.response_tokens_max}"
-    yield "sequence", f"up to {longest} tokens, {_packed(recipe)}"
+    yield "sequence", f"{recipe.sequence_described} tokens, {_packed(recipe)}"
     length = f"{train.total_steps} steps, {(train.total_steps or 0) * responses} responses"
     if train.total_steps is None:
         episodes = train.total_episodes
         length = f"{episodes} responses" if episodes is not None else _epochs(recipe, epoch_rows, "prompts")
     yield "length", length
-    evaluation, how = recipe.eval, "greedy"
-    if evaluation.temperature > 0:
-        how = f"{evaluation.samples_per_prompt} samples at {evaluation.temperature:g}"
-    files = f"every {evaluation.every_steps} steps on {_paths(evaluation.files)}, {how}"
-    yield "evaluation", files if evaluation.files else "none"
+    for name, one in recipe.eval.of_sets().items():
+        how = f"{one.samples_per_prompt} samples at {one.temperature:g}" if one.temperature else "greedy"
+        yield f"evaluation {name}", f"every {one.every_steps} steps on {_paths(one.files)}, {how}"
+    if not recipe.eval.sets:
+        yield "evaluation", "none"
+
+
+def _of_agent(case: Case) -> Iterator[tuple[str, str]]:
+    """What it is, its turns, and what they ask of an engine's cache."""
+    agent, lengths = case.recipe.agent if isinstance(case.recipe, Recipe) else None, case.lengths
+    if agent is None:
+        return
+    what = {
+        "tools": lambda: f"tools {', '.join(tool.name for tool in agent.tool_configs)}",
+        "function": lambda: f"{agent.function}",
+        "verifiers": lambda: f"verifiers {agent.verifiers and agent.verifiers.environment}",
+        "openenv": lambda: f"openenv {agent.openenv and agent.openenv.url}",
+        "reasoning_gym": lambda: "reasoning_gym",
+    }[agent.kind]()
+    limits = f"up to {agent.turns_max} turns and {second_text(agent.timeout_seconds)}"
+    processes = f"{agent.processes} process{'es' if agent.processes > 1 else ''}"
+    yield "agent", f"{what}, {limits}; {agent.rollouts_at_once} rollouts at once in {processes}"
+    between = lengths.given * lengths.response / max(1.0, lengths.turns - 1)
+    turns = f"about {lengths.turns:g} of {lengths.turn:.0f} sampled tokens, and between them {between:.0f} given ones"
+    sequences = f", trained as {lengths.sequences:g} sequences" if lengths.sequences > 1 else ""
+    waits = f"{second_text(case.assumptions.tool_seconds)} of tools; {lengths.sequence:.0f} tokens in all{sequences}"
+    yield "turns", f"{turns} and {waits}"
+    if (turns_of := Sampling.of(case).turns) and case.machines is not None:
+        room = f"an engine's cache has room for {turns_of.cached:,.0f} of its {turns_of.conversations:,.0f} at once"
+        found = f"{turns_of.reuse:.0%} of a conversation's history is found in the cache: {room}"
+        yield "prefixes", found if turns_of.cached else "engines keep nothing: each turn reads its whole conversation"
 
 
 def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
@@ -294,8 +326,8 @@ def _packed(recipe: AnyRecipe) -> str:
     return f"packed into microbatches of {recipe.train.tokens_per_microbatch * recipe.train.layout.context}"
 
 
-def _paths(files: Sequence[DataFileConfig]) -> str:
-    return ", ".join(file.path for file in files)
+def _paths(files: Sequence[EntryConfig]) -> str:
+    return ", ".join(file.location for file in files)
 
 
 def _count(number: int) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 from megagrpo.algorithm.admission import Admission, Admitted
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
-from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.time import Sampling, StepTime, prompts_of_rounds
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.run import Pause
@@ -85,7 +84,7 @@ class Work:
             prompts=sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
             samples=by.samples,
             lengths=case.lengths,
-            token_seconds=token_seconds(by.engine, case.lengths, by.samples, slots, factor),
+            token_seconds=token_seconds(by, case.lengths, slots, factor),
             train_seconds=sum(seconds[phase] for phase in TRAINER_PHASES),
             sync_seconds=seconds["weight_sync"],
             pause=case.grpo.rollout.layout.pause_of(case.grpo.weights.pause),
@@ -112,15 +111,14 @@ class Work:
         return replace(sizes, token_seconds=seconds, read_seconds=read_seconds)
 
 
-def token_seconds(engine: EngineSpeed, lengths: Lengths, samples: int, slots: int, factor: float) -> TokenSeconds:
+def token_seconds(by: Sampling, lengths: Lengths, slots: int, factor: float) -> TokenSeconds:
     """Interpolated between some numbers of responses. Reading a prompt, once for all samples, is spread over the tokens
-    of its responses."""
-    prompt = engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) / samples / lengths.response
+    of its responses; and so is what agents wait for between turns."""
+    prompt = by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) / by.samples / lengths.response
     points = np.unique(np.geomspace(1, max(2, slots), BATCHES).round())
-    most = lengths.prompt + lengths.longest
+    most = lengths.prompt + lengths.longest * (1 + lengths.given)
     first, last = (
-        np.array([engine.decode_seconds(batch, context) + batch * prompt for batch in points])
-        for context in (0.0, most)
+        np.array([by.token_seconds(batch, context) + batch * prompt for batch in points]) for context in (0.0, most)
     )
     every = np.arange(slots + 1)
     begin, more = ((factor * np.interp(every, points, seconds)).tolist() for seconds in (first, (last - first) / most))
@@ -204,8 +202,8 @@ def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOf
     )
     responses = prompts * by.samples / by.engines
     batch = min(by.at_once, responses * (1 + schedule.max_staleness))
-    underway = lengths.prompt + lengths.response_square / (2 * lengths.response)
-    sampling = responses / batch * lengths.response * by.engine.decode_seconds(batch, underway)
+    underway = lengths.prompt + (1 + lengths.given) * lengths.response_square / (2 * lengths.response)
+    sampling = responses / batch * lengths.response * by.token_seconds(batch, underway)
     sampling += by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) * prompts / by.engines
     if case.grpo.weights.pause == "retract":
         sampling += by.engine.prefill_seconds(batch * underway, batch * underway**2, batch)
@@ -436,7 +434,7 @@ class SimulatedRun:
         engine.event += 1
         if running := len(engine.ends):
             ahead = engine.ends[0][0] - engine.count
-            context = engine.count - engine.begun / running + ahead / 2
+            context = (1 + self.work.lengths.given) * (engine.count - engine.begun / running + ahead / 2)
             engine.rate = self.work.token_seconds(running, self.work.lengths.prompt + context)
             decodes = max(self.now, engine.reads_until)
             heappush(self.events, (decodes + ahead * engine.rate, engine.index, engine.event))
@@ -492,7 +490,8 @@ class SimulatedRun:
         for engine in self.engines:
             engine.at = self.now
             if again and engine.ends:
-                read = [self.work.lengths.prompt + engine.count - self.began[number] for _, number in engine.ends]
+                prompt, growth = self.work.lengths.prompt, 1 + self.work.lengths.given
+                read = [prompt + growth * (engine.count - self.began[number]) for _, number in engine.ends]
                 engine.reads_until = self.now + self.work.read_seconds(sum(read), sum(n * n for n in read), len(read))
             engine.versions.append(engine.count)
             self._plan(engine)

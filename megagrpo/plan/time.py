@@ -7,18 +7,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, sync_seconds
 from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
+from megagrpo.plan.turns import Turns, agents_seconds, keeps_prefixes
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families.architecture import critic_of
 
-ON_DRIVER = ("gsm8k",)
-"""Reward functions that run on the driver (reward/functions.py); the others run in reward.workers."""
+ON_DRIVER = (
+    "agent",
+    "gsm8k",
+    "strict_math",
+    "multiple_choice",
+    "string_match",
+    "f1",
+    "search_answer",
+    "think_answer",
+    "length",
+    "repetition",
+)
+"""Reward functions that run on the driver (INLINE of reward/functions.py); the others run in reward.workers."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +133,12 @@ class Sampling:
     engine: EngineSpeed
     engines: int
     at_once: float
-    """Responses that an engine decodes at once."""
+    """Responses that an engine has begun and not ended: it decodes them all at once, but for agents that wait."""
 
     samples: int
     """Responses to each prompt."""
+
+    turns: Turns | None = None
 
     @classmethod
     def of(cls, case: Case) -> Sampling:
@@ -136,28 +150,46 @@ class Sampling:
         blocks = len(set(devices)) if devices[0] else rollout.engines
         each = 1 if rollout.engine == "transformers" and recipe.deterministic else rollout.requests_at_once
         at_once = float(each * math.ceil(rollout.engines / blocks))
+        cache = engine_memory(case).cache_tokens if keeps_prefixes(rollout) else 0
         if rollout.engine == "sglang" and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
             at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / case.lengths.sequence))
-        return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses)
+        turns = Turns.of(recipe, case.lengths, case.assumptions, blocks, at_once, cache)
+        at_once = turns.conversations if turns else at_once
+        return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
+
+    def rollout_seconds(self, lengths: Lengths, prompts: int) -> Seconds:
+        """Those of an engine that has so many prompts."""
+        if self.turns:
+            return agents_seconds(self.engine, lengths, self.turns, prompts, self.samples)
+        return rollout_seconds(self.engine, lengths, prompts, self.samples, self.at_once)
+
+    def token_seconds(self, running: float, context: float) -> float:
+        """In which each of `running` responses gets a token, with `context` tokens before each in the mean."""
+        if self.turns:
+            return sum(self.turns.pace(self.engine, running, context))
+        return self.engine.decode_seconds(running, context)
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:
     """Rounds of so many prompts, on the engine that has most to do."""
     by = Sampling.of(case)
     own = (math.ceil(prompts / by.engines) for prompts in rounds)  # all samples of a prompt are on one engine
-    return added(*(rollout_seconds(by.engine, case.lengths, each, by.samples, by.at_once) for each in own))
+    return added(*(by.rollout_seconds(case.lengths, each) for each in own))
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------
 
 
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
-    functions = [entry.function for entry in recipe.reward.functions]
-    isolated = sum(function not in ON_DRIVER for function in functions)
+    # The slowest list of functions: which share of the rows each list scores is in the data, not in the recipe.
+    lists = [[entry.function in ON_DRIVER for entry in entries] for entries in recipe.reward.lists().values()]
     return {
-        "on the driver": responses * assumed.reward_seconds * (len(functions) - isolated),
-        "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
+        "on the driver": responses * assumed.reward_seconds * max(map(sum, lists)),
+        "in workers": responses
+        * assumed.isolated_reward_seconds
+        * max(len(inline) - sum(inline) for inline in lists)
+        / max(1, recipe.reward.workers),
     }
 
 

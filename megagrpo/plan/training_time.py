@@ -148,8 +148,11 @@ class BatchSize:
 
     @classmethod
     def of(cls, sequences: float, lengths: Lengths) -> BatchSize:
-        each = lengths.sequence, lengths.sequence_square, lengths.response
-        return cls(sequences, *(sequences * size for size in each))
+        """That of so many responses. An agent's may be several sequences, the k-th of n with k/n of what was said; a
+        sampled token is trained in one of them."""
+        n = lengths.sequences
+        tokens, squares = lengths.sequence * (n + 1) / 2, lengths.sequence_square * (n + 1) * (2 * n + 1) / (6 * n)
+        return cls(sequences * n, *(sequences * size for size in (tokens, squares, lengths.response)))
 
     def share(self, part: float) -> BatchSize:
         return BatchSize(self.sequences * part, self.tokens * part, self.squares * part, self.head_tokens * part)

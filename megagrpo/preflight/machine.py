@@ -27,6 +27,7 @@ from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.track.delivered import without_password
 from megagrpo.track.mlflow import tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
@@ -41,10 +42,11 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
     """
     tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
     moments = recipe.train.optimizer.moment_dtype != "float32"
-    rollout = recipe.rollout if isinstance(recipe, Recipe) else None
+    rollout, with_port = recipe.rollout if isinstance(recipe, Recipe) else None, tracked.prometheus_port is not None
     switched_on = {
         "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
+        "track.prometheus_port": ("prometheus_client", with_port, "pip install megagrpo[prometheus]"),
         "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
         "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
     }
@@ -54,6 +56,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
     used = {
         "wandb": tracked.wandb is not None,
         "tensorboard": tracked.tensorboard,
+        "prometheus": with_port,
         "te": fused or moments or fused_here(recipe, architecture),
         "sglang": rollout is not None and rollout.engine == "sglang" and rollout.sglang.python is None,
     }
@@ -105,6 +108,10 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
             machines = machines_of(recipe, Assumptions())
             fused = Case(recipe, architecture, machines).fused_layers
             planned = "transformer_engine" if fused else "local"
+        else:
+            fused = fused_here(recipe, architecture)
+        if any(auto_problems(recipe, fused)):
+            return []  # that is the reason, and is told where the cards are known
         transformer_config(architecture, train, getattr(torch, dtype_name(recipe, device)), device, planned)
     except MegagrpoError as error:
         return list(error.problems)
@@ -181,7 +188,8 @@ def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Directories that the run writes to and that cannot be made or written, and what is no database of MLflow."""
+    """Directories that the run writes to and that cannot be made or written, what is no database of MLflow,
+    and passwords in its address."""
     of_checkpoints = "checkpoint.directory" if recipe.checkpoint.directory else "track.directory"
     directories = {
         checkpoint_directory(recipe): of_checkpoints,
@@ -200,6 +208,11 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
             needed = "a directory that can be written"
             yield Problem(field, given=f"{directory}, and {existing} is not writable", needed=needed)
     uri = tracking_uri(recipe) if recipe.track.mlflow else ""
+    if recipe.track.mlflow and (written := recipe.track.mlflow.uri) and without_password(written) != written:
+        given, needed = without_password(written), "an address without user and password: recipes are kept and shown"
+        fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole as MLFLOW_TRACKING_URI"
+        # No field's path: an override with the password would be printed as the place.
+        yield Problem("track.mlflow.uri, with a user", given, needed, fix)
     if uri.startswith(SQLITE) and (database := Path(uri.removeprefix(SQLITE))).exists():
         if not database.is_file():
             given = "a directory, a device or a pipe"

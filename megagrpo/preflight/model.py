@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megagrpo.data.files import near_file
+from megagrpo.data.locations import near_file
 from megagrpo.errors import ModelError, PreflightError, Problem, brief, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
@@ -72,14 +72,14 @@ def model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
     if plan_only and recipe.model.revision is None and (known := _known_directory(recipe.model.path)):
         return known
     patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
-    return _local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
+    return local_directory(recipe.model.path, recipe.model.revision, patterns, "model.path")
 
 
 def tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
     """Where model.tokenizer lies on this machine; by default the model's directory."""
     if recipe.model.tokenizer is None:
         return model
-    return _local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
+    return local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
 
 
 def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bool) -> Path | None:
@@ -92,7 +92,7 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
         return None
     patterns = CONFIG_FILES + (() if plan_only else ("*.safetensors",))
     known = _known_directory(critic.path) if plan_only else None
-    directory = known or _local_directory(critic.path, None, patterns, "algorithm.critic.path")
+    directory = known or local_directory(critic.path, None, patterns, "algorithm.critic.path")
     architecture = critic_of(read_architecture(directory))
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
@@ -125,7 +125,7 @@ def cached_directory(path: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
+def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
     """`path` if it is a directory; else the files of that hub id that match `patterns`, from the cache or the hub.
 
     HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if there is neither.
@@ -232,7 +232,7 @@ def _template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         try:
             text = (directory / name).read_text(encoding="utf-8")
-            template = text if name.endswith(".jinja") else _template_in(json.loads(text))
+            template = text if name.endswith(".jinja") else template_in(json.loads(text))
         except OSError:
             continue
         except (ValueError, RecursionError) as error:
@@ -243,7 +243,7 @@ def _template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
     return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
 
-def _template_in(config: Any) -> str | None:
+def template_in(config: Any) -> str | None:
     """The template of a tokenizer_config.json: a text, or the one named `default` in a list."""
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
+from megagrpo.recipe.schema.reward_models import RewardModelConfig
 
 CPU_CACHE_TOKENS = 65536
 
@@ -47,9 +49,17 @@ def with_absolute_directories(recipe: Recipe) -> Recipe:
         loss = algorithm.loss.model_copy(update={"name": str(Path(algorithm.loss.name).absolute())})
         algorithm = algorithm.model_copy(update={"loss": loss})
     track = recipe.track.model_copy(update={"directory": str(Path(recipe.track.directory).absolute())})
+    models = {name: _with_template(model) for name, model in recipe.reward.models.items()}
+    reward = recipe.reward.model_copy(update={"models": models})
     sync = {"directory": str(Path(recipe.weights.directory).absolute())} if recipe.weights.directory else {}
     weights = recipe.weights.model_copy(update=sync)
-    return recipe.model_copy(update={"algorithm": algorithm, "track": track, "weights": weights})
+    return recipe.model_copy(update={"algorithm": algorithm, "reward": reward, "track": track, "weights": weights})
+
+
+def _with_template(model: RewardModelConfig) -> RewardModelConfig:
+    if not isinstance(model, ClassifierConfig) or model.chat_template is None:
+        return model
+    return model.model_copy(update={"chat_template": str(Path(model.chat_template).absolute())})
 
 
 def run_directory(recipe: AnyRecipe) -> Path:
@@ -75,6 +85,15 @@ def sync_directory(recipe: Recipe) -> Path:
     return (
         Path(recipe.weights.directory) / recipe.name if recipe.weights.directory else run_directory(recipe) / "weights"
     )
+
+
+def own_rewards(recipe: Recipe) -> dict[str, RewardConfig]:
+    """The rewards of the evaluation sets that have functions of their own, by set."""
+    return {
+        name: recipe.reward.model_copy(update={"functions": one.functions, "by_source": {}, "solved_at": one.solved_at})
+        for name, one in recipe.eval.sets.items()
+        if one.functions
+    }
 
 
 def total_steps(recipe: AnyRecipe, rows: int) -> int:
@@ -123,12 +142,26 @@ class DevicePlan:
     rank_share: float  # of a device
     engine_share: float  # of its first device on each node, where its actor runs
     engine_nodes: int = 1
+    bundles_of_model: tuple[tuple[int, ...], ...] = ()
+    """Bundles of each of reward.models, side by side on one node; none for one without devices of its own."""
 
     def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
         """The bundles of an engine by node; none for an external engine."""
         own = self.bundles_of_engine[engine]
         each = len(own) // self.engine_nodes
         return tuple(own[first : first + each] for first in range(0, len(own), each)) if own else ()
+
+
+def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
+    """Engines and reward models without ranks, each on as many devices as beside them; one device if there are none."""
+    whole = plan_devices(recipe, device)
+    used = sorted({*chain(*whole.bundles_of_engine, *whole.bundles_of_model)})
+    of_engine, of_model = (
+        tuple(tuple(map(used.index, own)) for own in of_all)
+        for of_all in (whole.bundles_of_engine, whole.bundles_of_model)
+    )
+    share = whole.engine_share * (2 if recipe.cluster.placement == "colocated" else 1)
+    return DevicePlan(whole.resource, len(used) or 1, (), of_engine, 1.0, share, whole.engine_nodes, of_model)
 
 
 def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) -> DevicePlan:
@@ -141,16 +174,24 @@ def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) ->
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
     engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
     if each == 0:
-        return DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0)
+        return _with_models(DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0), recipe)
     nodes = recipe.nodes_of_engine
     if recipe.cluster.placement == "colocated":
         blocks = max(1, ranks // each)
         of_engine = _blocks(engines, blocks, each, first=0)
-        return DevicePlan(resource, ranks, of_rank, of_engine, 0.5, 0.5 / -(-engines // blocks), nodes)
+        shared = 0.5 / -(-engines // blocks)
+        return _with_models(DevicePlan(resource, ranks, of_rank, of_engine, 0.5, shared, nodes), recipe)
     own = recipe.cluster.engine_devices or engines * each
     blocks = own // each
     of_engine = _blocks(engines, blocks, each, first=ranks)
-    return DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, 1.0 / -(-engines // blocks), nodes)
+    share = 1.0 / -(-engines // blocks)
+    return _with_models(DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, share, nodes), recipe)
+
+
+def _with_models(plan: DevicePlan, recipe: Recipe) -> DevicePlan:
+    """Devices of reward.models come last."""
+    ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=plan.bundles))
+    return replace(plan, bundles=ends[-1], bundles_of_model=tuple(tuple(range(*pair)) for pair in pairwise(ends)))
 
 
 def maps_gpu_memory(recipe: AnyRecipe) -> bool:

@@ -133,7 +133,7 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
     written = document.tree.get("kind") if isinstance(document.tree, dict) else None
     if kind is not None and isinstance(written, str) and written in KINDS and written != kind:
         where = f"{path}:{document.lines['kind']} kind"
-        raise RecipeError(Problem(where, given=written, needed=kind, fix=f"`{COMMANDS[written]} {path}`"))
+        raise RecipeError(Problem(where, given=written, needed=kind, fix=f"`{COMMANDS[written]} {path}` trains by it"))
     recipe_class = KINDS[kind or nearest(str(written), KINDS) or "grpo"]
     problems = [problem for _, problem in document.problems]
     if not isinstance(document.tree, dict):

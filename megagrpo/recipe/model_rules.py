@@ -24,7 +24,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
         *_experts(recipe, architecture),
         *_adapters(recipe, architecture),
         *_recomputed(recipe, architecture),
-        *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else _tokens(recipe, architecture)),
+        *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else token_problems(recipe, architecture)),
     ]
 
 
@@ -161,17 +161,23 @@ def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Probl
         yield Problem("train.recompute.layers", given, f"at most {longest}", "recompute: full")
 
 
-def _tokens(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
+def token_problems(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
+    """Prompts and responses that are longer than the model takes, and stop tokens that it does not have."""
     prompt = recipe.data.prompt_tokens_max
-    lengths = [("rollout", recipe.rollout.response_tokens_max)]
-    if recipe.eval.files and recipe.eval.response_tokens_max is not None:
-        lengths.append(("eval", recipe.eval.response_tokens_max))
-    for section, response in lengths:
+    lengths = {"rollout": recipe.rollout.response_tokens_max}
+    for name, one in recipe.eval.of_sets().items():
+        if one.response_tokens_max is not None:
+            own = recipe.eval.sets[name].response_tokens_max is not None
+            lengths[f"eval.sets.{name}" if own else "eval"] = one.response_tokens_max
+    for section, response in lengths.items():
         if prompt + response > architecture.max_positions:
             given = f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens"
             needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
             fix = f"lower {section}.response_tokens_max or data.prompt_tokens_max"
             yield Problem(f"{section}.response_tokens_max", given, needed, fix)
+    if recipe.agent and recipe.sequence_tokens_max > architecture.max_positions:
+        needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
+        yield Problem("agent.tokens_max", f"{recipe.sequence_tokens_max}", needed, "lower it")
     if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
         needed = f"token ids below {architecture.vocab}, the size of the vocabulary"
         yield Problem("rollout.stop_token_ids", ", ".join(map(str, outside)), needed, "remove them")

@@ -15,11 +15,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megagrpo.errors import Problem, brief
-from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.section import ByName, Section
 
 LONGEST_VALUE = 60
 PROBLEMS_MAX = 100
+BESIDE_SECTIONS = ("literal[", "list[", "constrained-str")
+"""How pydantic calls what may stand in the place of a section."""
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 MOVED: Mapping[str, str] = {
@@ -38,7 +39,8 @@ MOVED: Mapping[str, str] = {
     "rollout.tensor_model_parallel_size": "write layout: {tensor: VALUE}",
     "rollout.gpu_memory_utilization": "write sglang: {mem_fraction_static: VALUE}",
     "data.train_files": "write train: [{path: VALUE}]",
-    "data.val_files": "remove it, and write eval: {files: [{path: VALUE}]}",
+    "data.val_files": "remove it, and write eval: {sets: {NAME: {files: [{path: VALUE}]}}}",
+    "eval.files": "name the set, as in sets: {held_out: {files: ...}}; its metrics are then eval/held_out/mean@1",
     "data.train_batch_size": "remove it, and write rollout: {prompts_per_step: VALUE}",
     "data.max_prompt_length": "write prompt_tokens_max: VALUE",
     "data.max_response_length": "remove it, and write rollout: {response_tokens_max: VALUE}",
@@ -72,8 +74,17 @@ class Expected:
         return [a for a in _alternatives(self.annotation) if isinstance(a, type) and issubclass(a, Section)]
 
     @property
+    def alternatives(self) -> tuple[Any, ...]:
+        """Members of a union without their constraints; of any other type, itself."""
+        return _alternatives(self.annotation)
+
+    @property
     def is_list(self) -> bool:
-        return any(get_origin(a) is list for a in _alternatives(self.annotation))
+        return any(get_origin(a) is list for a in self.alternatives)
+
+    @property
+    def is_mapping(self) -> bool:
+        return any(get_origin(a) is dict for a in self.alternatives)
 
     def below(self, key: str) -> Expected | None:
         """What may stand at `key` inside this value; None if nothing can."""
@@ -98,7 +109,7 @@ class Expected:
         return _words(self.annotation, self.metadata)
 
 
-def is_field(path: str, recipe_class: type[AnyRecipe]) -> bool:
+def is_field(path: str, recipe_class: type[Section]) -> bool:
     """Whether the schema has a place with this dotted path."""
     here: Expected | None = Expected(recipe_class)
     for key in path.split("."):
@@ -112,7 +123,7 @@ def nearest(given: str, valid: Iterable[str]) -> str | None:
 
 
 def schema_problems(
-    tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[AnyRecipe]
+    tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[Section]
 ) -> list[Problem]:
     """One problem for each place named by `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
 
@@ -137,7 +148,7 @@ def schema_problems(
     return list(found.values())
 
 
-def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[AnyRecipe]) -> Problem:
+def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[Section]) -> Problem:
     """A key that the section does not have, with the name it was probably meant to be."""
     keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
@@ -173,7 +184,7 @@ def shown(value: Any) -> str:
     return f"'{text}' (text)" if isinstance(value, str) else text
 
 
-def _place(location: Iterable[str | int], recipe_class: type[AnyRecipe]) -> tuple[list[str | int], Expected]:
+def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[list[str | int], Expected]:
     """The part of pydantic's location that is a path (unions add names of members), and what may stand there."""
     keys: list[str | int] = []
     here = Expected(recipe_class)
@@ -188,7 +199,7 @@ def _place(location: Iterable[str | int], recipe_class: type[AnyRecipe]) -> tupl
         if inner is None and named:  # pydantic's name for a section beside other values
             here = Expected(named)
             continue
-        if inner is None and (not here.sections or str(key).startswith("literal[")):
+        if inner is None and (not here.sections or str(key).startswith(BESIDE_SECTIONS)):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have
@@ -208,7 +219,7 @@ def _value(tree: Any, keys: Iterable[str | int]) -> Any:
 
 
 def _problem(
-    kind: str, keys: Sequence[str | int], value: Any, expected: Expected, recipe_class: type[AnyRecipe]
+    kind: str, keys: Sequence[str | int], value: Any, expected: Expected, recipe_class: type[Section]
 ) -> Problem:
     path, key = ".".join(map(str, keys)), str(keys[-1])
     if kind == "extra_forbidden" and expected.sections:
@@ -337,6 +348,8 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     if origin is list:
         filled = any(isinstance(m, annotated_types.MinLen) for m in metadata)
         return f"a list{' with at least one item' if filled else ''}, each item {_words(arguments[0], ())}"
+    if origin is dict and get_origin(arguments[0]) is Literal:
+        return f"a mapping of names to {_words(arguments[1], ())}; names are {', '.join(get_args(arguments[0]))}"
     if origin is dict or _is_open(annotation):
         return "a mapping of names to values"
     if annotation is type(None):

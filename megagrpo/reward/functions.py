@@ -12,71 +12,220 @@ import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError, brief
+from megagrpo.reward.sandbox.kinds import ISOLATIONS
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
     from megagrpo.recipe.schema import RewardConfig
+    from megagrpo.types import Prompt, Sample
 
 RewardReturn = float | Mapping[str, Any]
-RewardCallable = Callable[..., RewardReturn | Awaitable[RewardReturn]]
-"""Called by keyword: (data_source: str, response: str, ground_truth: str, extra_info: Mapping)."""
+RewardCallable = Callable[..., Any]
+"""Called by keyword with what its parameters name, of RESPONSE_ARGUMENTS or GROUP_ARGUMENTS."""
 
 METRICS_MAX = 100
 """How many numbers a function may return beside its score for one response."""
 ERROR_CHARACTERS_MAX, TRACE_CHARACTERS_MAX = 300, 4000
 
-CALL_ARGUMENTS = ("data_source", "response", "ground_truth", "extra_info")
+ROW_ARGUMENTS = ("data_source", "prompt", "prompt_text", "ground_truth", "ability", "extra_info")
+AGENT_ARGUMENTS = ("messages", "tool_calls", "agent_reward")
+"""The conversation with its answers, the calls in it, and what the agent gave: a mapping with "score", or None."""
+RESPONSE_ARGUMENTS = (*ROW_ARGUMENTS, "response", "solution_str", "tokens", "finish", *AGENT_ARGUMENTS)
+"""What a function of one response may name; solution_str is verl's name of the response."""
+GROUP_ARGUMENTS = (*ROW_ARGUMENTS, "responses", "tokens", "finish", *AGENT_ARGUMENTS)
+"""What a function of a whole group may name; it names `responses`. What is a response's own is then a list."""
+BY_NAME = ("solution_str", *AGENT_ARGUMENTS)
+"""Not given to a function for its **arguments alone."""
 
-BUILT_IN = ("gsm8k", "math", "format")
-"""Each is the module of that name in this package, with `make(**arguments) -> RewardCallable`."""
+ANSWER = "answer"
+NOTE_CHARACTERS_MAX = 2000
+NOTES_MAX = 20
 
-INLINE = ("gsm8k",)
+BUILT_IN = (
+    "agent",
+    "gsm8k",
+    "math",
+    "strict_math",
+    "multiple_choice",
+    "string_match",
+    "f1",
+    "search_answer",
+    "json_schema",
+    "format",
+    "code",
+    "ifeval",
+    "reasoning_gym",
+    "think_answer",
+    "length",
+    "language",
+    "repetition",
+    "judge",
+    "judge_pairs",
+    "judge_ranking",
+    "remote",
+    "reward_model",
+)
+"""Each is the module of that name in reward/verifiers/, with `make(**arguments) -> RewardCallable`."""
+
+INLINE = (
+    "agent",
+    "gsm8k",
+    "strict_math",
+    "multiple_choice",
+    "string_match",
+    "f1",
+    "search_answer",
+    "think_answer",
+    "length",
+    "repetition",
+)
 """Called in the scorer's process, because they are fast whatever the response. `format` is not: a pattern can backtrack
-for hours."""
+for hours, and so can that of a JSON schema."""
 
-TAKEN_NAMES = ("mean", "std", "max", "min", "errors", "solved_share", "truncated_masked", "overlong", "greedy")
+ASKING = ("judge", "judge_pairs", "judge_ranking", "reward_model")
+"""Called in an event loop of the scorer's process, because they ask models and compute next to nothing."""
+
+SANDBOXED = ("code", "reasoning_gym")
+"""What they score runs in a sandbox, for `seconds` at most; `isolation` says in which."""
+
+TAKEN_NAMES = (
+    "mean", "std", "max", "min", "errors", "errors_share", "solved_share", "truncated_masked", "overlong", "greedy",
+)  # fmt: skip
 """Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One response for one function."""
+class ModelFunction:
+    """What `make` of a function in ASKING returns: called with the model, then as others are."""
 
-    data_source: str
-    response: str
-    ground_truth: str
-    extra_info: Mapping[str, Any]
+    function: Callable[..., Awaitable[Any]]
+    arguments: Any
+    """Its arguments, checked: they say which model it asks, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A reward function that is loaded, and the arguments that its parameters name."""
+
+    function: RewardCallable
+    wanted: tuple[str, ...]
+    arguments: Any = None
+    """What a function in ASKING was made with: the arguments of its ModelFunction."""
+
+    @property
+    def by_group(self) -> bool:
+        """Whether one call scores all responses of a group."""
+        return "responses" in self.wanted
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one call scores: one response to a prompt, or all of a group for a function `by_group`."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
+        """The arguments of these names, as plain values."""
+        by_group = "responses" in wanted
+        return {name: self._argument(name, by_group) for name in wanted}
+
+    def _argument(self, name: str, by_group: bool) -> Any:
+        prompt, first = self.prompt, self.samples[0]
+        match name:
+            case "response" | "solution_str":
+                return first.text
+            case "responses":
+                return [sample.text for sample in self.samples]
+            case "tokens":
+                return [sample.tokens.tolist() for sample in self.samples] if by_group else first.tokens.tolist()
+            case "finish":
+                return [sample.finish for sample in self.samples] if by_group else first.finish
+            case "messages" | "tool_calls" | "agent_reward":
+                values = [OF_AGENT[name](prompt, sample) for sample in self.samples]
+                return values if by_group else values[0]
+            case "prompt":
+                return [dict(message) for message in prompt.messages]
+            case "prompt_text":
+                return prompt.text
+        return getattr(prompt, name)
+
+
+def messages_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
+    """The whole conversation, answers included."""
+    if sample.agent is not None:
+        return [dict(message) for message in sample.agent.messages]
+    return [*map(dict, prompt.messages), {"role": "assistant", "content": sample.text}]
+
+
+def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
+    """The calls in the policy's answers: name, arguments, and result, the text that came back, or None. Calls that the
+    row or the agent gives as examples are not among them."""
+    if sample.agent is None:
+        return []
+    messages = sample.agent.messages
+    said = [event["said"] for event in sample.agent.events if event["kind"] == "turn"]
+    results = {message.get("tool_call_id"): message.get("content") for message in messages if message["role"] == "tool"}
+    return [
+        {
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "result": results.get(call.get("id")),
+        }
+        for message in messages
+        for call in message.get("tool_calls") or ()
+        if message in said
+    ]
+
+
+def agent_reward_of(prompt: Prompt, sample: Sample) -> dict[str, float] | None:
+    return None if sample.agent is None or sample.agent.reward is None else dict(sample.agent.reward)
+
+
+OF_AGENT = {"messages": messages_of, "tool_calls": tool_calls_of, "agent_reward": agent_reward_of}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one function returned for one response: a finite score with other metrics, or an error."""
+    """What one function returned for one response: a finite score with metrics and notes, or an error."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Texts that it returned beside the score. `answer` is what it read as the answer."""
     error: str = ""
     trace: str = ""
     """Where a function raised, as Python tells it; the last lines of it."""
+    masked: str = ""
+    """Why the recipe leaves the response out, which is no failure. It has no score then."""
 
 
-def call(function: RewardCallable, task: Task) -> RewardReturn | Awaitable[RewardReturn]:
-    return function(
-        data_source=task.data_source,
-        response=task.response,
-        ground_truth=task.ground_truth,
-        extra_info=task.extra_info,
-    )
+def outcomes_of(returned: object, by_group: bool, responses: int) -> list[Outcome]:
+    """One outcome for each response from what a call returned, which is a list of them if it is `by_group`."""
+    if not by_group:
+        return [outcome_of(returned)]
+    if not isinstance(returned, list | tuple) or len(returned) != responses:
+        given = f"{len(returned)} values" if isinstance(returned, list | tuple) else brief(returned)
+        return [Outcome(None, error=f"returned {given}, not a list of {responses} scores")] * responses
+    return [outcome_of(value) for value in returned]
 
 
 def outcome_of(returned: object) -> Outcome:
-    """Checks a return value: a finite number, or a mapping with a finite `score` and other finite metrics."""
+    """Checks a return value: a finite number, or a mapping with a finite `score`, other finite metrics, and texts. An
+    Outcome is returned as it is: functions in ASKING say so why one response of several has no score."""
+    if isinstance(returned, Outcome):
+        return returned
     if type(returned) is float and math.isfinite(returned):  # nearly always
         return Outcome(returned)
     values = dict(returned) if isinstance(returned, Mapping) else {"score": returned}
@@ -86,24 +235,32 @@ def outcome_of(returned: object) -> Outcome:
     if len(values) - 1 > METRICS_MAX:
         return Outcome(None, error=f"returned {len(values) - 1:,} metrics, not at most {METRICS_MAX}")
     metrics: dict[str, float] = {}
+    notes: dict[str, str] = {}
     for name, value in values.items():
+        if name != "score" and (value is None or isinstance(value, str)):
+            if value is not None and len(notes) < NOTES_MAX:
+                notes[str(name)[:ERROR_CHARACTERS_MAX]] = value[:NOTE_CHARACTERS_MAX]
+            continue
         number = _number(value)
         if number is None:
             return Outcome(None, error=f"returned {brief(value)} as {name}, not a number")
         if not math.isfinite(number):
             return Outcome(None, error=f"returned {number} as {name}, not a finite number")
         metrics[str(name)[:ERROR_CHARACTERS_MAX]] = number
-    return Outcome(metrics.pop("score"), metrics)
+    return Outcome(metrics.pop("score"), metrics, notes)
 
 
 def checked_outcome(message: Mapping[str, Any]) -> Outcome:
     """The Outcome whose fields came from another process. Raises ValueError if they are no Outcome's."""
-    score, metrics, error, trace = (message.get(name) for name in ("score", "metrics", "error", "trace"))
+    score, metrics, notes = message.get("score"), message.get("metrics"), message.get("notes")
+    error, trace = message.get("error"), message.get("trace")
     if not isinstance(metrics, dict) or not isinstance(error, str) or not isinstance(trace, str):
         raise ValueError("an answer without its fields")
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise ValueError("notes that are not texts")
     if (score is None) != bool(error):
         raise ValueError("an answer with neither a score nor an error, or with both")
-    outcome = Outcome(None) if score is None else outcome_of({**metrics, "score": score})
+    outcome = Outcome(None) if score is None else outcome_of({**metrics, **notes, "score": score})
     if outcome.error:
         raise ValueError(outcome.error)
     return replace(outcome, error=error[: 4 * ERROR_CHARACTERS_MAX], trace=trace[-TRACE_CHARACTERS_MAX:])
@@ -139,7 +296,8 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """One entry of reward.functions. `name` is unique among them and is its key in Score.parts."""
+    """One entry of reward.functions or of a list of reward.by_source. `name`, its key in Score.parts, is unique in its
+    list."""
 
     name: str
     function: str
@@ -155,26 +313,58 @@ class FunctionSpec:
 
 
 def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
-    """One spec per entry. A second function of the same name is called `name_2`, and so on."""
-    seen: Counter[str] = Counter()
+    """One spec per entry, list after list. A second function of the same name in a list is called `name_2`, and so
+    on."""
     specs = []
-    for index, entry in enumerate(reward.functions):
-        name = entry.function.rpartition(":")[2]
-        seen[name] += 1
-        unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
-        where = f"reward.functions[{index}]"
-        specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, where))
+    for where, entries in reward.lists().items():
+        seen: Counter[str] = Counter()
+        for index, entry in enumerate(entries):
+            name = entry.name or entry.function.rpartition(":")[2]
+            seen[name] += 1
+            unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
+            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, f"{where}[{index}]"))
     return tuple(specs)
 
 
-def static_problems(reward: RewardConfig) -> list[Problem]:
-    """What is wrong with the section, as far as it is known without running a user's code."""
+def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Problem]:
+    """What is wrong with the section, as far as it is known without running a user's code.
+
+    Without `sandbox`, functions do not try out the sandbox that they need: the run may start on another machine.
+    """
     specs = function_specs(reward)
+    if not sandbox:
+        specs = tuple(_in_any_sandbox(spec) for spec in specs)
     problems = [problem for spec in specs for problem in _spec_problems(spec)]
-    isolated = [spec.function for spec in specs if spec.function not in INLINE]
+    isolated = list(dict.fromkeys(spec.function for spec in specs if spec.function not in (*INLINE, *ASKING)))
     if isolated and reward.workers == 0:
         problems.append(Problem("reward.workers", given="0", needed=f"at least 1, for {', '.join(isolated)}"))
+    if not problems:
+        problems += [problem for spec in specs if (problem := _late_problem(spec, reward.timeout_seconds))]
     return problems
+
+
+def sandbox_problems(reward: RewardConfig) -> list[Problem]:
+    """What is wrong with the section on this machine alone, which cannot do the isolation."""
+    elsewhere = static_problems(reward, sandbox=False)
+    return [] if elsewhere else static_problems(reward)
+
+
+def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
+    if spec.function not in SANDBOXED or spec.arguments.get("isolation", "auto") not in ISOLATIONS:
+        return spec
+    return replace(spec, arguments={**spec.arguments, "isolation": "none"})
+
+
+def _late_problem(spec: FunctionSpec, timeout_seconds: float) -> Problem | None:
+    """A problem if a verifier that ends by itself after `seconds` with a score would be ended without one before."""
+    if spec.function not in SANDBOXED:
+        return None
+    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
+    seconds = spec.arguments.get("seconds", inspect.signature(make).parameters["seconds"].default)
+    if seconds < timeout_seconds:
+        return None
+    needed = f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
+    return Problem(f"{spec.where}.arguments.seconds", f"{seconds:g}", needed, "raise reward.timeout_seconds")
 
 
 def _spec_problems(spec: FunctionSpec) -> list[Problem]:
@@ -221,26 +411,47 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
         raise RewardError(Problem(f"{spec.where}.function", f"{file}: {error.strerror}", "a file to read")) from error
 
 
-def load(spec: FunctionSpec) -> RewardCallable:
-    """The callable of a spec, arguments bound. Raises RewardError. Importing a user's file runs its code."""
+def load(spec: FunctionSpec) -> Function:
+    """The function of a spec, the recipe's arguments bound. Raises RewardError. Importing a user's file runs it."""
     return _load_built_in(spec) if spec.built_in else _load_user_function(spec)
 
 
-def _load_built_in(spec: FunctionSpec) -> RewardCallable:
-    make = importlib.import_module(f"megagrpo.reward.{spec.function}").make
+def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names that a function's parameters ask for, without those that the recipe gives (`bound`)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a callable written in C may have no signature
+        return ("data_source", "response", "ground_truth", "extra_info")
+    names = [parameter.name for parameter in parameters]
+    known = GROUP_ARGUMENTS if "responses" in names and "responses" not in bound else RESPONSE_ARGUMENTS
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = [name for name in known if name not in BY_NAME or name in names]
+    return tuple(name for name in known if name in names and name not in bound)
+
+
+def _load_built_in(spec: FunctionSpec) -> Function:
+    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
     where = f"{spec.where}.arguments"
     if refusal := refused_call(make, **spec.arguments):
         raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
     try:
-        return make(**spec.arguments)
+        function = make(**spec.arguments)
     except ValueError as error:
         raise RewardError(Problem(where, given=str(error))) from None
+    if isinstance(function, ModelFunction):
+        return Function(function.function, wanted_arguments(function.function, {}), function.arguments)
+    return Function(function, wanted_arguments(function, {}))
 
 
-def _load_user_function(spec: FunctionSpec) -> RewardCallable:
+def _load_user_function(spec: FunctionSpec) -> Function:
     where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
     function = load_function(spec.function, where, RewardError, spec.source)
-    if refusal := refused_call(function, **dict.fromkeys(CALL_ARGUMENTS, ""), **spec.arguments):
-        needed = f"{name}({', '.join([*CALL_ARGUMENTS, *spec.arguments])}), called by these names"
+    wanted = wanted_arguments(function, spec.arguments)
+    if refusal := refused_call(function, **dict.fromkeys(wanted, ""), **spec.arguments):
+        named = [*spec.arguments, *(RESPONSE_ARGUMENTS if "responses" not in wanted else GROUP_ARGUMENTS)]
+        needed = f"a function that can be called by name, with parameters among {', '.join(dict.fromkeys(named))}"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
-    return partial(function, **spec.arguments)
+    if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
+        needed = "a parameter response, responses, tokens or messages: what it scores"
+        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
+    return Function(partial(function, **spec.arguments) if spec.arguments else function, wanted)

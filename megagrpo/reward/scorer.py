@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from megagrpo.errors import Problem, RewardError
+from megagrpo.progress import progress
 from megagrpo.recipe import schema
+from megagrpo.reward.asking import AskingFunctions, Models
 from megagrpo.reward.functions import (
+    ANSWER,
+    ASKING,
     INLINE,
+    Function,
     FunctionSpec,
     Outcome,
-    RewardCallable,
     Task,
-    call,
     failure_of,
     function_specs,
     load,
-    outcome_of,
+    outcomes_of,
     static_problems,
     user_file_problem,
     with_source,
 )
-from megagrpo.reward.workers import Limits, WorkerPool, load_problems
+from megagrpo.reward.workers import Limits, RewardPool, WorkerPool, load_problems
 from megagrpo.types import Group, Sample, Score
 
 OVERLONG = "overlong"
 """The part of a score that is its penalty for length."""
 
 REACHED_LIMIT = "the response reached the token limit"
+NO_MODELS = Models()
+GIVEN_UP = "the engine gave up on the response"
+NOT_DONE = ("late", "failed")
+"""What an agent's rollout counts if it has not ended as it should: by its own fault, not by an engine's."""
 
 
 class Scorer:
-    """Scores groups by the `reward:` section. `gsm8k` runs here; all else in processes, started at the first score.
+    """Scores groups by the `reward:` section. What is INLINE runs here, and what asks `models` in a thread here; all
+    else in processes, which start at the first score.
 
     response_tokens_max is the limit that penalties for length are measured from. `check` is called a few times a
     second while functions are waited for; what it raises ends the scoring. `say` gets where each function first failed.
     Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
     loaded or if functions fail on more than reward.failed_share_max of the responses, once there are at least
     `judged_responses`. One that fails on a response masks that sample (value None, error says why); it never scores 0.
-    Any thread may score; one does at a time.
+    Any thread may score; one does at a time. `pool_of` makes the processes, which may be on other nodes too.
     """
 
     def __init__(
@@ -51,6 +61,8 @@ class Scorer:
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
         judged_responses: int = 1,
+        pool_of: Callable[[Sequence[FunctionSpec], int, Limits], RewardPool] = WorkerPool,
+        models: Models = NO_MODELS,
     ) -> None:
         if problems := static_problems(reward):
             raise RewardError(problems)
@@ -59,17 +71,19 @@ class Scorer:
         self._judged_responses, self._responses, self._failed_responses = judged_responses, 0, 0
         self._first_failures: dict[str, Outcome] = {}
         self._reward, self._response_tokens_max = reward, response_tokens_max
-        self._gated = gated_functions(reward.functions)
         self._specs = function_specs(reward)
-        self._inline: dict[int, RewardCallable] = {
-            i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE
-        }
-        self._isolated = [i for i in range(len(self._specs)) if i not in self._inline]
+        self._lists = function_lists(reward)
+        self._inline = {i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE}
+        self._asking = {i: load(spec) for i, spec in enumerate(self._specs) if spec.function in ASKING}
+        self._isolated = [i for i in range(len(self._specs)) if i not in self._inline and i not in self._asking]
         specs = [with_source(self._specs[i]) for i in self._isolated]
-        self._pool = WorkerPool(specs, workers=reward.workers, limits=_limits(reward))
+        self._pool = pool_of(specs, reward.workers, _limits(reward))
+        self._models = AskingFunctions(self._asking, self._specs, models)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """The same groups with a score for each sample, as training sees it: penalties and masks included."""
+        with self._lock:
+            scored = self._score_unshaped(groups)
         return [
             replace(
                 group,
@@ -78,53 +92,89 @@ class Scorer:
                     for sample, score in zip(group.samples, group.scores, strict=True)
                 ),
             )
-            for group in self.score_unshaped(groups)
+            for group in scored
         ]
 
     def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         """The same with the functions' weighted sums alone, gates included: what responses are worth to an evaluation,
-        whatever their length and however they ended."""
+        whatever their length and however they ended. Rollouts whose agent was late or failed have not solved their
+        task: 0, with the error."""
         with self._lock:
-            return self._score_unshaped(groups)
+            scored = self._score_unshaped(groups)
+        return [replace(group, scores=tuple(map(evaluated_score, group.scores, group.samples))) for group in scored]
 
     def _score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
-        tasks = [
-            Task(group.prompt.data_source, sample.text, group.prompt.ground_truth, group.prompt.extra_info)
-            for group in groups
-            for sample in group.samples
+        chosen = [self._list_of(group) for group in groups]
+        by_group = {i: function.by_group for i, function in (self._inline | self._asking).items()}
+        if any(i in self._isolated for functions in chosen for i in functions.specs):
+            by_group |= zip(self._isolated, (found.by_group for found in self._pool.start(self._check)), strict=True)
+        calls = [
+            (spec, row, members)
+            for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
+            for spec in functions.specs
+            for members in _members_of_calls(group, by_group[spec])
         ]
-        by_function = {i: [_call_inline(function, task) for task in tasks] for i, function in self._inline.items()}
-        isolated = self._pool.run(
-            [(index, task) for index in range(len(self._isolated)) for task in tasks], self._check
-        )
-        for index, function in enumerate(self._isolated):
-            by_function[function] = isolated[index * len(tasks) : (index + 1) * len(tasks)]
-        self._note_failures(by_function, len(tasks))
-        in_order = zip(*(by_function[i] for i in range(len(self._specs))), strict=True)
-        solved_at = solved_from(self._reward)
-        scores = iter([weighted_score(self._specs, self._gated, outcomes, solved_at) for outcomes in in_order])
+        calls.sort(key=lambda call: call[0])  # function after function: workers stay warm, async ones run side by side
+        tasks = [Task(groups[row].prompt, tuple(groups[row].samples[i] for i in members)) for _, row, members in calls]
+        both = [(spec, task) for (spec, _, _), task in zip(calls, tasks, strict=True)]
+        asking = self._models.begin([call for call in both if call[0] in self._asking])
+        in_workers = [(self._isolated.index(spec), task) for spec, task in both if spec in self._isolated]
+        try:
+            isolated = iter(self._pool.run(in_workers, self._check))
+            with progress("asking models") if self._asking else nullcontext():
+                asked = iter(self._models.wait(asking, self._check))
+        finally:
+            asking.cancel()  # unless it is done
+        found: dict[tuple[int, int, int], Outcome] = {}  # by function, group and place in the group
+        for (spec, row, members), task in zip(calls, tasks, strict=True):
+            if spec in self._inline:
+                outcomes = _call_inline(self._inline[spec], task)
+            else:
+                outcomes = next(asked if spec in self._asking else isolated)
+            found |= {(spec, row, member): outcome for member, outcome in zip(members, outcomes, strict=True)}
+        self._note_failures(found)
         return [
-            replace(group, scores=tuple(_unless_aborted(sample, next(scores)) for sample in group.samples))
-            for group in groups
+            replace(
+                group,
+                scores=tuple(
+                    Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP)
+                    if sample.finish == "abort"
+                    else weighted_score(
+                        [self._specs[spec] for spec in functions.specs],
+                        functions.gated,
+                        [found[spec, row, member] for spec in functions.specs],
+                        functions.solved_at,
+                    )
+                    for member, sample in enumerate(group.samples)
+                ),
+            )
+            for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
         ]
 
-    def _note_failures(self, by_function: Mapping[int, Sequence[Outcome]], responses: int) -> None:
-        """Says where each function first failed. Raises RewardError if too many responses have no score."""
-        for index, outcomes in by_function.items():
-            name, failed = self._specs[index].name, [outcome for outcome in outcomes if outcome.score is None]
-            if failed and name not in self._first_failures:
-                self._first_failures[name] = failed[0]
-                self._say(f"reward {name} failed for the first time: {failed[0].trace or failed[0].error}".rstrip())
-        self._responses += responses
-        self._failed_responses += sum(
-            any(outcome.score is None for outcome in of_response)
-            for of_response in zip(*by_function.values(), strict=True)
-        )
-        if self._responses < self._judged_responses:
-            return
+    def _list_of(self, group: Group) -> FunctionList:
+        where = self._reward.list_of(group.prompt.data_source)
+        if where is None:
+            problem = self._reward.source_problem(group.prompt.data_source, f"prompt {group.prompt.id}")
+            raise RewardError(problem or [])
+        return self._lists[where]
+
+    def _note_failures(self, found: Mapping[tuple[int, int, int], Outcome]) -> None:
+        """Says where each function first failed. Raises RewardError, which says it too, if too many responses have no
+        score."""
+        failed, first_failed = set[tuple[int, int]](), dict[str, Outcome]()
+        for (spec, row, member), outcome in found.items():
+            if outcome.score is not None or outcome.masked:
+                continue
+            failed.add((row, member))
+            if (name := self._specs[spec].name) not in self._first_failures:
+                self._first_failures[name] = first_failed[name] = outcome
+        self._responses += len({(row, member) for _, row, member in found})
+        self._failed_responses += len(failed)
         responses, failed_responses = self._responses, self._failed_responses
-        self._responses = self._failed_responses = 0
-        if failed_responses > self._reward.failed_share_max * responses:
+        judged = responses >= self._judged_responses
+        if judged:
+            self._responses = self._failed_responses = 0
+        if judged and failed_responses > self._reward.failed_share_max * responses:
             given = "\n".join(
                 [
                     f"{failed_responses} of {responses} responses have no score; the first failure of each function:",
@@ -133,31 +183,64 @@ class Scorer:
             )
             needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
             raise RewardError(Problem("reward.functions", given, needed, "correct the function; the run then goes on"))
+        for name, first in first_failed.items():
+            self._say(f"warning: reward {name} failed for the first time: {first.trace or first.error}".rstrip())
+
+    def take_metrics(self) -> dict[str, float]:
+        """What judges have done since the last call, which begins a new budget: called once in each step, and after
+        each evaluation."""
+        return self._models.take_metrics()
 
     def close(self) -> None:
         """Ends the worker processes. A later `score` starts them again."""
         self._pool.close()
+        self._models.close()
 
 
-def reward_problems(reward: schema.RewardConfig) -> list[Problem]:
-    """Everything wrong with the section. Files of the user's own are imported, in a process that ends afterwards."""
+def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> list[Problem]:
+    """Everything wrong with the section; without `sandbox`, whatever this machine can isolate. Files of the user's own
+    are imported, in a process that ends afterwards."""
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return static_problems(reward) + (load_problems(loadable, _limits(reward)) if loadable else [])
+    return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, _limits(reward)) if loadable else [])
 
 
 def _limits(reward: schema.RewardConfig) -> Limits:
-    return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), tuple(reward.environment))
+    given = {name: os.environ[name] for name in reward.environment if name in os.environ}
+    return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), given)
 
 
-def _call_inline(function: RewardCallable, task: Task) -> Outcome:
+def _members_of_calls(group: Group, by_group: bool) -> list[tuple[int, ...]]:
+    """Places in the group of the samples that each call scores. Those that the engine gave up are in none."""
+    whole = tuple(member for member, sample in enumerate(group.samples) if sample.finish != "abort")
+    return [whole] if by_group and whole else [(member,) for member in whole]
+
+
+def _call_inline(function: Function, task: Task) -> list[Outcome]:
     try:
-        return outcome_of(call(function, task))
-    except ValueError as raised:  # how a built-in refuses a ground truth
-        return failure_of(raised)
+        returned = function.function(**task.arguments(function.wanted))
+    except Exception as raised:  # noqa: BLE001  (a row or a response may hold anything: it costs one score)
+        return [failure_of(raised)] * len(task.samples)
+    return outcomes_of(returned, function.by_group, len(task.samples))
 
 
-def _unless_aborted(sample: Sample, score: Score) -> Score:
-    return Score(None, error="the engine gave up on the response") if sample.finish == "abort" else score
+@dataclass(frozen=True)
+class FunctionList:
+    """The functions that score the rows of some data sources: their places among all specs, and what they come to."""
+
+    specs: range
+    gated: tuple[bool, ...]
+    solved_at: float
+
+
+def function_lists(reward: schema.RewardConfig) -> dict[str, FunctionList]:
+    """Every list of functions by the field that holds it, in the order of `function_specs`."""
+    found: dict[str, FunctionList] = {}
+    start = 0
+    for where, entries in reward.lists().items():
+        specs = range(start, start + len(entries))
+        found[where] = FunctionList(specs, gated_functions(entries), solved_from(reward.solved_at, entries))
+        start = specs.stop
+    return found
 
 
 def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
@@ -172,11 +255,11 @@ def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[b
     )
 
 
-def solved_from(reward: schema.RewardConfig) -> float:
-    """The least weighted sum of a solved response."""
-    if reward.solved_at is not None:
-        return reward.solved_at
-    return rounded(sum(function.weight for function in reward.functions if function.weight > 0))
+def solved_from(solved_at: float | None, functions: Sequence[schema.RewardFunctionConfig]) -> float:
+    """The least weighted sum of a solved response: what the recipe says, else full marks of every function."""
+    if solved_at is not None:
+        return solved_at
+    return rounded(sum(function.weight for function in functions if function.weight > 0))
 
 
 def rounded(score: float) -> float:
@@ -189,27 +272,39 @@ def weighted_score(
 ) -> Score:
     """The weighted sum, or no value if any function failed, gated or not.
 
-    `parts`: raw scores by name, and metrics as name.metric. `counted`: raw scores in order, 0 where a gate was shut. A
-    gate is shut if the weighted sum of the functions that always count is 0.
+    `parts`: raw scores by name, and metrics as name.metric; `notes` likewise. `counted`: raw scores in order, 0 where a
+    gate was shut. A gate is shut if the weighted sum of the functions that always count is 0.
     """
     parts: dict[str, float] = {}
+    notes: dict[str, str] = {}
     errors: list[str] = []
+    masked: list[str] = []
     for spec, outcome in zip(specs, outcomes, strict=True):
         if outcome.score is None:
-            errors.append(f"{spec.name}: {outcome.error}")
+            (masked if outcome.masked else errors).append(f"{spec.name}: {outcome.masked or outcome.error}")
             continue
         parts[spec.name] = rounded(outcome.score)
         parts.update({f"{spec.name}.{metric}": value for metric, value in outcome.metrics.items()})
-    if errors:
-        return Score(None, parts, "; ".join(errors))
+        notes.update({f"{spec.name}.{name}": note for name, note in outcome.notes.items()})
+    if errors or masked:
+        return Score(None, parts, "; ".join(errors), "" if errors else "; ".join(masked), notes=notes)
+    answer = next((outcome.notes[ANSWER] for outcome in outcomes if ANSWER in outcome.notes), None)
     always = sum(spec.weight * parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True) if not has_gate)
     counted = tuple(
         0.0 if has_gate and always == 0 else parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True)
     )
     total = rounded(sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0))
     if not math.isfinite(total):
-        return Score(None, parts, f"the weighted sum is {total}")
-    return Score(total, parts, counted=counted, solved=total >= solved_at)
+        return Score(None, parts, f"the weighted sum is {total}", notes=notes)
+    return Score(total, parts, counted=counted, solved=total >= solved_at, notes=notes, answer=answer)
+
+
+def evaluated_score(score: Score, sample: Sample) -> Score:
+    """What an evaluation makes of a score: without a value it would be left out, and the others' mean be too high."""
+    counts = sample.agent.counts if sample.agent else {}
+    if score.value is None and sample.finish == "abort" and any(counts.get(name) for name in NOT_DONE):
+        return replace(score, value=0.0)
+    return score
 
 
 def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, response_tokens_max: int) -> Score:

@@ -1,7 +1,8 @@
-"""The two processes of a reward worker: a keeper, and the worker that it forks, which runs the functions.
+"""The two processes of a reward worker: a keeper, and the worker that it starts, which runs the functions.
 
 The keeper runs no code of a user. It passes on a bounded amount of what functions print, and when the worker ends or is
-to end, it kills everything that the functions started, daemons too, and ends as the worker did.
+to end, it kills everything that the functions started, daemons too, and ends as the worker did. Where bubblewrap works,
+the worker sees no processes but its own, and so no other's environment.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import os
 import resource
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.parent_process import end_with_parent
-from megagrpo.reward.functions import RewardCallable, Task, call, failure_of, load, outcome_of, timed_out
+from megagrpo.reward.functions import Function, Outcome, failure_of, load, outcomes_of, timed_out
 from megagrpo.user_functions import IMPORTED
 
 OUTPUT_BYTES_MAX = 1 << 20
@@ -33,39 +36,77 @@ OUTPUT_BYTES_MAX = 1 << 20
 SWEEP_SECONDS = 5.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-Message = tuple[int, int, Task]
-"""(number of the task, index of the function, the task). The answer is a line of JSON: the number and an Outcome."""
+Message = tuple[int, int, dict[str, Any], int]
+"""(number of the call, index of the function, its arguments by name, how many responses it scores). The answer is a
+line of JSON: the number and an Outcome for each response."""
 
 
-def main(descriptor: int) -> None:
-    """Serves the socket with this file descriptor until its other end is closed. Never returns."""
-    os.set_inheritable(descriptor, False)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
-    end_with_parent(signal.SIGCONT)  # one that was stopped goes on, and sees that the driver has ended
-    output, printed = os.pipe()
-    worker = os.fork()
-    if worker == 0:
+BOOT = """
+import sys, json
+sys.path[:] = json.loads(sys.argv[2])
+from megagrpo.reward import worker_process
+worker_process.{function}(int(sys.argv[1]), *json.loads(sys.argv[3]))
+"""
+
+
+def python(function: str, descriptor: int, *arguments: object) -> list[str]:
+    """The command that calls a function of this module in a new process."""
+    boot = BOOT.format(function=function)
+    return [sys.executable, "-c", boot, str(descriptor), json.dumps(sys.path), json.dumps(arguments)]
+
+
+def main(descriptor: int, apart: Sequence[str]) -> None:
+    """Serves the socket with this file descriptor until its other end is closed. Never returns.
+
+    apart: a command of bubblewrap that what follows runs in; empty where there is none.
+    """
+    output, printed = _begin_keeping(descriptor)
+    if apart:
+        command = [*apart, *python("work", descriptor)]
+        started = subprocess.Popen(command, pass_fds=[descriptor], stdout=printed, stderr=printed)
+        worker = started.pid
+    elif (worker := os.fork()) == 0:
         end_with_parent()
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.close(output)
         os.close(printed)
-        _work(Connection(descriptor))
-        os._exit(0)
+        work(descriptor)
     os.close(printed)
-    _keep(worker, descriptor, output)
+    _keep(worker, descriptor, output, 128 if apart else None, OUTPUT_BYTES_MAX)
+
+
+def keep(descriptor: int, command: Sequence[str], output_bytes_max: int) -> None:
+    """Keeps the process of another command, whose last argument is this file descriptor. Never returns."""
+    output, printed = _begin_keeping(descriptor)
+    nothing = subprocess.DEVNULL
+    started = subprocess.Popen(
+        [*command, str(descriptor)], pass_fds=[descriptor], stdin=nothing, stdout=printed, stderr=printed
+    )
+    os.close(printed)
+    _keep(started.pid, descriptor, output, None, output_bytes_max)
+
+
+def _begin_keeping(descriptor: int) -> tuple[int, int]:
+    """Makes this process a keeper. Both ends of a pipe for what is printed."""
+    os.set_inheritable(descriptor, False)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
+    end_with_parent(signal.SIGCONT)  # one that was stopped goes on, and sees that the driver has ended
+    return os.pipe()
 
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
 
 
-def _keep(worker: int, channel: int, output: int) -> None:
+def _keep(worker: int, channel: int, output: int, died_from: int | None, output_bytes_max: int) -> None:
+    """died_from: what bubblewrap adds to the number of the signal that its command died of."""
+
     def kill_worker(*_: object) -> None:
         os.kill(worker, signal.SIGKILL)  # it is not reaped yet: the number is its own
 
     signal.signal(signal.SIGTERM, kill_worker)
     os.set_blocking(output, False)
-    passing = _pass_on(output)
+    passing = _pass_on(output, output_bytes_max)
     ended = os.pidfd_open(worker)
     poll = select.poll()
     poll.register(channel, 0)  # says only that the driver's end is closed
@@ -82,6 +123,8 @@ def _keep(worker: int, channel: int, output: int) -> None:
             elif not next(passing):
                 poll.unregister(output)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    if died_from is not None and status > died_from:
+        status = died_from - status
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _sweep()
     while next(passing):
@@ -94,9 +137,9 @@ def _keep(worker: int, channel: int, output: int) -> None:
     os._exit(status)
 
 
-def _pass_on(output: int) -> Iterator[bool]:
+def _pass_on(output: int, bytes_max: int) -> Iterator[bool]:
     """Each `next` passes on what there is to read, up to the limit in all; whether more may come."""
-    left, dropped = OUTPUT_BYTES_MAX, 0
+    left, dropped = bytes_max, 0
     while True:
         try:
             data = os.read(output, 1 << 16)
@@ -105,11 +148,11 @@ def _pass_on(output: int) -> Iterator[bool]:
         if data and left:
             _say(data[:left])
             if len(data) >= left:
-                _say(f"\n[functions printed more than {OUTPUT_BYTES_MAX:,} bytes: the rest is left out]\n".encode())
+                _say(f"\n[functions printed more than {bytes_max:,} bytes: the rest is left out]\n".encode())
         dropped += max(0, len(data) - left)
         left = max(0, left - len(data))
         if not data and dropped:
-            _say(f"[{dropped:,} bytes that reward functions printed were left out]\n".encode())
+            _say(f"[{dropped:,} bytes that functions printed were left out]\n".encode())
             dropped = 0
         yield bool(data)
 
@@ -145,13 +188,15 @@ def _children() -> list[int]:
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
-def _work(connection: Connection) -> None:
-    """First the specs and the limits, then messages. Synchronous functions block the process; async ones run side by
-    side in its event loop."""
+def work(descriptor: int) -> None:
+    """Serves the socket: first the specs and the limits, then messages. Never returns. Synchronous functions block the
+    process; async ones run side by side in its event loop."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
     specs, timeout_seconds, memory_bytes = connection.recv()
     Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    functions: list[RewardCallable] = []
+    functions: list[Function] = []
     problems: list[Problem] = []
     for spec in specs:
         try:
@@ -161,21 +206,22 @@ def _work(connection: Connection) -> None:
         except BaseException as raised:  # noqa: BLE001  (a user's file can raise anything, such as KeyboardInterrupt)
             given = f"{spec.function} raised {failure_of(raised).error}"
             problems.append(Problem(f"{spec.where}.function", given, IMPORTED, "correct the file"))
-    is_async = [inspect.iscoroutinefunction(function) for function in functions]
-    _send(connection, {"problems": [dataclasses.asdict(problem) for problem in problems], "is_async": is_async})
+    loaded = [{"is_async": function.is_async, "wanted": function.wanted} for function in functions]
+    _send(connection, {"problems": [dataclasses.asdict(problem) for problem in problems], "functions": loaded})
     if not problems:
         asyncio.run(_serve(connection, functions, timeout_seconds))
+    os._exit(0)
 
 
-async def _serve(connection: Connection, functions: list[RewardCallable], timeout_seconds: float) -> None:
+async def _serve(connection: Connection, functions: list[Function], timeout_seconds: float) -> None:
     messages: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
     running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
     worker = os.getpid()
     while True:
-        number, index, task = await messages.get()
-        answering = _answer(connection, number, functions[index], task, timeout_seconds, worker)
-        if inspect.iscoroutinefunction(functions[index]):
+        number, index, arguments, responses = await messages.get()
+        answering = _answer(connection, number, functions[index], arguments, responses, timeout_seconds, worker)
+        if functions[index].is_async:
             started = asyncio.create_task(answering)
             running.add(started)
             started.add_done_callback(running.discard)
@@ -193,19 +239,26 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: 
 
 
 async def _answer(
-    connection: Connection, number: int, function: RewardCallable, task: Task, timeout_seconds: float, worker: int
+    connection: Connection,
+    number: int,
+    function: Function,
+    arguments: dict[str, Any],
+    responses: int,
+    timeout_seconds: float,
+    worker: int,
 ) -> None:
+    outcomes: list[Outcome]
     try:
         async with asyncio.timeout(timeout_seconds) as limit:
-            returned = call(function, task)
+            returned = function.function(**arguments)
             if inspect.isawaitable(returned):
                 returned = await returned
-        outcome = outcome_of(returned)
+        outcomes = outcomes_of(returned, function.by_group, responses)
     except BaseException as raised:  # noqa: BLE001  (a user's function can raise anything; it is counted)
-        outcome = timed_out(timeout_seconds) if limit.expired() else failure_of(raised)
+        outcomes = [timed_out(timeout_seconds) if limit.expired() else failure_of(raised)] * responses
     if os.getpid() != worker:
         os._exit(0)  # a copy that the function forked and let return
-    _send(connection, {"number": number, **dataclasses.asdict(outcome)})
+    _send(connection, {"number": number, "outcomes": list(map(dataclasses.asdict, outcomes))})
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ that it was working on are known. If it was one, that response is an error. If t
 alone, so that only the one that caused it fails.
 
 What a worker answers is a line of JSON of bounded length, checked before it is used: a function can write anything into
-its process's sockets. Functions see only the environment variables in ENVIRONMENT and those that the recipe names.
+its process's sockets. Functions see only the environment variables in ENVIRONMENT and those that the recipe names, and
+where bubblewrap works no process but their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -21,13 +23,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 from megagrpo.errors import Problem, RewardError
+from megagrpo.progress import progress
+from megagrpo.reward import worker_process
 from megagrpo.reward.functions import FunctionSpec, Outcome, Task, checked_outcome, timed_out
+from megagrpo.timeline import TIMELINE
 from megagrpo.user_functions import IMPORTED
 
 ASYNC_AT_ONCE = 64
@@ -37,6 +43,7 @@ ASYNC_GRACE_SECONDS = 1.0
 """A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
 
 ANSWER_BYTES_MAX = 1 << 20
+APART_SECONDS = 10.0
 END_SECONDS = 10.0
 """How long a worker may take to end with all that its functions started, before it is killed without them."""
 ENVIRONMENT = (
@@ -46,13 +53,6 @@ ENVIRONMENT = (
     "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
 )  # fmt: skip
 
-_BOOT = """
-import sys, json
-sys.path[:] = json.loads(sys.argv[2])
-from megagrpo.reward.worker_process import main
-main(int(sys.argv[1]))
-"""
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -60,8 +60,31 @@ class Limits:
 
     timeout_seconds: float
     memory_bytes: int
-    environment: tuple[str, ...] = ()
-    """Names of variables beside those in ENVIRONMENT."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those in ENVIRONMENT, with the driver's values."""
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """What a worker says of a function that it has loaded."""
+
+    is_async: bool
+    wanted: tuple[str, ...]
+
+    @property
+    def by_group(self) -> bool:
+        """Whether one call scores all responses of a group."""
+        return "responses" in self.wanted
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a worker works on: of which function, on how many responses. Times are time.monotonic's."""
+
+    function: int
+    responses: int
+    begun: float
+    deadline: float
 
 
 class Worker:
@@ -69,15 +92,14 @@ class Worker:
 
     def __init__(self, specs: Sequence[FunctionSpec], limits: Limits) -> None:
         ours, theirs = socket.socketpair()
-        names = (*ENVIRONMENT, *limits.environment)
         with theirs:
             # A plain subprocess: multiprocessing would fork a threaded driver or import its main module again.
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
+                worker_process.python("main", theirs.fileno(), processes_apart()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,  # what a function prints must not mix with the program's own output
-                env={name: os.environ[name] for name in names if name in os.environ},
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | dict(limits.environment),
                 start_new_session=True,
             )
         # A worker that does not read must not block the pool for ever: sending gives up at the time limit.
@@ -86,8 +108,8 @@ class Worker:
         self.connection = Connection(ours.detach())
         self.timeout_seconds = limits.timeout_seconds
         self.ready = False
-        self.is_async: tuple[bool, ...] = ()
-        self.in_flight: dict[int, float] = {}  # number of the task: its deadline
+        self.functions: tuple[LoadedFunction, ...] = ()
+        self.in_flight: dict[int, Call] = {}  # by number
         self.alone = False
         self.broken = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -102,7 +124,7 @@ class Worker:
             return 0.0
         if not self.ready:
             return self.start_deadline
-        return min(self.in_flight.values(), default=float("inf"))
+        return min((call.deadline for call in self.in_flight.values()), default=float("inf"))
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived whole. Raises EOFError if the process died, ValueError for anything else."""
@@ -126,33 +148,44 @@ class Worker:
             problems = [
                 Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
             ]
-            is_async = tuple(bool(value) for value in message["is_async"])
+            functions = tuple(
+                LoadedFunction(bool(given["is_async"]), tuple(map(str, given["wanted"])))
+                for given in message["functions"]
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         if problems:
             raise RewardError(problems)
-        if len(is_async) != len(self.specs):
+        if len(functions) != len(self.specs):
             raise ValueError("another number of functions")
-        self.is_async, self.ready = is_async, True
+        self.functions, self.ready = functions, True
 
-    def take(self, message: dict[str, Any]) -> tuple[int, Outcome]:
-        """The task that a message answers, and its outcome. Raises ValueError for any other message."""
-        number = message.pop("number", None)
+    def take(self, message: dict[str, Any]) -> tuple[int, list[Outcome]]:
+        """The call that a message answers, and its outcomes. Raises ValueError for any other message."""
+        number, outcomes = message.get("number"), message.get("outcomes")
         if type(number) is not int or number not in self.in_flight:
             raise ValueError("an answer to no call")
-        outcome = checked_outcome(message)
+        if not isinstance(outcomes, list) or not all(isinstance(outcome, dict) for outcome in outcomes):
+            raise ValueError("an answer without outcomes")
+        call = self.in_flight[number]
+        if len(outcomes) != call.responses:
+            raise ValueError("outcomes of another number of responses")
+        checked = list(map(checked_outcome, outcomes))
+        TIMELINE.record("reward workers", self.specs[call.function].name, call.begun, time.monotonic())
         del self.in_flight[number]
         self.alone = False
-        return number, outcome
+        return number, checked
 
     def start_failure(self, reason: str) -> RewardError:
         where = f"the reward functions {', '.join(spec.function for spec in self.specs)} cannot be loaded"
         return RewardError(Problem(where, given=reason, needed=IMPORTED))
 
     def send(self, number: int, function: int, task: Task) -> None:
-        grace = ASYNC_GRACE_SECONDS if self.is_async[function] else 0.0
-        self.in_flight[number] = time.monotonic() + self.timeout_seconds + grace
-        self._write((number, function, task))
+        loaded, responses = self.functions[function], len(task.samples)
+        grace = ASYNC_GRACE_SECONDS if loaded.is_async else 0.0
+        now = time.monotonic()
+        self.in_flight[number] = Call(function, responses, now, now + self.timeout_seconds + grace)
+        self._write((number, function, task.arguments(loaded.wanted), responses))
 
     def _write(self, message: object) -> None:
         try:
@@ -177,18 +210,40 @@ class Worker:
         return status
 
 
+@lru_cache
+def processes_apart() -> tuple[str, ...]:
+    """The command of bubblewrap that gives a worker processes and a /proc of its own; empty where it does not work."""
+    options = ("--dev-bind", "/", "/", "--proc", "/proc", "--unshare-pid", "--die-with-parent", "--")
+    command = (shutil.which("bwrap") or "", *options)
+    try:
+        works = subprocess.run([*command, "true"], capture_output=True, timeout=APART_SECONDS).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return command if works else ()
+
+
+class RewardPool(Protocol):
+    """Processes that score, wherever they are: a WorkerPool, or one on each node."""
+
+    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]: ...
+    def run(
+        self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None
+    ) -> list[list[Outcome]]: ...
+    def close(self) -> None: ...
+
+
 class WorkerPool:
     """`workers` processes, each with all of `specs` loaded. They start at the first `run` and after a failure."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], *, workers: int, limits: Limits) -> None:
+    def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
         self.specs = tuple(specs)
         self.size = workers
         self.limits = limits
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
 
-    def run(self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None) -> list[Outcome]:
-        """The outcome of each call (index of the function, task), in order.
+    def run(self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
+        """The outcomes of each call (index of the function, task), in order: one for each of its responses.
 
         `check` is called a few times a second; what it raises ends the run.
         Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if a function cannot be loaded.
@@ -202,12 +257,21 @@ class WorkerPool:
                 self._kill_all()  # tasks of this run may be in flight: no later run may see their answers
                 raise
 
-    def start(self) -> None:
-        """Waits until the functions are loaded. Raises RewardError if one cannot be."""
+    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]:
+        """Waits until a worker has loaded the functions, and says what they are. Raises RewardError if one cannot
+        be."""
+        if not self.specs:
+            return ()
         with self._lock:
-            starting = _Run(self, [], lambda: None)
-            while not all(worker.ready for worker in self.workers()):
-                starting.wait()
+            starting = _Run(self, [], check)
+            try:
+                while not (ready := [worker for worker in self.workers() if worker.ready]):
+                    check()
+                    starting.wait()
+            except BaseException:
+                self._kill_all()
+                raise
+            return ready[0].functions
 
     def close(self) -> None:
         with self._lock:
@@ -239,14 +303,16 @@ class _Run:
         self.check = check
         self.waiting = deque(range(len(calls)))
         self.suspects: deque[int] = deque()  # in flight together when their worker was lost: each to be run alone
-        self.done: dict[int, Outcome] = {}
+        self.done: dict[int, list[Outcome]] = {}
 
-    def outcomes(self) -> list[Outcome]:
-        while len(self.done) < len(self.calls):
-            for worker in self.pool.workers():
-                self._assign(worker)
-            self.check()
-            self.wait()
+    def outcomes(self) -> list[list[Outcome]]:
+        with progress("scoring", len(self.calls), "calls") as work:
+            while len(self.done) < len(self.calls):
+                for worker in self.pool.workers():
+                    self._assign(worker)
+                self.check()
+                self.wait()
+                work.done = len(self.done)
         return [self.done[number] for number in range(len(self.calls))]
 
     def wait(self) -> None:
@@ -270,7 +336,7 @@ class _Run:
             worker.send(number, *self.calls[number])
             return
         while self.waiting and len(worker.in_flight) < ASYNC_AT_ONCE and not worker.broken:
-            is_async = worker.is_async[self.calls[self.waiting[0]][0]]
+            is_async = worker.functions[self.calls[self.waiting[0]][0]].is_async
             if worker.in_flight and not is_async:
                 return
             number = self.waiting.popleft()
@@ -283,8 +349,8 @@ class _Run:
         try:
             for message in worker.receive():
                 if worker.ready:
-                    number, outcome = worker.take(message)
-                    self.done[number] = outcome
+                    number, outcomes = worker.take(message)
+                    self.done[number] = outcomes
                 else:
                     worker.greet(message)
         except (EOFError, OSError):
@@ -303,7 +369,7 @@ class _Run:
             self.suspects.extend(numbers)
         elif numbers:
             died = Outcome(None, error=f"the reward's process died ({_exit_words(status)})")
-            self.done[numbers[0]] = outcome or died
+            self.done[numbers[0]] = [outcome or died] * len(self.calls[numbers[0]][1].samples)
 
 
 def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:

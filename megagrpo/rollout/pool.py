@@ -6,13 +6,13 @@ Knows no process and no clock. Requests that are wanted together are an Order: a
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.types import Request, Sample
+from megagrpo.types import Prompt, Request, Sample
 
 LOSSES_MAX = 3
 """Engines that may be lost with one request on them: it may be what ends them."""
@@ -27,6 +27,10 @@ class Order:
 
     requests: list[Request]
     on_complete: Callable[[Order], None] = lambda order: None
+    prompt: Prompt | None = None
+    """That of all requests, for an agent, which reads more of it than its tokens."""
+    bound: str = ""
+    """All orders that have the same go to one engine while it lives: it has read what they begin with. "": any."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index of the request."""
     joints: dict[int, list[int]] = field(default_factory=dict)
@@ -92,12 +96,18 @@ class Pool:
         self.held: set[str] = set()
         """Engines that get weights, and no requests until they have joined with them."""
         self._waiting: deque[Ticket] = deque()
+        self._waiting_on: defaultdict[str, deque[Ticket]] = defaultdict(deque)
+        """What is bound to an engine that lives, by that."""
+        self._unplaced: deque[Ticket] = deque()
+        """What is bound, to no engine yet."""
+        self._engine_of: dict[str, str] = {}
+        """Engines that live, by what is bound to them."""
         self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not any(self.engines.values())
+        return not any((self._waiting, self._unplaced, *self._waiting_on.values(), *self.engines.values()))
 
     def idle_share(self, *, held_sample: bool) -> float:
         """Share of the slots of all engines that sample nothing: those that are free, and unless `held_sample` all of
@@ -113,10 +123,17 @@ class Pool:
         for order in orders:
             self._withdrawn.discard(order)
             tickets += (Ticket(order, index) for index in order.missing())
-        if first:
-            self._waiting.extendleft(reversed(tickets))
-        else:
-            self._waiting += tickets
+        for ticket in reversed(tickets) if first else tickets:
+            self._wait(ticket, first=first)
+
+    def samples(self, bound: str) -> bool:
+        """Whether the engine of this binding may have requests; if it has none yet, whether any engine may."""
+        engines = [self._engine_of[bound]] if bound in self._engine_of else self.engines
+        return any(engine not in self.held for engine in engines)
+
+    def release(self, bound: str) -> None:
+        """Nothing with this binding comes any more."""
+        self._engine_of.pop(bound, None)
 
     def join(self, engine: str) -> None:
         """Its weights are those of all others: it may have requests."""
@@ -127,6 +144,8 @@ class Pool:
         """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was too often on engines
         that had `failed`."""
         running = self.engines.pop(engine, {})
+        self._engine_of = {bound: other for bound, other in self._engine_of.items() if other != engine}
+        self._unplaced.extendleft(reversed(self._waiting_on.pop(engine, deque())))
         self.lost |= running
         for ticket in running.values():
             ticket.losses += failed
@@ -147,23 +166,48 @@ class Pool:
             if number in so_far:
                 ticket.order.go_on_after(ticket.index, so_far[number])
             if ticket.order not in self._withdrawn:
-                self._waiting.appendleft(ticket)
+                self._wait(ticket, first=True)
 
     def hand_out(self) -> dict[str, dict[int, Request]]:
         """Requests that go to engines now, by engine and ticket."""
         handed: dict[str, dict[int, Request]] = {}
         free = [engine for engine in self.engines if engine not in self.held]
+        self._hand_out_bound(free, handed)
         rooms = [(-self._room(engine), rank, engine) for rank, engine in enumerate(free)]
         heapq.heapify(rooms)
         while self._waiting and rooms and rooms[0][0] != 0:
             negative, rank, engine = heapq.heappop(rooms)
             together = self._next_together(-negative)
             for ticket in together:
-                self.engines[engine][self._next] = ticket
-                handed.setdefault(engine, {})[self._next] = ticket.request
-                self._next += 1
+                self._hand(ticket, engine, handed)
             heapq.heappush(rooms, (negative + len(together), rank, engine))
         return handed
+
+    def _hand_out_bound(self, free: Sequence[str], handed: dict[str, dict[int, Request]]) -> None:
+        """What has an engine goes there; what has none yet, to the one with room to which least is bound."""
+        for engine in free:
+            waiting = self._waiting_on[engine]
+            for _ in range(min(self._room(engine), len(waiting))):
+                self._hand(waiting.popleft(), engine, handed)
+        if not self._unplaced:
+            return
+        bound = Counter(self._engine_of.values())
+        while self._unplaced and (with_room := [engine for engine in free if self._room(engine)]):
+            ticket = self._unplaced.popleft()
+            if ticket.order.bound not in self._engine_of:
+                chosen = min(with_room, key=lambda each: (bound[each], len(self.engines[each])))
+                self._engine_of[ticket.order.bound] = chosen
+                bound[chosen] += 1
+            engine = self._engine_of[ticket.order.bound]
+            if engine in with_room:
+                self._hand(ticket, engine, handed)
+            else:
+                self._waiting_on[engine].append(ticket)
+
+    def _hand(self, ticket: Ticket, engine: str, handed: dict[str, dict[int, Request]]) -> None:
+        self.engines[engine][self._next] = ticket
+        handed.setdefault(engine, {})[self._next] = ticket.request
+        self._next += 1
 
     def answered(self, engine: str, answers: Mapping[int, Sample]) -> list[Order]:
         """Takes samples from an engine; the orders that they complete. What was given back goes on when its order is
@@ -181,7 +225,7 @@ class Pool:
             goes_on = len(before) < len(sample.tokens) < ticket.request.sampling.max_tokens
             if self._continues and sample.finish == "abort" and goes_on:
                 order.go_on_after(ticket.index, sample)
-                self._waiting.appendleft(ticket)
+                self._wait(ticket, first=True)
                 continue
             order.samples[ticket.index] = sample
             if order.complete:
@@ -192,7 +236,10 @@ class Pool:
     def withdraw(self, orders: Iterable[Order]) -> dict[str, list[int]]:
         """Takes orders back. What waits, waits no more; what runs is in the answer, by engine, to be given back."""
         self._withdrawn |= set(orders)
-        self._waiting = deque(ticket for ticket in self._waiting if ticket.order not in self._withdrawn)
+        self._waiting, self._unplaced = self._kept(self._waiting), self._kept(self._unplaced)
+        self._waiting_on = defaultdict(
+            deque, {engine: self._kept(waiting) for engine, waiting in self._waiting_on.items()}
+        )
         running = {
             engine: [number for number, ticket in tickets.items() if ticket.order in self._withdrawn]
             for engine, tickets in self.engines.items()
@@ -204,6 +251,15 @@ class Pool:
         wanted = set(orders)
         everywhere = (*self.engines.values(), self.lost)
         return any(ticket.order in wanted for tickets in everywhere for ticket in tickets.values())
+
+    def _wait(self, ticket: Ticket, *, first: bool) -> None:
+        queue = self._waiting
+        if bound := ticket.order.bound:
+            queue = self._waiting_on[self._engine_of[bound]] if bound in self._engine_of else self._unplaced
+        queue.appendleft(ticket) if first else queue.append(ticket)
+
+    def _kept(self, waiting: deque[Ticket]) -> deque[Ticket]:
+        return deque(ticket for ticket in waiting if ticket.order not in self._withdrawn)
 
     def _room(self, engine: str) -> int:
         """Free slots. Without a limit, a large number less what runs: the engine with the fewest has most room."""

@@ -11,15 +11,15 @@ import numpy as np
 
 from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.recipe.schema.eval import EvalSet
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 
 SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engines want
 
 
-def sampling_of(recipe: Recipe, section: RolloutConfig | EvalConfig) -> SamplingParams:
-    """How responses are sampled for training (section: recipe.rollout), or for an evaluation (recipe.eval)."""
+def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingParams:
+    """How responses are sampled for training (section: recipe.rollout), or for an evaluation on a set."""
     return SamplingParams(
         max_tokens=section.response_tokens_max or recipe.rollout.response_tokens_max,
         temperature=section.temperature,
@@ -50,9 +50,9 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
     ]
 
 
-def evaluation_requests(recipe: Recipe, prompts: Sequence[Prompt]) -> list[list[Request]]:
-    """The requests of each prompt. A prompt that occurs again gets other samples: they are counted on."""
-    sampling, samples = sampling_of(recipe, recipe.eval), recipe.eval.samples_per_prompt
+def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:
+    """The requests of each prompt of a set. A prompt that occurs again gets other samples: they are counted on."""
+    sampling, samples = sampling_of(recipe, held_out), held_out.samples_per_prompt
     asked: Counter[str] = Counter()
     requests = []
     for prompt in prompts:

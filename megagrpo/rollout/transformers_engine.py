@@ -221,9 +221,9 @@ class TransformersEngine(Engine):
         return model_tensors(self._model, self._manifest)
 
     def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
-        """One batch of requests with the same sampling parameters, by ticket."""
+        """One batch of requests with the same sampling parameters but for max_tokens, by ticket."""
         requests = list(batch.values())
-        sampling = requests[0].sampling
+        sampling = max((request.sampling for request in requests), key=lambda each: each.max_tokens)
         own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
         read = [request.read for request in requests]
         distinct = dict.fromkeys(read)
@@ -240,7 +240,7 @@ class TransformersEngine(Engine):
             self._model,
             prompts=list(distinct),
             prompt_of_row=[place[tokens] for tokens in read],
-            begun=[sampling.max_tokens - request.tokens_left for request in requests],
+            begun=[request.sampling.max_tokens - request.tokens_left for request in requests],
             seeds=[request.seed for request in requests],
             sampling=sampling,
             stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
@@ -265,11 +265,11 @@ def _sample(request: Request, response: Response) -> Sample:
 
 
 def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list[list[int]]:
-    """Tickets of requests to decode together. They have the same sampling parameters; equal prompts are side by side,
-    and prompts are ordered by length, so that little is padded."""
+    """Tickets of requests to decode together. They have the same sampling parameters but for max_tokens; equal prompts
+    are side by side, and prompts are ordered by length, so that little is padded."""
     by_sampling: dict[SamplingParams, dict[tuple[int, ...], list[int]]] = {}
     for ticket, (request, _) in requests.items():
-        by_sampling.setdefault(request.sampling, {}).setdefault(request.read, []).append(ticket)
+        by_sampling.setdefault(replace(request.sampling, max_tokens=0), {}).setdefault(request.read, []).append(ticket)
     batches = []
     for by_prompt in by_sampling.values():
         ordered = [ticket for prompt in sorted(by_prompt, key=len) for ticket in by_prompt[prompt]]

@@ -1,18 +1,26 @@
-"""Progress on the terminal: a live table where there is one, a plain line per step elsewhere."""
+"""What a run prints: a live table on a terminal, a plain line per step elsewhere, or JSON for programs."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal, TextIO
+from contextlib import ExitStack
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megagrpo.progress import Display, bars, clock, is_terminal, shown_by
+from megagrpo.recipe.schema.run import ConsoleMode
+from megagrpo.track.jsonl import finite
 from megagrpo.track.sink import RunStart, Status
+from megagrpo.track.status import SCORE
+from megagrpo.track.summary import Summary
 
 STEPS_SHOWN = 12
 STEPS_OF_PACE = 20  # last steps whose pace predicts the time left
@@ -28,11 +36,18 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "grad norm": ("grad_norm", ".2f"),
     "critic expl. var.": ("critic/explained_variance", ".2f"),
     "response": ("response_tokens/mean", ".1f"),
+    "turns": ("agent/turns/mean", ".1f"),
     "tokens/s": ("tokens_per_second", ",.0f"),
     "s/step": (WHOLE_STEP, ".2f"),
     "errors": ("reward/errors", ".0f"),
+    "agents failed": ("agent/failed", ".0f"),
+    "late": ("agent/late", ".0f"),
 }
-SHOWN_ABOVE_ZERO = ("errors",)
+SHOWN_ABOVE_ZERO = ("errors", "agents failed", "late")
+EVAL = "eval "
+"""Before a score, where no heading says what it is."""
+WARNING = "warning: "
+"""How a line begins that tells of something wrong which does not end the run."""
 
 
 class Pace:
@@ -59,10 +74,12 @@ class Pace:
 class PlainConsole:
     """One line per step."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
+        """stream: None for standard output as it is when something is printed."""
         self._stream = stream
 
     def say(self, line: str) -> None:
+        """A line that stays."""
         print(line, file=self._stream, flush=True)
 
     def start(self, run: RunStart) -> None:
@@ -82,16 +99,23 @@ class PlainConsole:
     def finish(self, status: Status) -> None:
         pass
 
+    def end(self, summary: Summary) -> None:
+        """The run's last lines."""
+        for line in summary.lines():
+            self.say(line)
+
 
 class LiveConsole:
-    """A table of the last steps, and bars for the phases of the last one, drawn in place."""
+    """A table of the last steps, bars for the phases of the last one, and what is under way, drawn in place."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._console = Console(file=stream)
         self._live: Live | None = None
+        self._works, self._showing = Display(), ExitStack()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        style = "yellow" if line.startswith(WARNING) else None
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, run: RunStart) -> None:
         self._run, self._began = run, time.monotonic()
@@ -100,6 +124,7 @@ class LiveConsole:
         self._evaluations: list[str] = []
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
         self._live.start()
+        self._showing.enter_context(shown_by(self._works))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.reached(step, time.monotonic(), metrics.get(WHOLE_STEP, 0.0))
@@ -109,18 +134,32 @@ class LiveConsole:
             self._live.refresh()
 
     def finish(self, status: Status) -> None:
+        self._showing.close()
         if self._live:
             self._live.stop()
             self._live = None
 
+    def end(self, summary: Summary) -> None:
+        """The run's last lines."""
+        first, *others = summary.lines()
+        colour = {"finished": "green", "failed": "red"}.get(summary.status.state, "yellow")
+        self._console.print(Text(first, f"bold {colour}"), soft_wrap=True)
+        for line in others:
+            self.say(line)
+
     def _picture(self) -> Group:
         name, elapsed, left = self._run.recipe.name, clock(time.monotonic() - self._began), self._pace.seconds_left()
         if not self._steps:
-            return Group(Text(f"{name} · starting · {elapsed}", "bold"))
+            return Group(Text(f"{name} · starting · {elapsed}", "bold"), self._under_way())
         step, metrics = self._steps[-1]
         parts = [name, f"step {step}/{self._run.total_steps}", *self._evaluations, elapsed]
         parts += [f"left {clock(left)}"] if left is not None else []
-        return Group(Text(" · ".join(parts), "bold"), self._table(), bars(phase_seconds(metrics)))
+        title = Text(" · ".join(parts), "bold")
+        blank = Text("")
+        return Group(title, self._table(), blank, shares(phase_seconds(metrics)), blank, self._under_way())
+
+    def _under_way(self) -> Table:
+        return bars(self._works.innermost(), time.monotonic())
 
     def _table(self) -> Table:
         rows = [(step, entries(metrics), evaluation(metrics)) for step, metrics in self._steps]
@@ -129,22 +168,67 @@ class LiveConsole:
         for column in table.columns:
             column.justify = "right"
         for step, row, scores in rows:
-            table.add_row(str(step), *(row.get(heading, "") for heading in shown), " ".join(scores))
+            named = (score.removeprefix(EVAL) for score in scores)
+            table.add_row(str(step), *(row.get(heading, "") for heading in shown), ", ".join(named))
         return table
 
 
 class SilentConsole(PlainConsole):
-    """track.console: off."""
+    """Prints nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._showing = ExitStack()
 
     def say(self, line: str) -> None:
         pass
 
+    def start(self, run: RunStart) -> None:
+        super().start(run)
+        self._showing.enter_context(shown_by(Display()))
 
-def make_console(mode: Literal["auto", "live", "lines", "off"], stream: TextIO) -> PlainConsole | LiveConsole:
-    """`mode` is the recipe's track.console."""
-    if mode == "live" or (mode == "auto" and Console(file=stream).is_terminal):
+    def finish(self, status: Status) -> None:
+        self._showing.close()
+
+
+class JsonConsole(PlainConsole):
+    """A JSON object per line, each with its `event` (docs/console.md)."""
+
+    def event(self, event: str, **values: Any) -> None:
+        """Prints one. NaN and infinity become null."""
+        line = json.dumps(finite({"event": event, **values}), ensure_ascii=False)
+        print(f"{line}\n", end="", file=self._stream, flush=True)  # in one piece: any thread may warn
+
+    def say(self, line: str) -> None:
+        warns = line.startswith(WARNING)
+        self.event("warning" if warns else "message", text=line.removeprefix(WARNING))
+
+    def start(self, run: RunStart) -> None:
+        self.event(
+            "start",
+            name=run.recipe.name,
+            directory=str(run.directory),
+            after_step=run.resumed_step,
+            total_steps=run.total_steps,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.event("step", step=step, metrics={name: float(value) for name, value in metrics.items()})
+
+    def end(self, summary: Summary) -> None:
+        self.event("end", **summary.as_json())
+
+
+AnyConsole = PlainConsole | LiveConsole
+
+
+def make_console(mode: ConsoleMode, stream: TextIO | None = None) -> AnyConsole:
+    """mode: as track.console has it. stream: by default standard output."""
+    if mode == "live" or (mode == "auto" and is_terminal(stream or sys.stdout)):
         return LiveConsole(stream)
-    return SilentConsole(stream) if mode == "off" else PlainConsole(stream)
+    if mode == "off":
+        return SilentConsole()
+    return JsonConsole(stream) if mode == "json" else PlainConsole(stream)
 
 
 def entries(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -166,13 +250,12 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation(metrics: Mapping[str, float]) -> list[str]:
-    """The evaluation's overall scores, such as `mean@1 0.912`, or its loss."""
-    shown = ("eval/mean@", "eval/loss")
-    scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith(shown)}
-    return [f"eval {name} {value:.3f}" for name, value in scores.items()]
+    """The evaluation's mean score of each set, such as `gsm8k/mean@1 0.912`, or its loss."""
+    scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if SCORE.fullmatch(name)}
+    return [f"{EVAL}{name} {value:.3f}" for name, value in scores.items()]
 
 
-def bars(phases: Mapping[str, float]) -> Table:
+def shares(phases: Mapping[str, float]) -> Table:
     """One bar per phase, as long as its share of the time."""
     table = Table.grid(padding=(0, 2, 0, 0))
     total = sum(phases.values())
@@ -180,10 +263,3 @@ def bars(phases: Mapping[str, float]) -> Table:
         share = seconds / total if total else 0.0
         table.add_row(name, Text("█" * round(share * BAR_CHARACTERS), "cyan"), f"{seconds:.2f} s", f"{share:.0%}")
     return table
-
-
-def clock(seconds: float) -> str:
-    """90.4 as 1:30, 3700 as 1:01:40."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

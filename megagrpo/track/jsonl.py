@@ -1,5 +1,5 @@
-"""JSON lines in the run's directory: metrics.jsonl (a line per step), rollouts.jsonl (samples), mismatch.jsonl and
-schedule.jsonl (trainer/schedule_log.py)."""
+"""JSON lines in the run's directory: metrics.jsonl (a line per step), mismatch.jsonl and schedule.jsonl
+(trainer/schedule_log.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 from megagrpo.errors import MachineError, Problem
 from megagrpo.track.sink import RunStart, Status
-from megagrpo.types import Group
 
 MISMATCH_FILE = "mismatch.jsonl"
 SCHEDULE_FILE = "schedule.jsonl"
@@ -71,7 +70,7 @@ class StepLines:
             aside = path.with_name(f"{path.name}.unreadable")
             with aside.open("ab") as file:
                 file.writelines(unread)
-            say(f"{path}: {len(unread)} lines cannot be read: set aside in {aside}")
+            say(f"warning: {path}: {len(unread)} lines cannot be read: set aside in {aside}")
         part = path.with_name(f"{path.name}.part")
         part.write_bytes(b"".join(kept))
         part.replace(path)
@@ -81,7 +80,7 @@ class StepLines:
     def append(self, line: dict[str, Any]) -> None:
         """Raises MachineError if there is no room for it, or if the file is not at its place any more."""
         require_in_place(self._path, self._file.fileno())
-        left = f"{json.dumps(_finite(line), ensure_ascii=False, allow_nan=False)}\n".encode(errors="replace")
+        left = f"{json.dumps(finite(line), ensure_ascii=False, allow_nan=False)}\n".encode(errors="replace")
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -118,33 +117,6 @@ class JsonlMetrics:
         self._lines.close()
 
 
-def rollout_line(step: int, group: Group) -> dict[str, Any]:
-    """A line of rollouts.jsonl."""
-    scores = group.scores or (None,) * len(group.samples)
-    return {
-        "step": step,
-        "prompt_id": group.prompt.id,
-        "data_source": group.prompt.data_source,
-        "ability": group.prompt.ability,
-        "ground_truth": group.prompt.ground_truth,
-        "prompt_tokens": list(map(int, group.prompt.tokens)),
-        "samples": [
-            {
-                "text": sample.text,
-                "tokens": len(sample.tokens),
-                "finish": sample.finish,
-                "logprob": float(sample.logprobs.sum()),
-                "score": None if score is None or score.value is None else float(score.value),
-                "parts": {} if score is None else {name: float(value) for name, value in score.parts.items()},
-                "error": "" if score is None else score.error,
-                "masked": "" if score is None else score.masked,
-                "solved": score is not None and score.solved,
-            }
-            for sample, score in zip(group.samples, scores, strict=True)
-        ],
-    }
-
-
 def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
     """The lines of steps up to this one, and those that cannot be read."""
     kept, unread = [], []
@@ -160,9 +132,10 @@ def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
     return kept, unread
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same for JSON: NaN and infinity become null."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,11 +27,26 @@ METRICS = (
     Metric("reward/max", "score", "Largest."),
     Metric("reward/min", "score", "Smallest."),
     Metric("reward/errors", "samples", "Samples whose reward raised or timed out. They are masked, not scored 0."),
+    Metric("reward/errors_share", "share of samples", "The same as a share of all that were sampled."),
     Metric("reward/truncated_masked", "samples", "Samples left out by reward.truncated: mask. Not errors."),
     Metric("reward/solved_share", "share of samples", "Samples whose functions' sum is at least reward.solved_at."),
     Metric("reward/greedy", "score", "Mean reward of the greedy responses that are the baselines of remax."),
     Metric("reward/overlong", "score", "Mean penalty for length, if there is one: 0 or less."),
+    Metric("reward/{data_source}/mean", "score", "reward/mean over one data source, where a step has several."),
+    Metric("reward/{data_source}/solved_share", "share of samples", "reward/solved_share over one data source."),
+    Metric("reward/{data_source}/{part}", "score", "reward/{part} over one data source."),
     Metric("reward/{part}", "score", "Mean of one reward function of the recipe, or of a metric that one returns."),
+    Metric("judge/{function}/seconds", "s", "Time in which a step waited for this judge."),
+    Metric("judge/{function}/requests", "requests", "Sent to it in the step, repeated ones too."),
+    Metric("judge/{function}/retries", "requests", "Repeated: they failed, or their answer had no verdict."),
+    Metric("judge/{function}/unreadable", "answers", "Answers without a verdict."),
+    Metric("judge/{function}/failed", "questions", "Questions without a verdict in the end."),
+    Metric("judge/{function}/cached", "questions", "Questions whose answer was known."),
+    Metric("judge/{function}/input_tokens", "tokens", "Of what it read."),
+    Metric("judge/{function}/output_tokens", "tokens", "Of what it wrote."),
+    Metric("judge/{function}/cost", "", "What these cost, in the currency of the recipe's price."),
+    Metric("judge/{function}/scored", "samples", "Responses that a reward model was asked for."),
+    Metric("judge/{function}/over_budget", "samples", "Responses beyond the step's budget."),
     Metric("advantages/mean", "", "Mean over samples."),
     Metric("advantages/max", "", "Largest."),
     Metric("advantages/min", "", "Smallest."),
@@ -64,7 +79,13 @@ METRICS = (
         "Since the step before, mean over the slots of serving engines: time without a request, or held by a sync.",
     ),
     Metric("engines/idle_share", "share", "The same as a share of that time, evaluations included."),
+    Metric(
+        "rollouts/left_out",
+        "steps",
+        "Steps and evaluations so far whose samples are not in rollouts/, or without their tokens; if there are any.",
+    ),
     Metric("prompts/set_aside", "prompts", "Prompts set aside so far because they are solved too often."),
+    Metric("alerts", "rules", "Rules of docs/health.md that hold at the step, without those that are off."),
     Metric("loss/total", "", "What was minimised: policy, KL and entropy terms; mean over the step's optimizer steps."),
     Metric("loss/policy", "", "The policy term of loss/total, importance weights included."),
     Metric("loss/tokens", "nats/token", "Supervised fine-tuning: mean -log p of the assistant's tokens."),
@@ -106,6 +127,44 @@ METRICS = (
     Metric("response_tokens/truncated_share", "share of samples", "Responses that reached the token limit."),
     Metric("response_tokens/aborted_share", "share of samples", "Responses that the engine gave up."),
     Metric("prompt_tokens/mean", "tokens", "Length of a prompt after the chat template."),
+    Metric("agent/turns/mean", "turns", "Answers of the policy in an agent's rollout, also those not trained on."),
+    Metric("agent/turns/max", "turns", "Most."),
+    Metric("agent/turns_unused", "turns", "Answers not trained on: the agent went on with another to that request."),
+    Metric("agent/branches/mean", "sequences", "Sequences that a rollout is trained as."),
+    Metric("agent/branches/{reason}", "turns", "Turns that began another sequence, and why: docs/agents.md lists it."),
+    Metric("agent/given_tokens/mean", "tokens", "Tokens of a rollout's sequences that the policy did not sample."),
+    Metric("agent/given_tokens/share", "share of tokens", "The same, in all tokens of these sequences."),
+    Metric("agent/tokens_rerendered", "tokens", "Prompts of turns whose history had to be rendered anew."),
+    Metric("agent/prefix_reuse", "share of tokens", "Tokens of all prompts that the rollout's engine had seen there."),
+    Metric("agent/tool_calls/mean", "calls", "Tool calls of a rollout that could be read."),
+    Metric("agent/tool_failures/share", "share of calls", "Tool calls that failed, of those that agents tell of."),
+    Metric("agent/tools/{tool}/calls", "calls", "Calls of one tool in the step. other: the rarest of many tools."),
+    Metric("agent/tools/{tool}/failure_share", "share of calls", "Those that failed."),
+    Metric("agent/tools/{tool}/seconds_mean", "s", "How long a call took."),
+    Metric("agent/tools/{tool}/seconds_max", "s", "The longest."),
+    Metric("agent/unreadable_calls", "turns", "Answers with a tool call that cannot be read: given back as text."),
+    Metric("agent/retries", "requests", "Repeated by clients: they got the answer of the turn that ran."),
+    Metric("agent/given_up", "turns", "Ended because no client waited for them any more."),
+    Metric("agent/ignored/{setting}", "requests", "Those with a setting of sampling; the recipe's was used."),
+    Metric("agent/refused/{code}", "requests", "Those that got an error, such as context_length_exceeded."),
+    Metric("agent/audited", "turns", "Extensions that were compared with a rendering of the whole conversation."),
+    Metric("agent/audit_differs", "turns", "Those that the chat template writes otherwise. Should be 0."),
+    Metric("agent/late", "rollouts", "Those that took longer than agent.timeout_seconds."),
+    Metric(
+        "agent/failed",
+        "rollouts",
+        "Those whose agent, its process or its environment failed. Late ones, and those that an engine gave up on,"
+        " do not count.",
+    ),
+    Metric("agent/processes_restarted", "processes", "Agent processes that ended in the step, and were started again."),
+    Metric(
+        "agent/seconds/mean",
+        "s",
+        "From a rollout's begin to the end of its last turn, with the time in which engines stood still for an update"
+        " or for new weights. So are the seconds of a turn in traces.",
+    ),
+    Metric("agent/seconds/max", "s", "The longest."),
+    Metric("agent/seconds/outside_mean", "s", "Within agent/seconds/mean: no turn ran. Tools, environment, agent."),
     Metric("epoch", "passes", "Supervised fine-tuning: passes over the examples before the step."),
     Metric("example_tokens/mean", "tokens", "Length of an example of supervised fine-tuning after the chat template."),
     Metric("example_tokens/trained_share", "share of tokens", "Tokens that are the assistant's."),
@@ -115,6 +174,18 @@ METRICS = (
     Metric("packing/imbalance", "", "The busiest data rank's estimated work over the mean of all, less 1. Near 0."),
     Metric("tokens_per_second", "tokens/s", "Prompt and response tokens of the step over seconds/step."),
     Metric("weights/version", "", "Version of the weights that the engines hold after the step."),
+    Metric(
+        "weights/sync_bytes",
+        "bytes",
+        "What all engines together receive in a weight sync: each its part, in its own dtype.",
+    ),
+    Metric(
+        "memory/allocated_max/update",
+        "bytes",
+        "Most that tensors took at a time in the update, on the training rank that had most. Torch's cache, CUDA, NCCL"
+        " and engines come on top. GPUs only.",
+    ),
+    Metric("restarts", "times", "So often lost training ranks were started again since this start of the run."),
     Metric("seconds/rollout", "s", "Generating the responses."),
     Metric("seconds/reward", "s", "Scoring the responses."),
     Metric("seconds/save_batch", "s", "Writing the batch, with checkpoint.keep_batches."),
@@ -131,15 +202,23 @@ METRICS = (
     Metric("seconds/step", "s", "The whole step, evaluation and checkpoint not included."),
     Metric("eval/loss", "nats/token", "Mean -log p of the assistant's tokens in held-out conversations."),
     Metric("eval/perplexity", "", "exp(eval/loss)."),
-    Metric("eval/mean@{k}", "score", "Mean reward of the k responses to each held-out prompt."),
-    Metric("eval/pass@{k}", "score", "Expected best reward of k responses, without bias (arXiv:2107.03374)."),
-    Metric("eval/maj@{k}", "score", "Reward of the most frequent answer among k responses."),
-    Metric("eval/{data_source}/mean@{k}", "score", "eval/mean@{k} over one data source, if there are several."),
-    Metric("eval/{data_source}/pass@{k}", "score", "eval/pass@{k} over one data source."),
-    Metric("eval/{data_source}/maj@{k}", "score", "eval/maj@{k} over one data source."),
-    Metric("eval/reward/errors", "samples", "Held-out samples whose reward raised or timed out."),
-    Metric("eval/response_tokens/mean", "tokens", "Length of a response to a held-out prompt."),
-    Metric("eval/response_tokens/truncated_share", "share of samples", "Held-out ones that reached the token limit."),
+    Metric("eval/{set}/mean@{k}", "score", "Mean score of the k responses to each prompt of a set, mean over prompts."),
+    Metric("eval/{set}/pass@{k}", "share of prompts", "Chance that one of k responses is solved, without bias."),
+    Metric("eval/{set}/best@{k}", "score", "Expected best score of k responses, without bias."),
+    Metric("eval/{set}/maj@{k}", "share of prompts", "Those whose most frequent answer among k responses is solved."),
+    Metric("eval/{set}/{metric}/low", "", "Lower end of the metric's 95 % interval: bootstrap over prompts."),
+    Metric("eval/{set}/{metric}/high", "", "Its upper end."),
+    Metric("eval/{set}/reward/{part}", "score", "Mean of one reward function, or of a metric that one returns."),
+    Metric("eval/{set}/{data_source}/mean@{k}", "score", "This, and each of the others, over one of several sources."),
+    Metric("eval/{set}/reward/errors", "samples", "Responses whose reward raised or timed out: left out above."),
+    Metric("eval/{set}/masked", "samples", "Those that the recipe leaves out: beyond a judge's budget, for example."),
+    Metric(
+        "eval/{set}/unscored_share",
+        "share of samples",
+        "Both, and rollouts whose agent was late or failed, which count 0 above.",
+    ),
+    Metric("eval/{set}/response_tokens/mean", "tokens", "Length of a response."),
+    Metric("eval/{set}/response_tokens/truncated_share", "share of samples", "Those that reached the token limit."),
 )  # fmt: skip
 
 
@@ -148,9 +227,28 @@ def undocumented(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _pattern().fullmatch(name)]
 
 
+def metric_of(name: str) -> Metric | None:
+    """What the table says of a name: the line with that name, or else the one with the longest pattern for it."""
+    known = [metric for metric, pattern in _patterns() if pattern.fullmatch(name)]
+    return max(known, key=lambda metric: (metric.name == name, len(metric.name)), default=None)
+
+
+@cache
+def described(name: str) -> str:
+    """Meaning and unit of a metric; empty if it is not in the table."""
+    if (metric := metric_of(name)) is None:
+        return ""
+    return f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
+
+
 @cache
 def _pattern() -> re.Pattern[str]:
-    return re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(metric.name)) for metric in METRICS))
+    return re.compile("|".join(pattern.pattern for _, pattern in _patterns()))
+
+
+@cache
+def _patterns() -> list[tuple[Metric, re.Pattern[str]]]:
+    return [(metric, re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(metric.name)))) for metric in METRICS]
 
 
 def as_markdown() -> str:
@@ -159,16 +257,17 @@ def as_markdown() -> str:
         "# Metrics",
         "",
         "What each step logs, to every tracker. Step 0 is the evaluation before training.",
-        "Made from `megagrpo/track/metrics.py` by `python -m megagrpo.track.metrics > docs/metrics.md`.",
         "",
         "| name | unit | meaning |",
         "|---|---|---|",
         *(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |" for m in METRICS),
         "",
-        "MLflow allows no `@` in a name: there `eval/mean@1` is `eval/mean_at_1`.",
+        "MLflow allows no `@` in a name: there `eval/gsm8k/mean@1` is `eval/gsm8k/mean_at_1`.",
         "In `metrics.jsonl` a value that is not a finite number is `null`.",
+        "",
+        "Written by `python -m megagrpo.track.metrics` from `megagrpo/track/metrics.py`.",
     ]
-    return "\n".join(lines) + "\n"
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines)) + "\n"
 
 
 if __name__ == "__main__":

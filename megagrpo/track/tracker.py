@@ -11,21 +11,41 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema.run import ConsoleMode
+from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.console import make_console
-from megagrpo.track.jsonl import MISMATCH_FILE, SCHEDULE_FILE, JsonlMetrics, MismatchRecord, StepLines, rollout_line
+from megagrpo.track.delivered import Delivered
+from megagrpo.track.jsonl import (
+    MISMATCH_FILE,
+    SCHEDULE_FILE,
+    JsonlMetrics,
+    MismatchRecord,
+    StepLines,
+)
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
-from megagrpo.track.mlflow import MLflowTracker, tracking_uri
-from megagrpo.track.sink import RunStart, Sink, SinkWithRun, Status, TensorBoardTracker, WandBTracker
+from megagrpo.track.mlflow import MLflowRemote
+from megagrpo.track.prometheus import PrometheusEndpoint
+from megagrpo.track.rollout_files import TRAIN, remove_later
+from megagrpo.track.rollout_table import Learned, StepRollouts, first_groups
+from megagrpo.track.rollout_writer import RolloutWriter
+from megagrpo.track.sink import RunStart, Sink, Status
+from megagrpo.track.status import RunStatus, end_state, error_line
+from megagrpo.track.summary import summary_of
+from megagrpo.track.tensorboard import TensorBoardRemote
+from megagrpo.track.wandb import WandBRemote
 from megagrpo.types import Group
 
 LIBRARIES = (
@@ -46,25 +66,27 @@ class Tracker:
         resumed_step: int = 0,
         run_ids: Mapping[str, str] | None = None,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         unlogged: bool = False,
         changed: Sequence[str] = (),
+        console: ConsoleMode | None = None,
     ) -> None:
         """Writes recipe.yaml and environment.json to the run's directory, and for every start a numbered copy of both;
         starts every tracker.
 
         resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
+        tokenizer: of the samples to keep; None: none are kept.
         unlogged: the metrics of that step are still to come. changed: what differs from the recipe until then, by line.
+        console: what is printed; None: what the recipe says.
         """
-        self._recipe = recipe
-        self._console = make_console(recipe.track.console, sys.stdout)
-        self._with_run: dict[str, SinkWithRun] = {}
-        if recipe.track.mlflow:
-            self._with_run["mlflow"] = MLflowTracker(recipe.track.mlflow, self.say)
-        if recipe.track.wandb:
-            self._with_run["wandb"] = WandBTracker(recipe.track.wandb)
-        own_files = [TensorBoardTracker()] if recipe.track.tensorboard else []
-        # The console is last: it shows a step once all other trackers have it.
-        self._sinks: list[Sink] = [JsonlMetrics(self.say), *own_files, *self._with_run.values(), self._console]
+        self._recipe, self._tokenizer = recipe, tokenizer
+        self._console = make_console(console or recipe.track.console)
+        self._behind = [Behind(name, connect, self.say) for name, connect in self._remotes().items()]
+        self._endpoint = PrometheusEndpoint(port) if (port := recipe.track.prometheus_port) else None
+        if self._endpoint:  # first: where its port is taken, nothing has begun
+            self._endpoint.start(recipe.name)
+        # The console is last: it shows a step once all other trackers know of it.
+        self._sinks: list[Sink] = [JsonlMetrics(self.say), self._console]
         self._undocumented: set[str] = set()
         directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,11 +95,30 @@ class Tracker:
         for part in ("", f".{number}"):
             (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
             (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
-        self._start(RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed))
+        self._delivered = Delivered(directory, anew=resumed_step == 0, number=number)
+        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
+        self._start(run)
+        self._status = RunStatus("running", total_steps, resumed_step)
+        self._status.write(directory)
+        for behind in self._behind:
+            behind.start(run)
+
+    def _remotes(self) -> dict[str, Callable[[RunStart], Remote]]:
+        """Those that a thread brings the run to."""
+        track, remotes = self._recipe.track, dict[str, Callable[[RunStart], Remote]]()
+        if mlflow := track.mlflow:
+            remotes["mlflow"] = lambda run: MLflowRemote(run, mlflow, self._delivered, live=True)
+        if wandb := track.wandb:
+            remotes["wandb"] = lambda run: WandBRemote(run, wandb, self._delivered)
+        if track.tensorboard:
+            remotes["tensorboard"] = lambda run: TensorBoardRemote(run, self._delivered, live=True)
+        return remotes
 
     def _start(self, run: RunStart) -> None:
         self._run = run
-        self._rollouts = StepLines(run.directory / "rollouts.jsonl", run.resumed_step, self.say)
+        remove_later(run.directory, run.resumed_step)
+        kept = self._tokenizer is not None and self._recipe.track.rollouts is not None
+        self._writer = RolloutWriter(run.directory, self._tokenizer, self.say) if kept else None
         self._mismatches = StepLines(run.directory / MISMATCH_FILE, run.resumed_step, self.say)
         self._schedule = StepLines(run.directory / SCHEDULE_FILE, run.resumed_step, self.say)
         for sink in self._sinks:
@@ -85,14 +126,16 @@ class Tracker:
 
     def rewind(self, step: int, *, unlogged: bool) -> None:
         """The steps after `step` come again, as they do in a run that continues after it. unlogged: as at the start."""
-        run_ids = self.run_ids
         self._finish("interrupted")
-        self._start(replace(self._run, resumed_step=step, run_ids=run_ids, unlogged=unlogged, changed=()))
+        self._status = replace(self._status, step=step)
+        self._start(replace(self._run, resumed_step=step, unlogged=unlogged, changed=()))
+        for behind in self._behind:
+            behind.rewind(step - unlogged if step else -1)
 
     @property
     def run_ids(self) -> dict[str, str]:
         """By tracker, the id with which it continues this run. A tracker that has not answered yet is missing."""
-        return {name: sink.run_id for name, sink in self._with_run.items() if sink.run_id is not None}
+        return self._delivered.run_ids
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
@@ -104,13 +147,31 @@ class Tracker:
         if unknown:
             self._undocumented.update(unknown)
             warnings.warn(f"not in track/metrics.py: {', '.join(unknown)}", UndocumentedMetric, stacklevel=2)
+        if self._writer and self._writer.left_out:
+            metrics = {**metrics, "rollouts/left_out": float(self._writer.left_out)}
+        self._status = replace(self._status, step=step)
+        if self._endpoint:
+            self._endpoint.log(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
+        for behind in self._behind:
+            behind.look()
 
-    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Adds the step's first groups, as many as the recipe says, to rollouts.jsonl."""
-        for group in groups[: self._recipe.track.rollouts_per_step]:
-            self._rollouts.append(rollout_line(step, group))
+    def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned | None = None) -> None:
+        """Keeps the step's first groups, as many as the recipe says.
+
+        version: of the policy that the step trains. learned: what the training said of all of `groups`.
+        """
+        self._keep(step, {TRAIN: groups}, version, learned)
+
+    def evaluated(self, step: int, sets: Mapping[str, Sequence[Group]]) -> None:
+        """Keeps the first groups of each evaluation set, with scores, sampled by the weights of `step`."""
+        self._keep(step, sets, step, None)
+
+    def _keep(self, step: int, sets: Mapping[str, Sequence[Group]], version: int, learned: Learned | None) -> None:
+        if self._writer and (settings := self._recipe.track.rollouts):
+            kept = {name: first_groups(groups, settings.samples_per_step) for name, groups in sets.items()}
+            self._writer.put(StepRollouts(step, kept, version, settings.token_samples_per_step, learned))
 
     def mismatch(self, record: MismatchRecord) -> None:
         """Adds the step's figures and worst tokens to mismatch.jsonl."""
@@ -126,21 +187,25 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends every tracker and prints where everything is."""
-        status: Status = "finished"
-        if kind is not None:
-            status = "failed" if issubclass(kind, Exception) else "interrupted"
-        self._finish(status)
-        self.say(f"run directory: {run_directory(self._recipe)}")
-        if self._recipe.checkpoint.resume != "never":
-            self.say(
-                "the same command continues it; to train longer, give it a larger train.total_steps or total_epochs"
-            )
-        if self._recipe.track.mlflow:
-            self.say(f"metrics in MLflow: mlflow ui --backend-store-uri {tracking_uri(self._recipe)}")
+        """Ends every tracker, writes down how the run ended, and says where everything is."""
+        self._status = replace(
+            self._status, state=end_state(kind), ended=round(time.time(), 3), error=error_line(error)
+        )
+        self._finish(self._status.for_trackers)
+        if self._endpoint:
+            self._endpoint.close()
+        with suppress(OSError):  # a full disk has an error of its own already
+            self._status.write(self._run.directory)
+        for behind in self._behind:
+            behind.end(self._status.for_trackers)
+        until = time.monotonic() + FINISH_TIMEOUT_SECONDS
+        for behind in self._behind:
+            behind.finish(until)
+        self._console.end(summary_of(self._recipe, self._status))
 
     def _finish(self, status: Status) -> None:
-        self._rollouts.close()
+        if self._writer:
+            self._writer.close()
         self._mismatches.close()
         self._schedule.close()
         for sink in self._sinks:
@@ -157,7 +222,22 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in LIBRARIES},
         "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+        "gpus": _gpus(),
     }
+
+
+def _gpus() -> list[str]:
+    """Names of this node's GPUs, where nvidia-smi's library can be asked; torch would take memory on each."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except pynvml.NVMLError:
+        return []
 
 
 def _version(name: str) -> str | None:
@@ -178,7 +258,10 @@ def _git(checkout: Path) -> dict[str, Any] | None:
 def _git_output(checkout: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS
+            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

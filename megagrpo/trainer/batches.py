@@ -20,7 +20,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import Group, Sample
+from megagrpo.types import Group, Prompt, Sample
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
@@ -114,22 +114,20 @@ def read_batch(directory: Path, step: int) -> Batch:
 def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: str) -> None:
     """Raises UnusableCheckpointError if the recipe cannot train on what another has sampled. vocabulary: the model's
     tokens."""
-    longest = max(len(group.prompt.tokens) + len(sample.tokens) for group in sampled.all for sample in group.samples)
-    largest = max(max(group.prompt.tokens, default=0) for group in sampled.all)
-    largest = max(largest, *(sample.tokens.max(initial=0) for group in sampled.all for sample in group.samples))
+    sizes = [_length_and_largest(group.prompt, sample) for group in sampled.all for sample in group.samples]
+    longest, largest = (max(column) for column in zip(*sizes, strict=True))
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
-    functions, tokens_max = len(recipe.reward.functions), recipe.data.prompt_tokens_max
-    tokens_max += recipe.rollout.response_tokens_max
+    functions, tokens_max = set(map(len, recipe.reward.lists().values())), recipe.sequence_tokens_max
     lacking = sampled.baselines is None and bool(recipe.algorithm.greedy_responses)
     problems = [
         Problem(where, given, needed, "name a run whose recipe has the same model, data, reward and lengths")
         for wrong, given, needed in (
             (largest >= vocabulary, f"token {largest}", f"tokens below {vocabulary}, the model's vocabulary"),
-            (longest > tokens_max, f"{longest} tokens in a prompt and its response", f"at most {tokens_max}"),
+            (longest > tokens_max, f"a sequence of {longest} tokens", f"at most {tokens_max}"),
             (
-                counted - {functions},
+                counted - functions,
                 f"scores of {max(counted, default=0)} functions",
-                f"{functions} (reward.functions)",
+                f"{', '.join(map(str, sorted(functions)))} (reward.functions and reward.by_source)",
             ),
             (lacking, "no scores of greedy responses", "them, for algorithm.advantage.name: remax"),
         )
@@ -137,6 +135,13 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
     ]
     if problems:
         raise UnusableCheckpointError(problems)
+
+
+def _length_and_largest(prompt: Prompt, sample: Sample) -> tuple[int, int]:
+    """Tokens of a sample's longest sequence, prompt included, and the largest token in any."""
+    alone = [np.array([*prompt.tokens, *sample.tokens], np.int64)]
+    sequences = alone if sample.agent is None else [branch.tokens for branch in sample.agent.branches]
+    return max(map(len, sequences), default=0), max((int(s.max(initial=0)) for s in sequences), default=0)
 
 
 def require_another_directory(recipe: Recipe, option: str, source: Path) -> None:

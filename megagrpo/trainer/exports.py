@@ -47,7 +47,7 @@ class Exports:
             export = begin_export(directory, checked.model_directory, checked.architecture, dtype)
             ranks.copy_export(export, make_plan(ranks.manifests(), export.files))
         except CheckpointError as error:
-            self._say(f"step {step} could not be exported: {error}")
+            self._say(f"warning: step {step} could not be exported: {error}")
         else:
             self._job = self._thread.submit(self._write, ranks, export, step)
 
@@ -68,7 +68,7 @@ class Exports:
             if (code := process.poll()) is not None:
                 del self._commands[log]
                 if code:
-                    self._say(f"checkpoint.after_export ended with {code}: its output is in {log}")
+                    self._say(f"warning: checkpoint.after_export ended with {code}: its output is in {log}")
 
     def wait(self) -> None:
         """Waits for the export that is under way."""
@@ -77,7 +77,7 @@ class Exports:
             if job is not None:
                 self.start_command(job.result())
         except (MegagrpoError, OSError) as error:
-            self._say(f"a model could not be exported: {error}")
+            self._say(f"warning: a model could not be exported: {error}")
 
     def start_command(self, directory: Path) -> None:
         """The user's command on an exported model, in a process group of its own."""
@@ -91,7 +91,7 @@ class Exports:
             with log.open("wb") as output:
                 self._commands[log] = _start(command, output.fileno())
         except OSError as error:
-            self._say(f"checkpoint.after_export could not be started: {error}")
+            self._say(f"warning: checkpoint.after_export could not be started: {error}")
 
     def close(self) -> None:
         """Waits for the export that is under way. Commands that still run are left alone, and named."""

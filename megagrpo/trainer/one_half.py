@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
-from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import MismatchError, Problem, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
@@ -31,7 +30,7 @@ from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
 from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
 from megagrpo.trainer.step_metrics import report_mismatch, rollout_metrics, sampling_metrics, step_metrics
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.trainer.train import GrpoTraining, start_training
+from megagrpo.trainer.train import GrpoTraining, prompt_reader, start_training
 from megagrpo.types import Prompt
 
 # --- samples without training -----------------------------------------------------------------------------------------
@@ -43,7 +42,7 @@ def rollout_only(checked: Preflight[Recipe]) -> int:
     Training ranks start as in a whole run: engines get their weights from them. Raises as `run_to_end` does.
     """
     kept = {"resume": "never", "export_hugging_face": False, "keep_best": None}
-    return run_to_end(_changed(checked, kept), load_prompts, start_training, sample_all)
+    return run_to_end(_changed(checked, kept), prompt_reader(checked.recipe), start_training, sample_all)
 
 
 def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
@@ -71,7 +70,7 @@ def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress
                 save_batch(run.recipe, step, sampled, setup.total_steps, keep=setup.total_steps)
         if rate is not None:
             run.cursor.set_aside(solved_prompts(sampled.all, rate))
-        setup.tracker.rollouts(step, sampled.groups)
+        setup.tracker.rollouts(step, sampled.groups, run.weights.version)
         metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
         setup.tracker.log(step, metrics | clock.take())
         progress = replace(progress, step=step)
@@ -101,7 +100,7 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
 
         return TrainOnly(start_run(setup.resumed), source, setup, start_run)
 
-    return run_to_end(_changed(checked, {"keep_best": None}), load_prompts, start, engines_too=False)
+    return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 
 
 def start_train_run(
@@ -146,12 +145,12 @@ class TrainOnly:
             metrics, trained = train_on(self.run, sampled, step, kl_coefficient or 0.0)
         mismatch = trained.policy.mismatch if trained.policy else None
         excess = report_mismatch(recipe, step, mismatch, sampled.groups, tracker, self.setup.tokenizer.decode)
-        tokens = [len(group.prompt.tokens) + len(sample.tokens) for group in sampled.all for sample in group.samples]
+        tokens = sum(group.sequence_tokens for group in sampled.all)
         failure = MismatchError(excess) if excess else None
-        return StepDone(metrics, sum(tokens), kl_coefficient=trained.kl_coefficient, failure=failure)
+        return StepDone(metrics, tokens, kl_coefficient=trained.kl_coefficient, failure=failure)
 
-    def evaluate(self) -> dict[str, float]:
-        raise NotImplementedError("no engines: the recipe of such a run has no eval.files")
+    def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
+        raise NotImplementedError("no engines: the recipe of such a run has no eval.sets")
 
     @contextmanager
     def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.cluster import runtime
 from megagrpo.errors import Problem, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import checkpoint_directory
+from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
 from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
@@ -21,7 +22,7 @@ from megagrpo.trainer.one_half import start_train_run, train_on
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.run_loop import first_kl_coefficient
 
-NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/")
+NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/", "memory/", "restarts")
 """What measures the machine, or was made by engines after the step."""
 REPLAY = "replay"
 
@@ -87,7 +88,7 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
     for line in found.warnings if found else ():
         say(line)
     with ExitStack() as closing:
-        ray = runtime.start(recipe, engines_too=False)
+        ray = runtime.start(recipe, devices_of=partial(plan_devices, engines_too=False))
         closing.callback(runtime.stop, ray)
         last = read_batch(directory, step)
         total = recipe.train.total_steps or last.total_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from megagrpo.batching.work import Work
@@ -12,12 +12,25 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
+from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
+from megagrpo.timeline import TIMELINE
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule_log import Replayed
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
+
+SHOWN_AS = {
+    "logprobs": "computing logprobs",
+    "update": "updating",
+    "weight_sync": "bringing weights to the engines",
+    "eval": "evaluating",
+    "save_batch": "saving the batch",
+    "checkpoint": "saving a checkpoint",
+    "export": "exporting a model",
+}
+"""Phases as progress shows them. Sampling and scoring say themselves how far they are."""
 
 
 class PhaseClock:
@@ -30,7 +43,9 @@ class PhaseClock:
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            shown = progress(SHOWN_AS[name]) if name in SHOWN_AS else nullcontext()
+            with TIMELINE.span("driver", name), shown:
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 

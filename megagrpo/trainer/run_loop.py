@@ -6,10 +6,8 @@ started processes do in a step (`Training`).
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
 from megagrpo.errors import (
@@ -31,24 +30,36 @@ from megagrpo.errors import (
     MegagrpoError,
     MismatchError,
     NodeLostError,
-    Problem,
     RankLostError,
     RecipeError,
     RewardError,
     WeightSyncError,
 )
+from megagrpo.plan.plan import plan_of
+from megagrpo.plan.show.as_json import plan_json
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, dtype_name, run_directory, total_steps
+from megagrpo.progress import progress as under_way
+from megagrpo.recipe.defaults import (
+    checkpoint_directory,
+    dtype_name,
+    plan_devices,
+    run_directory,
+    total_steps,
+)
 from megagrpo.recipe.load import Kind
-from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
-from megagrpo.track.jsonl import require_in_place
+from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.sink import PLAN_FILE
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.evaluation import EarlyStopping
+from megagrpo.trainer.alerts import Alerts
+from megagrpo.trainer.early_stopping import EarlyStopping
 from megagrpo.trainer.exports import Exports
+from megagrpo.trainer.profiling import profiled
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.saving import Saving, checkpoint_to_resume, export, exported_step
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
+from megagrpo.weights.families import read_architecture
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Setup(Generic[Kind, AnyItem]):
     checked: Preflight[Kind]
     tokenizer: PreTrainedTokenizerBase
     cursor: Cursor[AnyItem]
-    held_out: Sequence[AnyItem]
+    held_out: Mapping[str, Sequence[AnyItem]]  # by evaluation set
     total_steps: int
     last_step: int  # this process ends after it, or before
     saving: Saving
@@ -67,6 +78,7 @@ class Setup(Generic[Kind, AnyItem]):
     tracker: Tracker
     stopping: Stopping
     clock: PhaseClock
+    alerts: Alerts | None  # fine-tuning has none
 
     @property
     def recipe(self) -> Kind:
@@ -94,8 +106,8 @@ class Training(Protocol):
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
         """Trains step `step`, timed as phase `step`. Raises StopRequested if it gives up, as if it never began."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics on the held-out items, without `eval/`."""
+    def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
+        """Metrics on the held-out items of these sets, without `eval/`. step: whose weights they are; 0: the first."""
 
     def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
         """Inside it, the ranks can be saved. goes_on: another step follows."""
@@ -111,6 +123,8 @@ class Training(Protocol):
 
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
+Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
+"""Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,7 @@ class Progress:
 
 def run_to_end(
     checked: Preflight[Kind],
-    read: Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, Any, int], Mixture[AnyItem]],
+    read: Read[AnyItem],
     start: Callable[[Setup[Kind, AnyItem], Runtime, ExitStack], AnyTraining],
     take_steps: Callable[[Setup[Kind, AnyItem], AnyTraining, Progress], Progress] | None = None,
     *,
@@ -138,11 +152,10 @@ def run_to_end(
 ) -> int:
     """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
 
-    `read` reads data.train, then eval.files, as the recipe's data section and seed say. `start` starts the processes on
-    the reserved devices and leaves their ends to the stack. `take_steps`, by default `run_despite_losses`, takes all
-    steps. The run has devices for engines if `engines_too`. It ends after
-    `last_step`, if that is less than its length. Raises MegagrpoError; RunStopped if the process was sent
-    SIGTERM or SIGUSR1, once everything is saved.
+    `read` reads data.train, then each evaluation set, whose name it gets. `start` starts the processes on the reserved
+    devices and leaves their ends to the stack. `take_steps`, by default `run_despite_losses`, takes all steps. The run
+    has devices for engines if `engines_too`. It ends after `last_step`, if that is less than its length. Raises
+    MegagrpoError; RunStopped if the process was sent SIGTERM or SIGUSR1, once everything is saved.
     """
     recipe = checked.recipe
     directory = checkpoint_directory(recipe).absolute()  # ranks may have other working directories
@@ -152,20 +165,20 @@ def run_to_end(
         closing.enter_context(only_process_of(run_directory(recipe)))
 
         def start_ray() -> Runtime:
-            with stopping.giving_up(), stopping.while_ray_starts():
-                started = runtime.start(recipe, stopping.check, engines_too=engines_too)
+            with stopping.giving_up(), stopping.while_ray_starts(), under_way("starting Ray"):
+                devices_of = partial(plan_devices, engines_too=engines_too)
+                started = runtime.start(recipe, stopping.check, devices_of=devices_of)
             closing.callback(runtime.stop, started)
             store.verify = partial(runtime.damage_on_nodes, started, recipe.cluster.step_timeout_seconds)
             return started
 
         # Large checkpoints are verified by all nodes, which takes Ray; on one machine this process reads as fast.
         ray = start_ray() if store.newest() and runtime.joins_cluster(recipe) else None
-        with stopping.giving_up():
+        with stopping.giving_up(), under_way("looking for a checkpoint, and verifying it"):
             resumed = checkpoint_to_resume(store, recipe)
         tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
-        asked = (tokenizer, recipe.data, recipe.seed)
-        data = read(recipe.data.train, *asked)
-        evaluated = read(recipe.eval.files, *asked) if recipe.eval.files else Mixture((), ())
+        data = read(recipe.data.train, tokenizer, None)
+        evaluated = {name: read(files, tokenizer, name) for name, files in recipe.eval.files_of_sets().items()}
         cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
         if resumed:
             cursor.restore(resumed.state.data_cursor)
@@ -174,11 +187,23 @@ def run_to_end(
 
         runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
         changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
-        tracker = closing.enter_context(Tracker(recipe, steps, progress.step, runs, unlogged=unlogged, changed=changed))
+        tracked = Tracker(
+            recipe,
+            steps,
+            progress.step,
+            runs,
+            tokenizer=tokenizer,
+            unlogged=unlogged,
+            changed=changed,
+            console=checked.console,
+        )
+        tracker = closing.enter_context(tracked)
         noun = "prompts" if isinstance(recipe, Recipe) else "examples"
-        for file in (*data.files, *evaluated.files):
-            overlong = f", {file.overlong} over-long" if file.overlong else ""
-            tracker.say(f"{file.path}: {file.used} {noun} of {file.rows} rows{overlong}")
+        mixtures = {"train": data, **{f"eval {name}": of_set for name, of_set in evaluated.items()}}
+        data_report.write(mixtures, run_directory(recipe))
+        _write_plan(checked, run_directory(recipe))
+        for line in data_report.lines(mixtures, noun):
+            tracker.say(line)
         if resumed:
             for line in (f"continuing after step {progress.step} from {resumed.path}", *resumed.warnings):
                 tracker.say(line)
@@ -190,13 +215,26 @@ def run_to_end(
                 tracker.say("the run is complete: nothing to do")
                 return 0
 
-        clock, held_out = PhaseClock(), evaluated.items
+        clock, held_out = PhaseClock(), {name: of_set.items for name, of_set in evaluated.items()}
         saving = Saving(store, tracker.say, progress.step)
         exports = Exports(checked, tokenizer, tracker.say)
         closing.callback(exports.close)
         ends = min(steps, last_step or steps)
+        alerts = Alerts(recipe.rollout.alerts, run_directory(recipe)) if isinstance(recipe, Recipe) else None
         setup = Setup(
-            checked, tokenizer, cursor, held_out, steps, ends, saving, exports, resumed, tracker, stopping, clock
+            checked,
+            tokenizer,
+            cursor,
+            held_out,
+            steps,
+            ends,
+            saving,
+            exports,
+            resumed,
+            tracker,
+            stopping,
+            clock,
+            alerts,
         )
         with stopping.giving_up():
             tracker.say(f"starting {'Ray' if recipe.cluster.address is None else 'on the cluster'}, then the processes")
@@ -209,14 +247,19 @@ def run_to_end(
             else:
                 training, progress = run_despite_losses(setup, training, progress)
         if recipe.checkpoint.export_hugging_face:
-            with stopping.giving_up(), training.exporting():
+            with stopping.giving_up(), training.exporting(), under_way("exporting the model"):
                 dtype = dtype_name(recipe, ray.device)
                 directory = export(training.ranks, checked, tokenizer, progress.step, dtype)
-            tracker.say(f"Hugging Face model: {directory}")
             exports.start_command(directory)
-            if recipe.train.lora is not None:
-                tracker.say(f"its adapters, for PEFT: {adapter_directory(recipe)}")
     return 0
+
+
+def _write_plan(checked: Preflight[Any], directory: Path) -> None:
+    """What the recipe comes to, for the report. A recipe that names GPUs which no plan knows has none."""
+    critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
+    with suppress(RecipeError):
+        planned = plan_of(checked.recipe, checked.architecture, critic=critic, agent=checked.agent)
+        (directory / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
 
 
 def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | None) -> Progress:
@@ -262,11 +305,13 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
     """
     tracker, most, progress, furthest = setup.tracker, setup.recipe.cluster.restarts_max, begun, begun.step - 1
     errors: list[RankLostError] = []
+    restarts = 0
     while True:
         try:
             if errors:
                 training, progress = _with_new_ranks(setup, training, begun)
-            return training, run_steps(setup, training, progress)
+                restarts += 1
+            return training, run_steps(setup, training, progress, restarts)
         except RanksLost as lost:
             if lost.step > furthest:
                 errors, furthest = [], lost.step
@@ -277,7 +322,9 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
             raise errors[0]
         for problem in errors[-1].problems:
             tracker.say(str(problem))
-        tracker.say(f"after step {furthest}: training ranks are lost; they are started again ({len(errors)} of {most})")
+        tracker.say(
+            f"warning: after step {furthest}: training ranks are lost; they are started again ({len(errors)} of {most})"
+        )
 
 
 def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
@@ -295,7 +342,7 @@ def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progre
     return training, progress
 
 
-def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
+def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, restarts: int) -> Progress:
     """Steps until the run's length or early stopping; evaluates and saves when due.
 
     A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
@@ -306,9 +353,12 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
     recipe, tracker, cursor, saving = setup.recipe, setup.tracker, setup.cursor, setup.saving
     failure: MegagrpoError | None = None
     try:
-        if progress.step == 0 and setup.held_out and recipe.eval.before_training:
-            progress = _evaluate(setup, training, progress)
-            tracker.log(0, _evaluation_metrics(progress) | setup.clock.take())
+        if progress.step == 0 and recipe.eval.due(0):
+            progress = _evaluate(setup, training, progress, last=False)
+            metrics = _evaluation_metrics(progress)
+            tracker.log(0, metrics | setup.clock.take())
+            if setup.alerts:
+                setup.alerts.after(0, metrics)
 
         reason = _reason_to_stop(progress, cursor)
         while progress.unlogged is not None or (progress.step < setup.last_step and not reason):
@@ -319,11 +369,17 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
                 if not (progress.unlogged or {}).get("skipped_steps"):  # its weights have made finite numbers
                     saving.confirm()
             last = progress.step == setup.last_step or cursor.exhausted
-            if setup.held_out and (last or progress.step % recipe.eval.every_steps == 0):
-                progress = _evaluate(setup, training, progress)
+            progress = _evaluate(setup, training, progress, last=last)
             reason = _reason_to_stop(progress, cursor)
-            step, metrics = progress.step, progress.unlogged or {}
-            tracker.log(step, metrics | _evaluation_metrics(progress) | setup.clock.take())
+            if reason and not last:  # it is the last step after all
+                progress = _evaluate(setup, training, progress, last=True)
+            step, metrics = progress.step, (progress.unlogged or {}) | _evaluation_metrics(progress)
+            raised = setup.alerts.after(step, metrics) if setup.alerts else None
+            counted = {"restarts": float(restarts)} | ({"alerts": raised.holding} if raised else {})
+            tracker.log(step, metrics | counted | setup.clock.take())
+            for line in raised.lines if raised else ():
+                tracker.say(line)
+            failure = failure or (raised.failure if raised else None)
             progress = replace(progress, unlogged=None)
             due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, saving):
@@ -366,7 +422,9 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress) ->
 def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple[Progress, MegagrpoError | None]:
     """The next step, not yet evaluated or logged, and its failure."""
     setup.stopping.stop_here()
-    done = training.step(before.step + 1, before.kl_coefficient)
+    step = before.step + 1
+    with under_way(f"step {step}"), profiled(setup.recipe, training.ranks, step, setup.tracker.say):
+        done = training.step(step, before.kl_coefficient)
     if skipped := done.metrics.get("skipped_steps", 0.0) + done.metrics.get("critic/skipped_steps", 0.0):
         what = f"{skipped:g} optimizer step{'s' * (skipped > 1)} skipped"
         setup.tracker.say(f"warning: step {before.step + 1}: {what}: the loss or the gradient is not finite")
@@ -388,11 +446,18 @@ def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple
     return progress, done.failure
 
 
-def _evaluate(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
+def _evaluate(setup: Setup[Any, Any], training: Training, progress: Progress, *, last: bool) -> Progress:
+    """Evaluates the sets that are due after the newest step, and that are not evaluated yet."""
+    there = {name.partition("/")[0] for name in progress.evaluation or ()}
+    sets = [name for name in setup.recipe.eval.due(progress.step, last=last) if name not in there]
+    if not sets:
+        return progress
     with setup.stopping.giving_up(), setup.clock.phase("eval"):
-        evaluation = training.evaluate()
-    early = progress.early.after(evaluation) if progress.early else None
-    return replace(progress, evaluation=evaluation, early=early)
+        evaluation = training.evaluate(progress.step, sets)
+    early = progress.early
+    if early and early.watched_set in sets:
+        early = early.after(evaluation)
+    return replace(progress, evaluation=(progress.evaluation or {}) | evaluation, early=early)
 
 
 def _evaluation_metrics(progress: Progress) -> dict[str, float]:
@@ -410,7 +475,7 @@ def _reason_to_stop(progress: Progress, cursor: Cursor[Any]) -> str | None:
 
 def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, saving: Saving) -> bool:
     """Whether these weights were evaluated as better than every checkpoint that is kept."""
-    if metric is None or evaluation is None:
+    if metric is None or evaluation is None or metric not in evaluation:  # not every step evaluates its set
         return False
     best = saving.best()
     return best is None or evaluation[metric] > best
@@ -443,33 +508,3 @@ def waiting_for(exports: Exports) -> Iterator[None]:
         yield
     finally:
         exports.wait()
-
-
-@contextmanager
-def only_process_of(run_directory: Path) -> Iterator[None]:
-    """Holds the run's lock, which ends with the process: a second process would truncate the metrics of the first.
-
-    Raises RecipeError if another process has it, or if the file system has no locks; at the end, MachineError if the
-    directory is not at its place any more.
-    """
-    run_directory.mkdir(parents=True, exist_ok=True)
-    place = (run_directory / "lock").absolute()
-    with place.open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            given = f"process {lock.read().strip() or 'unknown'}"
-            needed = "one process per run"
-            fix = "wait for it to end, or give the recipe another name"
-            raise RecipeError(Problem(f"{run_directory}: this run is already going on", given, needed, fix)) from None
-        except OSError as error:
-            given = f"{error.strerror}"
-            needed = "a file system with locks, so that no second process writes to this run"
-            fix = "set track.directory to a place on another file system, or mount this one with locks (flock)"
-            raise RecipeError(Problem(f"track.directory: {lock.name} cannot be locked", given, needed, fix)) from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
-        require_in_place(place, lock.fileno())

@@ -19,18 +19,21 @@ from megagrpo.algorithm.cut_off import cut_metrics
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
-from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.errors import AgentError, EngineError, MegagrpoError, Problem
+from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import group_of, parted
 from megagrpo.trainer.batches import Beginning, Sampled
-from megagrpo.trainer.step import with_baselines
+from megagrpo.trainer.step import agent_errors, any_ended, with_baselines
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
+OF_CUT_AGENTS = ("cut/samples", "cut/trained_tokens_mean", "cut/trained_tokens_p90")
+"""Metrics of what was cut that need no lengths of unended rollouts."""
 
 
 @dataclass(eq=False)
@@ -106,14 +109,17 @@ class Sampling:
         ended within rollout.timeout_seconds."""
         taken: list[Admitted] = []
 
-        def ready() -> bool:
-            if self._failure is not None:
-                raise self._failure
-            require_alive(self._thread)
-            taken.extend(self._admission.take() or ())
-            return bool(taken)
+        with progress("generating and scoring", self._per_step, "groups") as work:
 
-        self._rollouts.wait(ready)
+            def ready() -> bool:
+                if self._failure is not None:
+                    raise self._failure
+                require_alive(self._thread)
+                work.done = min(self._per_step, sum(each.group is not None for each in self._begun.values()))
+                taken.extend(self._admission.take() or ())
+                return bool(taken)
+
+            self._rollouts.wait(ready)
         with self._changed:
             begun = [self._begun.pop(admitted.number) for admitted in taken]
             dropped, self._dropped = sorted(self._dropped, key=lambda each: each.admitted.number), []
@@ -126,7 +132,10 @@ class Sampling:
         version = self._admission.version
         for each in begun:
             require_versions(each, version)
-        if all(sample.finish == "abort" for group in groups for sample in group.samples):
+        if not any_ended(groups):
+            if why := agent_errors(groups):
+                given, fix = f"agents failed in all of them: {why}", "look at logs/agents_*.log"
+                raise AgentError(Problem(f"rollouts of step {version + 1}", given, "one that ends", fix))
             given, needed = "engines gave up on all of them", "one that ends in time"
             fix = "raise rollout.timeout_seconds"
             raise EngineError(Problem(f"responses of step {version + 1}", given, needed, fix))
@@ -172,13 +181,17 @@ class Sampling:
             self._begun.clear()
             self._of_order.clear()
             self._unscored.clear()
+        self._rollouts.drop([begun.order for begun in cut if not begun.order.complete])
         trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
         there = [sample for group in sampled.all for sample in group.samples]
         there += [sample for begun in cut for sample in begun.order.there()]
         ended = [len(sample.tokens) for sample in there if sample.finish != "abort"]
         unended = [len(sample.tokens) for sample in there if sample.finish == "abort"]
         unended += [tokens for begun in cut for tokens in begun.order.tokens_so_far()]
-        return replace(sampled, metrics={**sampled.metrics, **cut_metrics(trained, ended, unended)})
+        metrics = cut_metrics(trained, ended, unended)
+        if self._recipe.agent:  # nothing here knows how far rollouts were that were cut
+            metrics = {name: metrics[name] for name in OF_CUT_AGENTS}
+        return replace(sampled, metrics={**sampled.metrics, **metrics})
 
     def set_aside(self, ids: Iterable[str]) -> None:
         """No prompt of these ids begins again."""
@@ -340,10 +353,10 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     mixed = 0
     for sample in samples:
         first, last = sample.versions[0], sample.versions[-1]
-        if first == last:  # versions only grow
+        if first == last and sample.agent is None:  # versions only grow, but from branch to branch
             counts[version - first] += len(sample.tokens)
         else:
-            mixed += 1
+            mixed += int((sample.versions != first).any())
             of_sample = np.bincount(version - sample.versions)
             counts[: len(of_sample)] += of_sample
     tokens, ages = max(int(counts.sum()), 1), counts.nonzero()[0]

@@ -16,6 +16,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import CheckpointError, MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
+from megagrpo.progress import progress
 from megagrpo.recipe.defaults import adapter_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
@@ -55,6 +56,9 @@ class Saving:
         """saved: the step that the run continues after. say: called by the run's own thread."""
         self._store, self._say, self._saved = store, say, saved
         self._failure: MegagrpoError | OSError | None = None
+        """That of the last save."""
+        self._said = True
+        """Whether it was told; `finish` raises it instead."""
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._jobs: deque[Future[None]] = deque()
 
@@ -62,6 +66,7 @@ class Saving:
         """Copies the state of `state.step`, once the save before is over; a thread then makes it a checkpoint, with the
         groups that no step has trained on."""
         self.wait()
+        self._tell()
         self._failure = None
         try:
             directory = self._store.begin(state.step)
@@ -76,7 +81,8 @@ class Saving:
 
     def _write(self, ranks: TrainRanks, state: TrainerState, directory: Path, pending: Pending | None) -> None:
         try:
-            written = ranks.write_snapshot(directory)
+            with progress(f"writing the checkpoint of step {state.step}"):
+                written = ranks.write_snapshot(directory)
             if pending is not None:
                 write_pending(directory / PENDING, pending)
                 written.append(describe(directory, directory / PENDING))
@@ -94,6 +100,7 @@ class Saving:
         self._jobs.append(self._thread.submit(self._store.confirm))
         while self._jobs and self._jobs[0].done():
             self._settle(self._jobs.popleft())
+        self._tell()
 
     def wait(self) -> int:
         """Waits for the save that is under way; the step of the newest checkpoint."""
@@ -110,6 +117,7 @@ class Saving:
         """Waits likewise. Raises the error of the last save if it failed."""
         self.wait()
         if self._failure is not None:
+            self._said = True
             raise self._failure
 
     def newest_again(self) -> Checkpoint | None:
@@ -125,6 +133,7 @@ class Saving:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
+        self._tell()
         self._thread.shutdown()
 
     def _settle(self, job: Future[None]) -> None:
@@ -134,8 +143,12 @@ class Saving:
             self._failed(error)
 
     def _failed(self, error: MegagrpoError | OSError) -> None:
-        self._failure = error
-        self._say(f"a checkpoint could not be saved, the one before stays: {error}")
+        self._failure, self._said = error, False
+
+    def _tell(self) -> None:
+        if not self._said:
+            self._said = True
+            self._say(f"warning: a checkpoint could not be saved, the one before stays: {self._failure}")
 
 
 def export(

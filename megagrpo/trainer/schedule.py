@@ -15,11 +15,12 @@ from typing import Any
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
+from megagrpo.track.rollout_table import Learned
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule_log import schedule_line
-from megagrpo.trainer.step import load, sample, solved_prompts, sync, train
+from megagrpo.trainer.step import load, sample, solved_prompts, sync, train, what_was_learned
 from megagrpo.trainer.step_metrics import step_metrics
 from megagrpo.types import Group
 
@@ -31,6 +32,7 @@ class Step:
     metrics: dict[str, float]
     groups: Sequence[Group]  # those that the step could train on; rows of `mismatch` are their samples
     sampled: Sequence[Group]  # all that were sampled, `groups` among them
+    learned: Learned  # of the samples of `groups`
     mismatch: Mismatch | None  # None: the policy was not trained
     kl_coefficient: float  # of the next step
     failure: MegagrpoError | None = None  # engines did not get the new weights
@@ -90,6 +92,7 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
 
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
+    learned = what_was_learned(run, sampled, loaded, trained)
     failure = None
     try:
         if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
@@ -105,4 +108,4 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
     metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
     mismatch = trained.policy.mismatch if trained.policy else None
     logged = schedule_line(step, sampled) if sampled.begun else None
-    return Step(metrics, sampled.groups, sampled.all, mismatch, trained.kl_coefficient, failure, logged)
+    return Step(metrics, sampled.groups, sampled.all, learned, mismatch, trained.kl_coefficient, failure, logged)

@@ -24,13 +24,20 @@ from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import SftRanks
 from megagrpo.data.messages import Example, load_examples
 from megagrpo.preflight.preflight import Preflight
+from megagrpo.progress import progress
 from megagrpo.recipe.schema import SftRecipe
+from megagrpo.recipe.schema.sft import HELD_OUT
 from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
     """Runs the recipe to its end, as `run_to_end` says."""
-    return run_to_end(checked, load_examples, start_fine_tuning)
+    recipe = checked.recipe
+    return run_to_end(
+        checked,
+        lambda files, tokenizer, _: load_examples(files, tokenizer, recipe.data, recipe.seed),
+        start_fine_tuning,
+    )
 
 
 def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: ExitStack) -> FineTuning:
@@ -67,6 +74,7 @@ class FineTuning:
             lr = learning_rate(step, self.setup.total_steps, recipe.train.optimizer)
             with clock.phase("update"), self.ranks.updating(step):
                 update = self.ranks.update(batches, lr)
+                memory = self.ranks.memory_peak()
             tokens = sum(len(example.tokens) for example in examples)
             layout = recipe.train.layout.parallel()
             metrics = {
@@ -82,15 +90,18 @@ class FineTuning:
                 "packing/imbalance": imbalance(batches),
                 "packing/padding": padding_share(batches, layout, self.ranks.device_type),
             }
+            if memory is not None:
+                metrics["memory/allocated_max/update"] = float(memory)
         return StepDone(metrics, tokens)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         """Mean loss of all held-out assistant tokens; as many examples pass at a time as in a step."""
-        held_out, at_once = self.setup.held_out, self.setup.recipe.data.examples_per_step
-        losses = [
-            self.ranks.evaluate(self._pack(held_out[first : first + at_once]))
-            for first in range(0, len(held_out), at_once)
-        ]
+        held_out, at_once = self.setup.held_out[HELD_OUT], self.setup.recipe.data.examples_per_step
+        losses = []
+        with progress("held-out examples", len(held_out)) as work:
+            for first in range(0, len(held_out), at_once):
+                losses.append(self.ranks.evaluate(self._pack(held_out[first : first + at_once])))
+                work.advance(at_once)
         loss = sum(losses[1:], losses[0])
         return {"loss": loss.mean, "perplexity": loss.perplexity}
 

@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.algorithm.advantages import AdvantageInputs, Advantages
+from megagrpo.algorithm.credit import Turns
 from megagrpo.algorithm.optimizer import learning_rate
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
-from megagrpo.errors import EngineError, Problem
+from megagrpo.errors import AgentError, EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.rollout.requests import parted
+from megagrpo.track.rollout_table import Learned, figured_groups, first_groups
 from megagrpo.trainer.batches import Sampled, save_batch
-from megagrpo.types import Group, Prompt, Sample
+from megagrpo.types import Branch, Group, Prompt, Sample, Turn
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 """Times that engines are asked for a step's responses while they give up on every one."""
+
+ERRORS_SHOWN = 3
 
 # --- sample and score -------------------------------------------------------------------------------------------------
 
@@ -48,23 +52,36 @@ def sample(run: Run, step: int) -> Sampled:
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
     """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token, or if
-    engines give up on every response, or on every greedy one, ATTEMPTS times.
+    engines give up on every response, or on every greedy one, ATTEMPTS times; AgentError if agents fail in them.
     """
     for _ in range(ATTEMPTS):
         with run.clock.phase("rollout"):
             groups = run.rollouts.generate(prompts, step)
             require_version(groups, run.weights.version)
         sampled, greedy = parted(groups, run.recipe)
-        if _any_ended(sampled) and (_any_ended(greedy) or not greedy):
+        if any_ended(sampled) and (any_ended(greedy) or not greedy):
             return groups
+    if why := agent_errors(sampled):
+        given, fix = f"agents failed in all of them, {ATTEMPTS} times: {why}", "look at logs/agents_*.log"
+        raise AgentError(Problem(f"rollouts of step {step}", given, "one that ends", fix))
     limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
     given = f"engines gave up on all of them, {ATTEMPTS} times"
     fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
     raise EngineError(Problem(f"responses of step {step}", given, f"one that ends within {limit}", fix))
 
 
-def _any_ended(groups: Sequence[Group]) -> bool:
-    return any(sample.finish != "abort" for group in groups for sample in group.samples)
+def any_ended(groups: Sequence[Group]) -> bool:
+    """Whether one response has come to an end that is not the failure of its agent."""
+    samples = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
+    return any(sample.agent is None or not sample.agent.counts.get("failed") for sample in samples)
+
+
+def agent_errors(groups: Sequence[Group]) -> str:
+    """Why agents failed in rollouts or were late, with how many there are of each: the most frequent first. Turns that
+    engines gave up on are not the agents' fault."""
+    runs = [sample.agent for group in groups for sample in group.samples if sample.agent]
+    errors = Counter(run.error for run in runs if run.counts.get("failed") or run.counts.get("late"))
+    return "; ".join(f"{error} ({count} times)" for error, count in errors.most_common(ERRORS_SHOWN))
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:
@@ -84,9 +101,10 @@ def require_version(groups: Sequence[Group], version: int) -> None:
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-    """The groups that teach something, as `AdvantageMethod.teaches` says."""
-    inputs = advantage_inputs(recipe, groups)
-    return [groups[i] for i in np.unique(inputs.group_ids[recipe.algorithm.advantage.teaches(inputs)])]
+    """The groups that teach something, as `CreditMethod.teaches` says."""
+    inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
+    teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
+    return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 
 def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
@@ -147,10 +165,10 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
             batches = load_batch(run, sampled.groups, rows, step)
             inputs = _with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
         return Loaded(rows, algorithm.advantage.advantages(inputs), batches)
-    advantages = algorithm.advantage.advantages(inputs)
+    advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
-            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.of_rows != 0])
+            rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.taught])
         return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
 
 
@@ -186,15 +204,28 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
     """What advantages are made from, without what the ranks compute. baselines: float64 [groups], for remax."""
-    functions = recipe.reward.functions
+    functions = [] if recipe.reward.by_source else recipe.reward.functions
     return AdvantageInputs(
         scores=flat_scores(groups),
         group_ids=group_of_row(groups),
         tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
-        parts=_counted_scores(groups, len(functions)),
-        weights=np.array([function.weight for function in functions]),
+        parts=_counted_scores(groups, len(functions)) if functions else None,
+        weights=np.array([function.weight for function in functions]) if functions else None,
         baselines=baselines,
     )
+
+
+def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
+    """The turns of all rows, if the recipe credits turns. What is no agent's rollout is one turn."""
+    if not recipe.algorithm.credit.by_turn:
+        return None
+    found: list[tuple[float, ...]] = []
+    for row, sample in enumerate(sample for group in groups for sample in group.samples):
+        turns = sample.agent.turns if sample.agent else [Turn(0, 0, len(sample.tokens))]
+        places = np.argsort(np.argsort([turn.number for turn in turns])).tolist()
+        found += [(row, at, turn.tokens, turn.reward or 0.0) for at, turn in zip(places, turns, strict=True)]
+    rows, order, tokens, rewards = np.array(found, np.float64).reshape(-1, 4).T
+    return Turns(rows.astype(np.int64), order.astype(np.int64), tokens.astype(np.int64), rewards)
 
 
 def flat_scores(groups: Sequence[Group]) -> np.ndarray:
@@ -216,10 +247,17 @@ def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
 
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
-    """The chosen rows (bool [rows]) as sequences; each has a response token."""
+    """The chosen rows (bool [rows]) as sequences; each has a response token. A rollout of an agent is one for each of
+    its branches that is trained on."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
-    return [_sequence(prompt, sample, row) for row, (prompt, sample) in enumerate(samples) if rows[row]]
+    sequences: list[TrainSequence] = []
+    for row, (prompt, sample) in enumerate(samples):
+        if rows[row] and sample.agent is None:
+            sequences.append(_sequence(prompt, sample, row))
+        elif rows[row] and sample.agent is not None:
+            sequences += _branches(sample.agent.branches, sample, row)
+    return sequences
 
 
 def _counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
@@ -258,6 +296,21 @@ def _sequence(prompt: np.ndarray, sample: Sample, row: int) -> TrainSequence:
     return TrainSequence(tokens, loss_mask, rollout_logprobs, row)
 
 
+def _branches(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
+    sequences, first = [], 0
+    for branch in branches:
+        trained = np.flatnonzero(branch.trained)
+        if not len(trained):
+            continue
+        length = int(trained[-1]) + 1  # nothing depends on what comes after
+        rollout_logprobs = np.zeros(length, np.float32)
+        rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
+        tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
+        sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first))
+        first += len(trained)
+    return sequences
+
+
 # --- train and sync ---------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +323,7 @@ class Trained:
     critic: CriticMetrics | None = None
     lr: float = 0.0
     critic_lr: float = 0.0
+    memory_peak: int | None = None  # bytes; of the rank that had most at a time
 
 
 def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
@@ -279,11 +333,22 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
         if loaded.batches:
             with run.clock.phase("update"):
                 trained = _update_policy(run, _update_critic(run, trained, loaded, step), loaded, step)
+            trained = replace(trained, memory_peak=run.policy.memory_peak())
         every = run.recipe.algorithm.reference.update_every_steps
         if every is not None and step % every == 0:
             with run.clock.phase("update"):
                 run.policy.update_reference()
     return trained
+
+
+def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
+    """What the step says of its samples, for those who look at them: of the tokens that are kept, what ranks know."""
+    settings = run.recipe.track.rollouts
+    if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
+        return Learned(loaded.rows, loaded.advantages)
+    kept = figured_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
+    lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
+    return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))
 
 
 def sync(run: Run, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficie
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import MismatchConfig, Recipe
+from megagrpo.reward.scorer import REACHED_LIMIT
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
+from megagrpo.trainer.agent_metrics import agent_metrics
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.trainer.step import Loaded, Trained, flat_scores, with_signal
@@ -31,11 +34,15 @@ def step_metrics(
     run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
     """All metrics of a step but its phases' seconds. kl_coefficient: that of this step."""
-    metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+    metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
     if isinstance(run, Run):
         idle, seconds = run.rollouts.idle()
+        metrics |= run.scorer.take_metrics()
         metrics["engines/serving"] = float(run.rollouts.serving)
+        metrics["weights/sync_bytes"] = float(run.weights.received_bytes)
         metrics |= {"engines/idle_seconds": idle, "engines/idle_share": idle / seconds if seconds else 0.0}
+        if run.recipe.agent is not None:
+            metrics["agent/processes_restarted"] = float(run.rollouts.agents_restarted())
         if run.recipe.data.no_resampling_pass_rate is not None:
             metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
     if loaded.batches:
@@ -43,6 +50,8 @@ def step_metrics(
     if trained.critic is not None:
         found = {"lr": trained.critic_lr, **vars(trained.critic)}
         metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in found.items()}
+    if trained.memory_peak is not None:
+        metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
         metrics |= {"lr": trained.lr} | update_metrics(trained.policy)
         if trained.policy.kl is not None:
@@ -55,24 +64,44 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scores = flat_scores(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
+    errors = sum(bool(score.error) for group in groups for score in group.scores)
     metrics = {
         **_spread(scores[~np.isnan(scores)]),
-        "reward/errors": float(sum(bool(score.error) for group in groups for score in group.scores)),
-        "reward/truncated_masked": float(sum(bool(score.masked) for group in groups for score in group.scores)),
-        "reward/solved_share": float(np.mean([score.solved for group in groups for score in group.scores])),
+        "reward/errors": float(errors),
+        "reward/errors_share": errors / len(samples),
+        "reward/truncated_masked": float(
+            sum(score.masked == REACHED_LIMIT for group in groups for score in group.scores)
+        ),
+        "reward/solved_share": _solved_share(groups),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
         "response_tokens/truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
         "response_tokens/aborted_share": float(np.mean([sample.finish == "abort" for sample in samples])),
         "prompt_tokens/mean": float(np.mean([len(group.prompt.tokens) for group in groups])),
     }
+    metrics |= {f"reward/{name}": value for name, value in score_parts(groups).items()}
+    sources = sorted({group.prompt.data_source for group in groups})
+    for source in sources if len(sources) > 1 else ():
+        members = [group for group in groups if group.prompt.data_source == source]
+        known = [score.value for group in members for score in group.scores if score.value is not None]
+        metrics[f"reward/{source}/mean"] = float(np.mean(known)) if known else nan
+        metrics[f"reward/{source}/solved_share"] = _solved_share(members)
+        metrics |= {f"reward/{source}/{name}": value for name, value in score_parts(members).items()}
+    return metrics
+
+
+def score_parts(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean of each part of a score over the samples that have it."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for score in group.scores:
             for name, value in score.parts.items():
                 parts.setdefault(name, []).append(value)
-    metrics.update({f"reward/{name}": float(np.mean(values)) for name, values in parts.items()})
-    return metrics
+    return {name: float(np.mean(values)) for name, values in parts.items()}
+
+
+def _solved_share(groups: Sequence[Group]) -> float:
+    return float(np.mean([score.solved for group in groups for score in group.scores]))
 
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
@@ -205,26 +234,35 @@ def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory:
         f"train logprob {worst.train_logprob:.4g}, rollout logprob {worst.rollout_logprob:.4g}, "
         f"sampled by weight version {worst.weight_version}",
         needed=f"at most {settings.above:g} (rollout.mismatch.above)",
-        fix=f"`megagrpo report {directory}` shows whether it grew slowly or at once, and in which tokens. All tokens: "
-        "the engine's weights, temperature or dtype differ from the trainer's. Few: its kernels or its cache. "
-        "To go on with the same command, raise rollout.mismatch.above or set rollout.mismatch.then to warn",
+        fix=f"`megagrpo report {directory} --mismatch` shows whether it grew slowly or at once, and in which tokens. "
+        "All tokens: the engine's weights, temperature or dtype differ from the trainer's. Few: its kernels or its "
+        "cache. To go on with the same command, raise rollout.mismatch.above or set rollout.mismatch.then to warn",
     )
 
 
 def _worst_token(
     found: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
 ) -> WorstToken:
-    tokens = [*map(int, prompt.tokens), *map(int, sample.tokens)]
-    at, position = found.position, found.position - len(prompt.tokens)
+    tokens, at = _sequence_around(prompt, sample, found.index)
     return WorstToken(
         prompt_id=prompt.id,
         sample=sample.index,
-        position=position,
+        position=found.index,
         token=tokens[at],
         before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
         text=decode([tokens[at]]),
         after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
         train_logprob=found.train_logprob,
         rollout_logprob=found.rollout_logprob,
-        weight_version=int(sample.versions[position]),
+        weight_version=int(sample.versions[found.index]),
     )
+
+
+def _sequence_around(prompt: Prompt, sample: Sample, index: int) -> tuple[list[int], int]:
+    """The sequence that has the sample's response token `index`, as an engine saw it; and where in it the token is."""
+    for branch in sample.agent.branches if sample.agent else ():
+        trained = np.flatnonzero(branch.trained)
+        if index < len(trained):
+            return branch.tokens.tolist(), int(trained[index])
+        index -= len(trained)
+    return [*map(int, prompt.tokens), *map(int, sample.tokens)], len(prompt.tokens) + index

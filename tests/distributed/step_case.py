@@ -180,12 +180,12 @@ def grpo_step(case: Case, recipe: Recipe, model: torch.nn.Module) -> StepResult:
     `model` is in float64 and is changed.
     """
     algorithm = recipe.algorithm
-    per_sequence = []
+    of_row: dict[int, list[torch.Tensor]] = {}
     for sequence in case.sequences:
         logprobs, entropy = response_logprobs(model, sequence.tokens)
         mask = torch.from_numpy(sequence.loss_mask[1:])
         old = torch.from_numpy(sequence.rollout_logprobs[1:]).double()
-        advantage = float(case.advantages[sequence.row])
+        advantage = advantage_of(case, sequence)
         ratio = (logprobs - old).exp()
         surrogate = torch.min(
             ratio * advantage, ratio.clip(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high) * advantage
@@ -193,11 +193,23 @@ def grpo_step(case: Case, recipe: Recipe, model: torch.nn.Module) -> StepResult:
         log_ratio = reference_of(old) - logprobs
         kl = log_ratio.exp() - log_ratio - 1
         objective = surrogate - algorithm.kl.coefficient * kl + algorithm.entropy_coefficient * entropy
-        per_sequence.append(-objective[mask])
-    loss = torch.cat(per_sequence).mean()
+        of_row.setdefault(sequence.row, []).append(-objective[mask])
+    responses = [torch.cat(losses) for losses in of_row.values()]
+    loss = torch.cat(responses).mean()
     if algorithm.aggregation.name == "seq_mean_token_mean":
-        loss = torch.stack([losses.mean() for losses in per_sequence]).mean()
+        loss = torch.stack([losses.mean() for losses in responses]).mean()
     return torch_step(model, loss, read_architecture(case.directory), recipe.train.optimizer)
+
+
+def advantage_of(case: Case, sequence: TrainSequence) -> float | torch.Tensor:
+    """The row's, or for each token but the first that of the row's response tokens which it is; elsewhere 0."""
+    if not isinstance(case.advantages, Ragged):
+        return float(case.advantages[sequence.row])
+    values, of_row = torch.zeros(len(sequence.tokens) - 1), iter(case.advantages.row(sequence.row)[sequence.first :])
+    for place in range(1, len(sequence.tokens)):
+        if sequence.loss_mask[place]:
+            values[place - 1] = float(next(of_row))
+    return values
 
 
 def torch_step(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
 from megagrpo.layout.parallel import ParallelLayout
@@ -23,6 +25,18 @@ def build_as_on_gpus() -> None:
     )
     multi_latent_attention.fused_apply_mla_rope_for_q = rotate_queries
     multi_latent_attention.fused_apply_mla_rope_for_kv = keys_and_values
+    token_dispatcher.MoEAlltoAllTokenDispatcher.__init__ = with_indices_here
+
+
+make_dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher.__init__
+
+
+def with_indices_here(self: Any, *args: Any, **kwargs: Any) -> None:
+    """With moe_permute_fusion, Megatron makes them on a device that it calls cuda by name."""
+    settings = kwargs["config"]
+    fused, settings.moe_permute_fusion = settings.moe_permute_fusion, False
+    make_dispatcher(self, *args, **kwargs)
+    settings.moe_permute_fusion = fused
 
 
 def tensors_elsewhere(directories: list[Path], layer_specs: list[str]) -> list[str]:

@@ -33,6 +33,8 @@ from tests.distributed.step_ranks import on_ranks, the_one, update
 
 SAMPLES = 3
 SKIPPED = 1
+KEPT = 7
+"""Rows whose tokens' figures are asked for: of two groups, and the first of the third."""
 # (row, position in the response): by how much the engine's logprob is too low; elsewhere it is noise of 0.1.
 PLANTED = {(7, 40): 5.0, (11, 15): 3.5}
 ONE = {"kl": {"coefficient": 0.0}}
@@ -80,7 +82,7 @@ def mismatch(rank: TrainRank, batch: RankBatch, advantages: np.ndarray, old: boo
     if old:
         rank.compute_old_logprobs()
     metrics = update(rank, advantages)
-    return metrics and metrics.mismatch
+    return metrics and metrics.mismatch, rank.token_figures(KEPT)
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -100,7 +102,17 @@ def letters(tokens: Sequence[int]) -> str:
 )
 def test_every_layout_finds_what_transformers_finds(step, name, algorithm):
     recipe = make_recipe(ROWS[name].of("qwen3"), algorithm=algorithm)
-    found = the_one(on_ranks(mismatch, recipe, step.case, algorithm is SEVERAL))
+    answers, figures = zip(*on_ranks(mismatch, recipe, step.case, algorithm is SEVERAL), strict=True)
+    found = the_one(answers)
+
+    kept = {(row, at): value for f in figures if f for row, at, value in zip(f.rows, f.index, f.logprobs, strict=True)}
+    assert sum(len(f.rows) for f in figures if f) == len(kept), "each token comes from one rank"
+    assert all((f.entropies > 0).all() for f in figures if f)
+    of_rows = [row for row in range(KEPT) if row // SAMPLES != SKIPPED]
+    rollout = np.concatenate([step.groups[row // SAMPLES].samples[row % SAMPLES].logprobs for row in of_rows])
+    train = np.array([kept[row, at] for row in of_rows for at in range(RESPONSES[row])])
+    assert len(train) == len(kept)
+    np.testing.assert_allclose(train - rollout, step.difference[: len(train)], atol=1e-4)
 
     d = step.difference
     weights = np.exp(d)

@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("qwen2_tied", 4, True),
         ("deepseek_v3", 4, True),
-        *(pytest.param(family, ranks, False, marks=pytest.mark.long) for family in TINY_FAMILIES for ranks in (4, 8)),
+        *(pytest.param(family, 4, False, marks=pytest.mark.long) for family in TINY_FAMILIES),
+        *(pytest.param(family, 8, False, marks=pytest.mark.soak) for family in TINY_FAMILIES),
     ],
 )
 def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, models: dict[str, Path]) -> None:

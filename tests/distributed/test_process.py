@@ -87,6 +87,15 @@ def test_a_device_without_an_index_is_the_first(device: str, index: int) -> None
     assert process.cuda_index(device) == index
 
 
+def test_on_gpus_new_groups_do_not_split_the_communicator_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they would if the default group had a device of its own: every group on every rank."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
+    process.start(0, 128, "env://", "cuda:3", timeout_seconds=1)
+    assert (given["backend"], given["world_size"], given.get("device_id")) == ("nccl", 128, None)
+
+
 def test_a_layout_of_another_size_is_an_error() -> None:
     (message,) = run_ranks(1, start_two_on_one)
     assert "given: 1 ranks" in message

@@ -56,7 +56,7 @@ def steps_of_variants(
         responses = rank.batch.minibatches[0].responses
         for i, response in enumerate(responses):
             # The engines differ from the trainer, differently for every token.
-            noise = 0.3 * ((response.rows * 7 + response.places * 13) % 11 - 5) / 5
+            noise = 0.3 * ((response.rows * 7 + response.numbers * 13) % 11 - 5) / 5
             responses[i] = replace(response, rollout_logprobs=response.rollout_logprobs + noise)
         update = compute_gradients(rank, advantages, step=3)
         ((_, weights),) = update.minibatches

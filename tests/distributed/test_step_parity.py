@@ -136,8 +136,8 @@ def test_megatrons_gradient_of_shared_keys_would_be_noticed(family_of):
 
 def step_with_local_denominators(rank: Any, batch: RankBatch, *args: Any) -> RankStep:
     tokens = tuple(sum(count_response_tokens(micro.sequences) for micro in mini) for mini in batch.minibatches)
-    sequences = tuple(sum(len(micro.sequences) for micro in mini) for mini in batch.minibatches)
-    return step(rank, replace(batch, tokens=tokens, sequences=sequences), *args)
+    rows = tuple(sum(len(micro.sequences) for micro in mini) for mini in batch.minibatches)
+    return step(rank, replace(batch, tokens=tokens, rows=rows), *args)
 
 
 def test_local_denominators_would_be_noticed(dense):

@@ -252,7 +252,7 @@ def test_logprobs_do_not_depend_on_how_many_microbatches_pass_at_once(name, pass
 
 
 def update_of_nothing(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> tuple[Any, Any]:
-    load_and_pass(rank, RankBatch(((),), (0,), (0,), (0.0,)))
+    load_and_pass(rank, RankBatch(((),), (0,), (0,), (0.0,), ((),)))
     return rank.token_kl(), update(rank, advantages)
 
 

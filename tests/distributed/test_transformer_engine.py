@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import config, model
 from megagrpo.megatron.rank import TrainRank
+from megagrpo.recipe.json_schema import DIRECTORY
+from megagrpo.recipe.load import load
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import KINDS, ROWS, Row
 from tests.distributed.step_case import (
@@ -39,12 +42,13 @@ from tests.rank_group import RankGroupError, run_ranks
 TE = {"layer_spec": "transformer_engine"}
 
 
-def rows(*always: str) -> list[Any]:
-    """All rows; those not named here among the long tests."""
-    return [pytest.param(name, marks=[] if name in always else pytest.mark.long) for name in ROWS]
+def rows(*always: str, others: pytest.MarkDecorator) -> list[Any]:
+    """All rows; those not named here with the mark `others`."""
+    return [pytest.param(name, marks=[] if name in always else others) for name in ROWS]
 
 
-@pytest.mark.parametrize("name", rows("one rank"))
+# Whole steps, below, show forward passes too; of one family in each row.
+@pytest.mark.parametrize("name", rows("one rank", others=pytest.mark.soak))
 def test_every_family_agrees_with_transformers(name: str, tiny: Tiny) -> None:
     row = ROWS[name]
     families = [family for family, kind in KINDS.items() if kind == row.kind or name == "one rank"]
@@ -68,14 +72,39 @@ def in_torch(case_of: CaseOf) -> Callable[[Row], tuple[Case, StepResult]]:
 
 
 def step_of(row: Row, case: Case, first: Callable[[], None] | None = None, **train: Any) -> StepResult:
-    return gather(on_ranks(step, recipe_of(row.family, row.layout, **TE, **train), case, first=first))
+    found = on_ranks(step, recipe_of(row.family, row.layout, **TE, **train), case, first=first)
+    return gather(found, with_gradients=not train.get("distributed_optimizer"))
 
 
-@pytest.mark.parametrize("name", rows("tensor, data"))
+@pytest.mark.parametrize("name", rows("tensor, data", others=pytest.mark.long))
 def test_every_layout_takes_the_step_of_plain_torch(name, in_torch):
     """Among other things the gradient norm, which does not depend on how many ranks hold a weight."""
     case, wanted = in_torch(ROWS[name])
     assert_same_step(step_of(ROWS[name], case), wanted)
+
+
+SMALLER = {
+    "math_qwen3_30b_a3b_2x8": Row(ParallelLayout(tensor=2, data=2, expert=2), "qwen3_moe"),
+    "deepseek_v3_671b": Row(ParallelLayout(tensor=2, pipeline=2, expert=2), "deepseek_v3"),
+    "math_qwen3_32b_4x8": Row(ParallelLayout(pipeline=2, data=2), "qwen3"),
+    "grpo_70b": Row(ParallelLayout(tensor=2, pipeline=2), "llama"),
+    "math_qwen3_32b_8h200": Row(ParallelLayout(pipeline=2, virtual_pipeline=2), "qwen3"),
+}
+"""What splits the models of recipes, of fewer layers and ranks."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "a3b" in name else pytest.mark.long) for name in SMALLER]
+)
+def test_with_a_recipes_options_it_is_the_same_step(name, in_torch):
+    """Kernels for experts, what is computed again, exchanges beside passes, outputs of stages that are freed."""
+    row, train = SMALLER[name], load(DIRECTORY / f"{name}.yaml").recipe.train
+    again = {"layers": 1} if train.recomputed.layers else train.recompute
+    options = {"recompute": again, "overlap": train.overlap, "megatron": train.megatron}
+    case, wanted = in_torch(row)
+    if train.overlap:  # each data rank then has sums of its share of the gradients alone
+        options, wanted = options | {"distributed_optimizer": True}, replace(wanted, gradients={})
+    assert_same_step(step_of(row, case, **options), wanted)
 
 
 def narrow_moments(rank: TrainRank, batch: RankBatch, advantages: Any, saved: Path, resume: bool) -> Any:

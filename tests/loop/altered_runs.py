@@ -6,6 +6,7 @@ while they work. Nothing comes after that call before the signal was sent.
 `signal_ranks NAME CALL N`: the same, and from then on at each CALL.
 `await_lost_node FILE CALL N`: likewise, it makes FILE and waits until Ray has lost a node, before it waits for them.
 `on_node ADDRESS`: it joins Ray on the node with this address, of several on this machine.
+`gate FILE`: it ends no step beyond the number in FILE, as long as FILE has none that is greater.
 `lie`: one trained token of each step has a rollout logprob that is 3 nats too low: the third of the first trained
 sample that has so many. Which sample it is, is printed.
 `without_advantages`: every advantage is 0, the control that shows what GRPO's signal does.
@@ -17,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
@@ -31,6 +32,7 @@ from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages, GroupMethod
 from megagrpo.batching.rank_batches import TrainSequence
 from megagrpo.cluster.train_ranks import TrainRanks
+from megagrpo.track.tracker import Tracker
 from megagrpo.trainer import step
 from megagrpo.types import Group
 from tests.loop.conftest import actors_of
@@ -92,6 +94,24 @@ def await_lost_node(file: str, call: str, nth: str) -> None:
     TrainRanks.wait = late_wait
 
 
+def open_gate(file: Path, step: int) -> None:
+    """For the steps up to this one. The number is there as a whole or not at all."""
+    number = file.with_suffix(".new")
+    number.write_text(str(step))
+    number.replace(file)
+
+
+def gate(file: str) -> None:
+    true_log = Tracker.log
+
+    def gated_log(tracker: Tracker, step: int, metrics: Mapping[str, float]) -> None:
+        while step > int(Path(file).read_text()):
+            time.sleep(0.02)
+        true_log(tracker, step, metrics)
+
+    Tracker.log = gated_log
+
+
 def lying_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     sequences = true_sequences(groups, rows)
     index = next(i for i, sequence in enumerate(sequences) if sequence.loss_mask.sum() > POSITION)
@@ -114,6 +134,9 @@ if __name__ == "__main__":
     elif alteration == "await_lost_node":
         await_lost_node(*words[:3])
         words = words[3:]
+    elif alteration == "gate":
+        gate(words[0])
+        words = words[1:]
     elif alteration == "on_node":
         ray.init = partial(ray.init, _node_ip_address=words[0])
         words = words[1:]

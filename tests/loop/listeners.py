@@ -17,25 +17,31 @@ PROCESSES = {
     "Ray: global control, raylets, workers, the driver": ("gcs_server", "raylet", "worker", "rank", "engine", "driver"),
     "Ray's runtime environment agent": ("agent",),
     "Ray's dashboard": (),
+    "Ray's client server and autoscaler": (),
     "the store in which training ranks find each other (driver)": ("driver",),
     "the store of the weight sync (driver)": ("driver",),
     "the gates of both stores (driver)": ("driver",),
     "gloo, NCCL: training ranks, and `weights.transfer: process_group` or `two_hops`": ("rank",),  # not process_group
-    "an SGLang server that the run started: HTTP": ("server",),
+    "an SGLang server that the run started, of an engine or of `reward.models`: HTTP": ("server",),
     "the ranks of such a server among themselves (gloo, torch's store, NCCL)": ("server",),
     "an engine over several nodes: the store in which its ranks find each other, gloo, NCCL, SGLang's messages": (),
+    "the gateway of agents (driver), if the recipe has `agent`": (),  # these runs have none
     "MLflow": (),
+    "metrics for Prometheus (driver), with `track.prometheus_port`": (),
 }
 """Which processes each row of the table is about."""
 ONE_NODE = {"127.0.0.1": ["127.0.0.1"], "none": []}
 """What the words of the table's first column mean."""
+OF_RAY_START = "of ray start"
+"""These are not the run's: `ray start` starts them if grpcio or prometheus-client is installed."""
 KINDS = {
     r".*\bgcs_server\b": "gcs_server",
     r".*\braylet/raylet\b": "raylet",
     r"ray::RuntimeEnvAgent": "agent",
     r"ray::RankActor": "rank",
     r"ray::EngineActor": "engine",
-    r"ray::": "worker",
+    r"ray::|.*/workers/default_worker\.py": "worker",  # the latter before it has a name
+    r".*\bray\.util\.client\.server\b|.*/ray/autoscaler/_private/monitor\.py": OF_RAY_START,
     r"sglang::|.*/rollout/sglang/launch\.py": "server",
 }
 
@@ -67,6 +73,8 @@ def check_table(found: Iterable[tuple[str, str]], column: int, meaning: Mapping[
             said.setdefault(kind, set()).update(meaning[re.split(r"[,;:(]", row[column])[0].strip()])
     by_kind: dict[str, set[str]] = {}
     for kind, address in found:
+        if kind == OF_RAY_START:
+            continue
         by_kind.setdefault(kind, set()).add(address)
     assert by_kind == {kind: said.get(kind) for kind in by_kind}
     assert {"driver", "gcs_server", "raylet", "agent", "rank", "engine"} <= by_kind.keys()

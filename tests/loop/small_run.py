@@ -23,7 +23,7 @@ T = TypeVar("T")
 STEPS = 4
 RUN_SECONDS = 600.0
 """A run that is not over by then hangs. Twenty seconds are enough where nothing else runs."""
-VOLATILE = ("seconds/", "tokens_per_second", "time", "engines/", "trainer/")
+VOLATILE = ("seconds/", "tokens_per_second", "time", "engines/", "trainer/", "restarts")
 """Metrics that measure the machine and differ from run to run."""
 
 
@@ -77,7 +77,7 @@ def recipe(inputs: Path, output: Path, name: str = "small") -> dict[str, Any]:
             "tokens_per_microbatch": 128,
             "optimizer": {"lr": 1e-3},
         },
-        "eval": {"files": [{"path": str(inputs / "test.parquet")}], "every_steps": 2},
+        "eval": {"sets": {"sums": {"files": [{"path": str(inputs / "test.parquet")}]}}, "every_steps": 2},
         "checkpoint": {"every_steps": 2},
         "track": {"directory": str(output), "console": "lines", "mlflow": None},
         "cluster": {"device": "cpu", "start_timeout_seconds": RUN_SECONDS / 2},
@@ -101,13 +101,15 @@ def start(
     command: str = "train",
     through: Sequence[str] = ("megagrpo.cli",),
     environment: Mapping[str, str] | None = None,
+    errors: int = subprocess.STDOUT,
 ) -> subprocess.Popen[str]:
     """Starts `megagrpo train`, or another command. `through`: the module that runs it, and what that is told first.
-    `environment`: RayNodes.environment, to join that Ray; otherwise the run starts its own."""
+    `environment`: RayNodes.environment, to join that Ray; otherwise the run starts its own. `errors`: where standard
+    error goes, by default to what was printed."""
     return subprocess.Popen(
         [sys.executable, "-m", *through, command, str(recipe_file), *overrides],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         text=True,
         cwd=REPOSITORY,
         env=environment or own_environment(),

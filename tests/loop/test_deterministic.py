@@ -34,6 +34,7 @@ def weights(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run / "hugging_face").glob("*.safetensors"))}
 
 
+@pytest.mark.soak
 def test_two_runs_of_a_deterministic_recipe_have_the_same_metrics_and_weights(
     inputs: Path, tmp_path: Path, ray: Environment
 ) -> None:

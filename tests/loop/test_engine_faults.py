@@ -137,7 +137,8 @@ def sample_until_given_back(actor: Any) -> None:
 
 def restarted(cluster: Cluster) -> list[str]:
     """Engines that were started again, and why."""
-    return [line.removeprefix("restarting ") for line in cluster.said if line.startswith("restarting ")]
+    begin = "warning: restarting "
+    return [line.removeprefix(begin) for line in cluster.said if line.startswith(begin)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -64,23 +65,30 @@ def newest(checkpoints: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"raylet": signal.SIGKILL, "gcs_server": signal.SIGSTOP},
+        pytest.param({"raylet": signal.SIGSTOP, "gcs_server": signal.SIGKILL}, marks=pytest.mark.soak),
+    ],
+    ids=["raylet killed, gcs_server stopped", "raylet stopped, gcs_server killed"],
+)
 def test_a_part_of_ray_that_is_killed_or_stopped_ends_the_run_with_its_node(
-    inputs: Path, tmp_path: Path, name: str
+    inputs: Path, tmp_path: Path, faults: dict[str, signal.Signals]
 ) -> None:
-    def printed(number: signal.Signals) -> str:
-        directory = tmp_path / number.name
+    def printed(name: str) -> str:
+        directory = tmp_path / name
         directory.mkdir()
         run = Faulty(inputs, directory)
-        run.signal(name, number)
+        run.signal(name, faults[name])
         return run.end(EXIT_NODE_LOST)
 
-    for text in small_run.side_by_side(lambda: printed(signal.SIGKILL), lambda: printed(signal.SIGSTOP)):
+    for text in small_run.side_by_side(*(partial(printed, name) for name in faults)):
         assert "node lost:" in text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("driver", ["head", "worker"])
+@pytest.mark.parametrize("driver", [pytest.param("head", marks=pytest.mark.soak), "worker"])
 def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
     inputs: Path, tmp_path: Path, driver: str
 ) -> None:
@@ -124,14 +132,6 @@ def test_processes_that_are_stopped_when_the_driver_is_killed_end_too(inputs: Pa
 
 
 @pytest.mark.long
-def test_a_killed_rank_is_named_in_place_of_what_the_other_raised_because_of_it(inputs: Path, tmp_path: Path) -> None:
-    run = Faulty(inputs, tmp_path)
-    ranks = [pid for pid, actor in actors_of(run.process.pid).items() if actor == "RankActor"]
-    os.kill(ranks[0], signal.SIGKILL)
-    assert re.search(r"train rank \d died", run.end(EXIT_RUN_FAILED))
-
-
-@pytest.mark.long
 def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "signal_rank", "SIGKILL", "save", "2")
     printed = run.end(EXIT_RUN_FAILED)
@@ -141,21 +141,9 @@ def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_a_run_with_one_sentence_and_the_same_command_continues_it(
+def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_one_that_is_full_ends_the_run_which_can_be_continued(
     inputs: Path, tmp_path: Path
 ) -> None:
-    run = Faulty(inputs, tmp_path)
-    small_run.wait_until((run.directory / "checkpoints" / "step_000002").exists, "a checkpoint", process=run.process)
-    run.limit(resource.RLIMIT_FSIZE, 1)
-    printed = run.end(EXIT_RUN_FAILED)
-    assert printed.count("machine error:") == 1
-    assert re.search(r"given: File too large\n(.*\n)*.*make room", printed)
-    again = small_run.start(run.recipe, "train.total_steps=40")
-    assert "continuing after step" in small_run.end(again)
-
-
-@pytest.mark.long
-def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(inputs: Path, tmp_path: Path) -> None:
     run, saved = Faulty(inputs, tmp_path), tmp_path / "small" / "checkpoints"
     small_run.wait_until((saved / "step_000002").exists, "a checkpoint", process=run.process)
     run.limit(resource.RLIMIT_FSIZE, 4096, driver=False)
@@ -168,10 +156,16 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(inpu
     kept = newest(saved)
     run.limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY, driver=False)
     small_run.wait_until(lambda: newest(saved) > kept, "a later checkpoint", process=run.process)
-    run.process.send_signal(signal.SIGTERM)
-    printed = run.end(EXIT_STOPPED)
+    small_run.wait_until(lambda: not list(saved.glob(".*")), "a moment without a save", process=run.process)
+
+    run.limit(resource.RLIMIT_FSIZE, 1)
+    printed = run.end(EXIT_RUN_FAILED)
     assert "a checkpoint could not be saved, the one before stays" in printed
-    assert "File too large" in printed
+    assert printed.count("machine error:") == 1
+    assert re.search(r"given: File too large\n(.*\n)*.*make room", printed)
+    step = newest(saved)
+    again = small_run.start(run.recipe, f"train.total_steps={step + 8}")
+    assert f"continuing after step {step} " in small_run.end(again)
     assert not list(saved.glob(".*"))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_RUN_FAILED
+from megagrpo.report.rollouts import read_rollouts
 from tests.loop import small_run
 from tests.loop.conftest import Finished, watched
 from tests.loop.ray_nodes import RayNodes
@@ -34,6 +35,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint_with_the
     assert Counter(run.actors.values()) == {"RankActor": 4, "EngineActor": 1}
     ours, theirs = (small_run.metrics(directory) for directory in (run.directory, finished.directory))
     assert small_run.stable(ours) == small_run.stable(theirs)
+    assert read_rollouts(run.directory) == read_rollouts(finished.directory), "each step once"
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from tests.loop import small_run
 from tests.loop.altered_runs import LOWER, POSITION
 
 LIMIT = "rollout.mismatch={above: 1.0, metric: max, then: stop}"
-SHORT = ("eval.files=[]", "checkpoint.every_steps=100", "train.total_steps=2", "checkpoint.export_hugging_face=false")
+SHORT = ("eval.sets={}", "checkpoint.every_steps=100", "train.total_steps=2", "checkpoint.export_hugging_face=false")
 
 
 @pytest.mark.long
@@ -39,5 +39,19 @@ def test_an_altered_logprob_ends_the_run_with_its_token_once_the_step_is_saved(
 
     assert (directory / "checkpoints" / "step_000001" / "MANIFEST.json").exists()
     assert sorted(small_run.metrics(directory)) == [1]
-    shown = small_run.train(directory, command="report")
+    shown = small_run.train(directory, "--mismatch", command="report")
     assert re.search(rf"^ +1 +3 .* {re.escape(altered[3])} +{altered[2]} +2 .*【", shown, re.MULTILINE), shown
+
+
+@pytest.mark.long
+def test_a_rule_that_holds_ends_the_run_once_the_step_is_saved(
+    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    """An untrained model's responses reach the limit."""
+    recipe, directory = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
+    lengths = ("train.total_steps=6", "rollout.alerts={truncated: stop}")
+    printed = small_run.end(small_run.start(recipe, *SHORT[:2], *lengths, environment=ray), EXIT_RUN_FAILED)
+    assert "step 5: many responses are cut off" in printed
+    assert "rollout.alerts.truncated: warn" in printed
+    assert (directory / "checkpoints" / "step_000005" / "MANIFEST.json").exists()
+    assert [entry["alerts"] for entry in small_run.metrics(directory).values()] == [0, 0, 0, 0, 1]

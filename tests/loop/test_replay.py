@@ -19,9 +19,14 @@ def test_a_replayed_step_and_the_one_before_it_give_the_numbers_of_the_run(finis
     run = shutil.copytree(finished.directory, tmp_path / "elsewhere")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path != run}
     printed = small_run.end(small_run.start(run, "--step", "4", command="replay"))
-    assert f"from {run / 'checkpoints' / 'step_000002'}\ntrained step 3\n" in printed
+    lines = printed.splitlines()  # those of a slow machine's progress may be among them
+    assert any(line.endswith(f"from {run / 'checkpoints' / 'step_000002'}") for line in lines)
+    assert "trained step 3" in lines
     logged = small_run.metrics(run)[4]
-    compared = [name for name in logged if not name.startswith((*small_run.VOLATILE, "eval/")) and name != "step"]
+    of_the_run = {"step", "alerts", "restarts", "weights/sync_bytes"}  # a step alone has none
+    compared = [
+        name for name in logged if not name.startswith((*small_run.VOLATILE, "eval/")) and name not in of_the_run
+    ]
     assert f"all {len(compared)} metrics are equal, bit for bit" in printed
     assert all(f"\n{name} " in printed for name in compared)
     assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing of the run is changed"

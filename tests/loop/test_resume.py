@@ -21,6 +21,7 @@ import yaml
 from megagrpo.checkpoint.store import CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
+from megagrpo.report.rollouts import read_rollouts
 from tests.loop import small_run
 from tests.loop.conftest import Finished
 from tests.loop.listeners import Listeners, check_table, listeners
@@ -138,6 +139,7 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
         assert "continuing after step 2" in small_run.end(run.start(cluster.environment))
     ours, theirs = (small_run.metrics(directory) for directory in (run.directory, finished.directory))
     assert small_run.stable(ours) == small_run.stable(theirs)
+    assert read_rollouts(run.directory) == read_rollouts(finished.directory), "each step once"
     small_run.wait_until(lambda: not processes_of(mark), "an end of all processes", GONE_SECONDS)
 
 
@@ -147,9 +149,10 @@ from functools import partial
 from pathlib import Path
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.cluster import runtime
+from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load
 
-started = runtime.start(load(sys.argv[1]).recipe, engines_too=False)
+started = runtime.start(load(sys.argv[1]).recipe, devices_of=partial(plan_devices, engines_too=False))
 store = CheckpointStore(Path(sys.argv[2]), keep_last=2)
 store.verify = partial(runtime.damage_on_nodes, started, 300)
 found = store.latest_complete()
@@ -201,5 +204,5 @@ def test_in_another_layout_and_with_two_engines_elsewhere_a_run_continues_with_a
     ours, theirs = small_run.metrics(run), small_run.metrics(finished.directory)
     assert ours[3]["grad_norm"] != theirs[3]["grad_norm"], "the step was made anew"
     assert ours[3]["grad_norm"] == pytest.approx(theirs[3]["grad_norm"], rel=1e-3)
-    for step, name in ((3, "reward/mean"), (4, "reward/mean"), (4, "eval/mean@1")):
+    for step, name in ((3, "reward/mean"), (4, "reward/mean"), (4, "eval/sums/mean@1")):
         assert ours[step][name] == pytest.approx(theirs[step][name], abs=1e-6), (step, name)

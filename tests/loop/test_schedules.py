@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from megagrpo.errors import EXIT_STOPPED
 from megagrpo.trainer.batches import read_batch
 from tests.loop import small_run
 from tests.loop.conftest import Finished
+from tests.terminal import Terminal, plain
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
 Environment = Mapping[str, str]
@@ -90,7 +92,13 @@ def test_one_step_off_samples_while_the_step_before_trains_and_continues_with_th
 def test_over_sampling_trains_on_what_is_complete_first_and_reports_what_it_throws_away(
     inputs: Path, finished: Finished, tmp_path: Path, ray: Environment
 ) -> None:
-    small_run.train(write(inputs, tmp_path, "cut", {"kind": "sync", "oversample": 3}), environment=ray)
+    recipe = write(inputs, tmp_path, "cut", {"kind": "sync", "oversample": 3})
+    command = [sys.executable, "-m", "megagrpo.cli", "train", str(recipe), "track.console=auto"]
+    terminal = Terminal(command, ray)
+    drawn = plain(terminal.end())
+    for shown in ("cut · starting", "loading libraries", "cut · step 4/4", "finished after", f"train {tmp_path}/cut/"):
+        assert shown in drawn, drawn
+    assert terminal.drawn.count("\x1b[?25h") == terminal.drawn.count("\x1b[?25l"), "the cursor is there again"
     entries = small_run.metrics(tmp_path / "cut")
     for step in range(1, small_run.STEPS + 1):
         groups = read_batch(tmp_path / "cut", step).sampled.groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tests.loop import small_run
 from tests.safetensors_files import saved, with_tensors
 
 STEPS = 6
+NOT_PRINTED = ("step", "time")
+"""What lines of metrics.jsonl have besides metrics."""
 
 
 def recipe(inputs: Path, output: Path) -> dict[str, Any]:
@@ -63,9 +66,11 @@ def write_conversations(directory: Path, name: str, sums: list[tuple[int, int]])
 
 @pytest.fixture(scope="module")
 def finished_sft(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Mapping[str, str]) -> Path:
-    """Directory of a run that was not interrupted."""
+    """Directory of a run that was not interrupted. What it printed on standard output is in `printed`, beside it."""
     output = tmp_path_factory.mktemp("finished_sft")
-    small_run.train(small_run.write(recipe(inputs, output), output), command="sft", environment=ray)
+    recipe_file = small_run.write(recipe(inputs, output), output)
+    how: Any = {"command": "sft", "environment": ray, "errors": subprocess.DEVNULL}
+    (output / "printed").write_text(small_run.train(recipe_file, "--json", **how))
     return output / "small_sft"
 
 
@@ -81,6 +86,18 @@ def transformers_loss(model_directory: Path, conversations: Path) -> float:
             log_p = torch.log_softmax(model(tokens[None]).logits[0, :-1], -1)
         losses.append(-log_p.gather(1, tokens[1:, None])[:, 0][torch.from_numpy(example.loss_mask[1:])])
     return torch.cat(losses).mean().item()
+
+
+def test_with_json_a_run_prints_an_object_per_line_and_every_step(finished_sft: Path) -> None:
+    printed = (finished_sft.parent / "printed").read_text()
+    events = [json.loads(line) for line in printed.splitlines()]
+    assert (events[0]["event"], events[-1]["event"], events[-1]["state"]) == ("start", "end", "finished")
+    steps = {event["step"]: event["metrics"] for event in events if event["event"] == "step"}
+    logged = small_run.metrics(finished_sft)
+    assert steps == {step: {k: v for k, v in entry.items() if k not in NOT_PRINTED} for step, entry in logged.items()}
+    (score,) = events[-1]["held_out"]
+    assert (score["name"], score["last"]) == ("loss", logged[STEPS]["eval/loss"])
+    assert {"run directory", "checkpoint", "Hugging Face model"} <= events[-1]["places"].keys()
 
 
 def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft: Path) -> None:
@@ -121,7 +138,9 @@ def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from
     )
     assert f"{model}: {name}" in refused
     assert "step 6" in diverged
-    assert "not finite" in diverged
+    assert diverged.count("lower train.optimizer.lr") == 1, "the error is said once"
+    assert "Traceback" not in diverged
+    assert "has diverged" in diverged or "not finite" in diverged  # weights beyond bounds, or a loss that is no number
     assert "lower train.optimizer.lr" in diverged
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000004"]
     assert "continuing after step 4" in small_run.train(recipe_file, **how)

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams
-from tests.loop import small_run
+from tests.loop import small_run, test_agents
 from tests.loop.conftest import watched
 from tests.loop.listeners import ONE_NODE, check_table, listeners
 from tests.loop.ray_nodes import RayNodes
@@ -42,6 +41,8 @@ ELSEWHERE = [
     "weights.transfer=process_group",
 ]
 ADAPTERS = ["train.lora={rank: 4, alpha: 8}"]
+FOR_EVER = ["train.total_steps=10000", "algorithm.skip_groups_without_signal=false"]
+"""Each step has its figures, also once all is learnt."""
 KEY_VARIABLE = "KEY_OF_THE_SERVER"
 PROMPT = (3, 4, 5, 6)
 
@@ -62,7 +63,7 @@ def test_a_run_on_sglang_trains_on_what_its_servers_sampled_and_listens_where_th
     recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
     run = watched(small_run.start(recipe, *ON_SGLANG), tmp_path / "small")  # on a Ray of its own, as the demo
     by_step = check_trained(run.directory, small_run.STEPS)
-    assert len({entry["eval/mean@1"] for entry in by_step.values() if "eval/mean@1" in entry}) > 1
+    assert len({entry["eval/sums/mean@1"] for entry in by_step.values() if "eval/sums/mean@1" in entry}) > 1
     assert ("server", "127.0.0.1") in run.listeners
     check_table(run.listeners, 1, ONE_NODE)
 
@@ -112,10 +113,11 @@ def latent_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serves other weights than those that a run starts from."""
-    started = start_server(latent_model(tmp_path / "served", seed=1), EngineLayoutConfig(), tmp_path / "server.log")
+    directory = tmp_path_factory.mktemp("server")
+    started = start_server(latent_model(directory / "served", seed=1), EngineLayoutConfig(), directory / "server.log")
     try:
         started.wait_until_ready(START_SECONDS)
         yield started
@@ -155,6 +157,24 @@ def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
     assert server.api_key.encode() not in printed.encode() + written
 
 
+@pytest.mark.long
+def test_turns_of_agents_that_a_server_samples_are_what_is_trained(
+    server: Server, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
+    """The server still has the weights of the run before."""
+    recipe, steps = test_agents.write(inputs, tmp_path, "agents", {"kind": "sync"}), 2
+    engine = ("rollout.engine=external", f"rollout.urls=[{server.url}]", f"rollout.api_key_variable={KEY_VARIABLE}")
+    model = f"model.path={latent_model(tmp_path / 'model', seed=2)}"
+    overrides = (*engine, model, "deterministic=false", f"train.total_steps={steps}")
+    small_run.train(recipe, *overrides, environment={**ray, KEY_VARIABLE: server.api_key})
+    entries = check_trained(tmp_path / "agents", steps)
+    test_agents.require_whole(tmp_path / "agents", range(1, steps + 1))
+    for step in range(1, steps + 1):
+        assert entries[step]["agent/turns/mean"] == 2.0
+        assert entries[step]["agent/branches/mean"] == 1.0
+        assert entries[step]["agent/failed"] == 0.0
+
+
 def answered(log: str, path: str) -> int:
     """How many requests for `path` the server has logged as done."""
     return log.count(f'"POST {path} HTTP/1.1" 200')
@@ -165,7 +185,7 @@ def test_a_run_with_adapters_goes_on_when_a_server_is_killed_and_when_one_is_sto
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
     recipe, run = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), tmp_path / "small"
-    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, "train.total_steps=10000", environment=ray)
+    process = small_run.start(recipe, *ELSEWHERE, *ADAPTERS, *FOR_EVER, environment=ray)
     with ThreadPoolExecutor(1) as pool, ExitStack() as failing:
         failing.callback(process.kill)
         ended = pool.submit(small_run.end, process, EXIT_STOPPED)
@@ -195,11 +215,16 @@ def wait_for_engines(count: int, run: Path) -> None:
     small_run.wait_until(sample, f"{count} engines")
 
 
+def is_engine(process: psutil.Process) -> bool:
+    return "ray::Engine" in " ".join(process.cmdline())
+
+
 def signal_a_scheduler(number: int) -> None:
+    """One of the run's two: the Ray that it joined is ours, as are servers that no run has started."""
     schedulers = []
-    for child in psutil.Process().children(recursive=True):  # the Ray that the run joined is ours
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "sglang::scheduler" in " ".join(child.cmdline()):
+            if "sglang::scheduler" in " ".join(child.cmdline()) and any(map(is_engine, child.parents())):
                 schedulers.append(child)
     assert len(schedulers) == 2, schedulers
     schedulers[0].send_signal(number)
@@ -207,42 +232,37 @@ def signal_a_scheduler(number: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
+@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.soak), "retract"])
 def test_an_asynchronous_run_trains_each_prompt_once_within_its_staleness_also_responses_that_updates_fall_into(
-    inputs: Path, tmp_path: Path, ray: Mapping[str, str]
+    pause: str, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
-    steps, pauses = 3, ("in_place", "retract")
-    recipes = []
-    for pause in pauses:
-        values = small_run.recipe(inputs, tmp_path, pause)
-        values["schedule"], values["weights"] = {"kind": "async", "max_staleness": 2}, {"pause": pause}
-        values["data"]["prompt_tokens_max"], values["cluster"]["placement"] = 12, "disaggregated"
-        # Two samples at a time, so that the engine has far more to do than the rank: updates find it at work.
-        values["rollout"] |= {"engine": "sglang", "response_tokens_max": 32, "requests_at_once": 2}
-        values["train"] |= {"layout": {"tensor": 1}, "total_steps": steps, "tokens_per_microbatch": 512}
-        values["checkpoint"] |= {"keep_batches": steps, "export_every_steps": 1}
-        values["cluster"]["start_timeout_seconds"] = 600
-        recipes.append(small_run.write(values, tmp_path))
-    small_run.side_by_side(*(partial(small_run.train, recipe, environment=ray) for recipe in recipes))
+    values, steps = small_run.recipe(inputs, tmp_path), 3
+    values["schedule"], values["weights"] = {"kind": "async", "max_staleness": 2}, {"pause": pause}
+    values["data"]["prompt_tokens_max"], values["cluster"]["placement"] = 12, "disaggregated"
+    # Two samples at a time, so that the engine has far more to do than the rank: updates find it at work.
+    values["rollout"] |= {"engine": "sglang", "response_tokens_max": 32, "requests_at_once": 2}
+    values["train"] |= {"layout": {"tensor": 1}, "total_steps": steps, "tokens_per_microbatch": 512}
+    values["checkpoint"] |= {"keep_batches": steps, "export_every_steps": 1}
+    values["cluster"]["start_timeout_seconds"] = 600
+    small_run.train(small_run.write(values, tmp_path), environment=ray)
 
-    for pause in pauses:
-        run = tmp_path / pause
-        batches = {step: read_batch(run, step).sampled.groups for step in range(1, steps + 1)}
-        prompts = {group.prompt.id: group.prompt.tokens for groups in batches.values() for group in groups}
-        assert [len(groups) for groups in batches.values()] == [4] * steps
-        assert len(prompts) == 4 * steps, "each is trained once"
-        trained = {step: [one for group in groups for one in group.samples] for step, groups in batches.items()}
-        for step, samples in trained.items():
-            assert {step - 1 - int(version) for one in samples for version in one.versions} <= {0, 1, 2}
-            assert all((np.diff(one.versions) >= 0).all() for one in samples)
-        mixed = [one for samples in trained.values() for one in samples if len(set(one.versions.tolist())) > 1]
-        assert mixed, f"{pause}: no update fell into a response"
-        by_step = small_run.metrics(run)
-        assert any(by_step[step]["staleness/mixed_share"] for step in trained)
-        assert by_step[1]["logprob_difference/max"] < 1e-5, "the first step has samples of the newest weights alone"
+    run = tmp_path / "small"
+    batches = {step: read_batch(run, step).sampled.groups for step in range(1, steps + 1)}
+    prompts = {group.prompt.id: group.prompt.tokens for groups in batches.values() for group in groups}
+    assert [len(groups) for groups in batches.values()] == [4] * steps
+    assert len(prompts) == 4 * steps, "each is trained once"
+    trained = {step: [one for group in groups for one in group.samples] for step, groups in batches.items()}
+    for step, samples in trained.items():
+        assert {step - 1 - int(version) for one in samples for version in one.versions} <= {0, 1, 2}
+        assert all((np.diff(one.versions) >= 0).all() for one in samples)
+    mixed = [one for samples in trained.values() for one in samples if len(set(one.versions.tolist())) > 1]
+    assert mixed, "no update fell into a response"
+    by_step = small_run.metrics(run)
+    assert any(by_step[step]["staleness/mixed_share"] for step in trained)
+    assert by_step[1]["logprob_difference/max"] < 1e-5, "the first step has samples of the newest weights alone"
 
-    # With retract every key and value is of the weights that sample: each token has the logprob of its version.
-    directories = {0: inputs / "model"} | {
-        step: tmp_path / "retract" / "hugging_face_steps" / f"step_{step:06d}" for step in (1, 2)
-    }
-    one = max(mixed, key=lambda sample: len(set(sample.versions.tolist())))
-    check_logprobs([one], [request(prompts[one.prompt_id], SamplingParams(32))], directories)
+    if pause == "retract":  # every key and value is of the weights that sample: a token has its version's logprob
+        directories = {step: run / "hugging_face_steps" / f"step_{step:06d}" for step in (1, 2)}
+        one = max(mixed, key=lambda sample: len(set(sample.versions.tolist())))
+        asked = request(prompts[one.prompt_id], SamplingParams(32))
+        check_logprobs([one], [asked], {0: inputs / "model"} | directories)

@@ -7,18 +7,22 @@ import sqlite3
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megagrpo.cli import main
+from megagrpo.evaluation.responses import read_responses
 from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load
+from megagrpo.report.rollouts import read_rollouts
 from megagrpo.track.metrics import undocumented
+from megagrpo.track.sink import PLAN_FILE
 from megagrpo.weights.families import read_architecture
 from tests.loop import small_run
 from tests.loop.conftest import Finished
@@ -32,9 +36,28 @@ def test_a_run_leaves_metrics_for_every_step(finished: Finished) -> None:
     assert not undocumented(names)
     expected = "reward/mean kl/mean entropy grad_norm clip/low logprob_difference/max packing/efficiency"
     assert set(expected.split()) <= set(entries[1])
-    assert "eval/mean@1" in entries[0]
-    assert "eval/mean@1" in entries[2]
+    assert "eval/sums/mean@1" in entries[0]
+    assert "eval/sums/mean@1" in entries[2]
     assert entries[1]["weights/version"] == 1
+
+
+def test_a_run_keeps_its_plan_and_says_what_a_weight_sync_moves(finished: Finished) -> None:
+    planned = json.loads((finished.directory / PLAN_FILE).read_text(encoding="utf-8"))
+    assert {phase["phase"] for phase in planned["memory"][0]["phases"]} >= {"rollout", "update"}
+    exported = finished.directory / "hugging_face"
+    weights = sum(path.stat().st_size for path in exported.glob("*.safetensors"))
+    assert small_run.metrics(finished.directory)[1]["weights/sync_bytes"] == pytest.approx(weights, rel=0.05)
+
+
+def test_the_responses_of_every_evaluation_are_kept_with_their_scores(finished: Finished) -> None:
+    metrics = small_run.metrics(finished.directory)
+    files = {int(path.stem.removeprefix("step_")): path for path in (finished.directory / "evaluations").iterdir()}
+    assert sorted(files) == [step for step in metrics if "eval/sums/mean@1" in metrics[step]]
+    for step, path in files.items():
+        found = list(read_responses(path))
+        assert fmean(one.score for one in found if one.score is not None) == metrics[step]["eval/sums/mean@1"]
+        assert fmean(one.tokens for one in found) == metrics[step]["eval/sums/response_tokens/mean"]
+        assert all(one.prompt and one.set == "sums" for one in found)
 
 
 def test_a_run_has_one_actor_for_each_rank_and_engine(finished: Finished) -> None:
@@ -61,8 +84,40 @@ def test_rollout_and_training_logprobs_agree_and_the_worst_tokens_of_every_step_
         assert abs(worst["train_logprob"] - worst["rollout_logprob"]) == pytest.approx(line["max"], abs=1e-9)
         assert {token["weight_version"] for token in line["worst"]} == {line["step"] - 1}
         assert all(token["text"] for token in line["worst"])
-    assert f"{lines[-1]['tokens']}" in small_run.train(directory, command="report")
+    assert f"{lines[-1]['tokens']}" in small_run.train(directory, "--mismatch", command="report")
     assert "logprob_difference" not in finished.printed
+
+
+def test_rollouts_are_kept_with_their_tokens_and_say_what_the_metrics_say(finished: Finished) -> None:
+    metrics, rollouts = small_run.metrics(finished.directory), read_rollouts(finished.directory).to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(finished.directory / "hugging_face")
+    for step, entry in metrics.items():
+        rows = [row for row in rollouts if row["step"] == step and row["set"] == "train"]
+        assert len(rows) == (16 if step else 0), "all samples"
+        held_out = [row for row in rollouts if row["step"] == step and row["set"] == "sums"]
+        assert bool(held_out) == ("eval/sums/mean@1" in entry)
+        if held_out:
+            assert fmean(row["score"] for row in held_out) == entry["eval/sums/mean@1"]
+            assert {row["advantage"] for row in held_out} == {None}
+        for row in rows + held_out:
+            assert "".join(row["token_texts"]) == tokenizer.decode(row["token_ids"])
+            assert len(row["rollout_logprobs"]) == len(row["token_versions"]) == row["tokens"] == len(row["token_ids"])
+            assert row["age"] == 0
+            assert row["prompt"]
+        if not rows:
+            continue
+        trained = [row for row in rows if row["train_logprobs"] is not None]
+        pairs = [zip(row["train_logprobs"], row["rollout_logprobs"], strict=True) for row in trained]
+        apart = [abs(train - rollout) for pair in pairs for train, rollout in pair]
+        assert fmean(apart) == pytest.approx(entry["logprob_difference/mean"], rel=1e-5)
+        assert fmean(value for row in trained for value in row["entropies"]) == pytest.approx(entry["entropy"], 1e-5)
+        assert fmean(row["score"] for row in rows) == pytest.approx(entry["reward/mean"])
+        advantages = [row["advantage"] for row in trained]
+        assert max(advantages) == entry["advantages/max"]
+        assert all(row["token_advantages"] == pytest.approx([row["advantage"]] * row["tokens"]) for row in trained)
+        assert fmean(row["tokens"] for row in rows) == entry["response_tokens/mean"]
+        assert sorted({row["sample"] for row in rows}) == [0, 1, 2, 3]
+    assert "ground truth" in small_run.train(finished.directory, "--rollout", "1:3", command="report")
 
 
 def test_each_step_says_how_long_the_ranks_waited_for_samples_and_the_engines_for_weights(finished: Finished) -> None:
@@ -104,6 +159,19 @@ def test_a_plan_that_is_calibrated_by_a_run_says_what_its_phases_took(finished: 
             assert phase.seconds == pytest.approx(measured, rel=1e-6)
 
 
+def test_the_list_of_runs_has_it(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(finished.directory.parent), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    last = small_run.metrics(finished.directory)[small_run.STEPS]
+    assert (listed["name"], listed["state"], listed["step"]) == ("small", "finished", listed["total_steps"])
+    assert (listed["reward"], listed["seconds_per_step"]) == (last["reward/mean"], last["seconds/step"])
+    assert listed["held_out"]["sums/mean@1"]["last"] == last["eval/sums/mean@1"]
+
+
+def test_a_run_that_is_piped_prints_neither_escape_codes_nor_carriage_returns(finished: Finished) -> None:
+    assert not set("\x1b\r") & set(finished.printed)
+
+
 def test_mlflow_has_the_same_metrics(finished: Finished) -> None:
     rewards = [entry["reward/mean"] for step, entry in small_run.metrics(finished.directory).items() if step]
     with sqlite3.connect(finished.directory.parent / "mlflow.db") as database:
@@ -127,9 +195,9 @@ def test_the_end_says_how_to_see_metrics_and_where_everything_is(finished: Finis
     assert str(directory) in printed
 
 
-def test_the_same_command_again_finds_the_run_complete(finished: Finished) -> None:
+def test_the_recipe_that_a_run_has_kept_finds_the_run_complete(finished: Finished) -> None:
     before = small_run.metrics(finished.directory)
-    printed = small_run.train(finished.directory.parent / "small.yaml")
+    printed = small_run.train(finished.directory / "recipe.yaml")
     assert "complete" in printed
     assert small_run.metrics(finished.directory) == before
 

@@ -162,8 +162,8 @@ def start_server(
             tokens_per_request=TOKENS,
             longest_pause_seconds=WAIT_SECONDS,
             options=options or {},
+            loads_weights=True,  # tests sample before an update
         )
-        | {"load_format": "auto"}  # tests sample before an update
         | (node.arguments if node else {}),
         name="engine 0",
         log=log,

@@ -14,6 +14,7 @@ from megagrpo.errors import EngineError
 from megagrpo.plan.engine import cache_bytes_per_token
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.rollout.sglang import arguments
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
 from megagrpo.weights.families import read_architecture
@@ -82,16 +83,29 @@ def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path
     assert sglang_problems(SglangConfig()) == []
 
 
+def test_an_interpreter_that_takes_too_long_to_import_sglang_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    assert arguments.CHECK_SECONDS >= 300  # from a slow file system
+    monkeypatch.setattr(arguments, "CHECK_SECONDS", 0.1)
+    (problem,) = sglang_problems(SglangConfig(python=str(slow)))
+    assert problem.where == "rollout.sglang.python"
+    assert str(slow) in problem.given
+
+
 def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:
     given: dict[str, Any] = {
         "model_directory": "m", "layout": EngineLayoutConfig(tensor=2), "dtype": "float32", "device": "cpu",
         "requests_at_once": 8, "tokens_per_request": 100, "longest_pause_seconds": 600.0,
     }  # fmt: skip
-    arguments = server_arguments(**given, options={"max_total_tokens": 77, "schedule_policy": "lpm"})
-    assert arguments["max_total_tokens"] == 77
-    assert arguments["schedule_policy"] == "lpm"
-    assert arguments["tp_size"] == 2
-    assert arguments["watchdog_timeout"] > 600
+    found = server_arguments(**given, options={"max_total_tokens": 77, "schedule_policy": "lpm"})
+    assert found["max_total_tokens"] == 77
+    assert found["schedule_policy"] == "lpm"
+    assert found["tp_size"] == 2
+    assert found["watchdog_timeout"] > 600
     assert server_arguments(**given, options={})["max_total_tokens"] == 800
     on_gpu = server_arguments(**(given | {"device": "cuda"}), options={})
     sizes = [on_gpu[name] for name in ("max_running_requests", "cuda_graph_max_bs_decode", "sleep_on_idle")]

@@ -26,7 +26,11 @@ LAYOUTS = {
 PROMPTS = [(5, 6, 9, 11), (5, 6, 7), (8, 9, 10, 11, 12), (40, 3)]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+# What is combined in the third is tested apart: attention data parallelism here, latent attention in test_weights.py.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.soak if "latent" in name else []) for name in LAYOUTS],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, sizes, nodes = LAYOUTS[request.param]
     changes = {} if family == "deepseek_v3" else {"max_position_embeddings": CONTEXT}

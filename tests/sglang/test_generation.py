@@ -1,5 +1,7 @@
 """What a real SGLang server samples: its distribution, seeds, ends, aborts and time limits."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,18 @@ def test_requests_past_their_time_limit_which_counts_while_they_wait_are_aborted
     assert 0 < len(first.tokens) < ENDLESS.max_tokens
     assert difference(tied_server.directory, asked[0], first).max() < 1e-5
     assert [(sample.finish, len(sample.tokens)) for sample in others] == [("abort", 0)] * 3  # they had no turn in time
+
+
+def test_an_engine_that_keeps_the_weights_of_anybodys_server_asks_it_for_responses_alone(tied_server: Served) -> None:
+    tied_server.post("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
+    log, asked = tied_server.server.log, ask(PROMPTS[0], SamplingParams(6, temperature=0.0))
+    before = len(log.read_text())
+    with tied_server.borrowed(keeps_weights=True, dtype="bfloat16") as engine:
+        (sample,) = generate(engine, [asked])
+        seen = set(re.findall(r'"(\w+ /\w+) HTTP', log.read_text()[before:]))
+    assert seen == {"GET /server_info", "POST /generate"}
+    assert difference(tied_server.directory, asked, sample).max() < 1e-5
+    assert (sample.versions == 0).all(), "whatever the server calls its weights"
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_what_the_server_says_and_ends_the_others(

@@ -119,7 +119,7 @@ def test_the_worst_tokens_are_those_of_all_ranks_largest_first(pairs, ranks, cou
     merged = merge_worst(found, count)
     assert len(merged) == min(count, len(pairs)), "rows that only fill up are not tokens"
     for token in merged:
-        assert token.position == token.row + 10
+        assert token.index == token.row + 10
         assert (token.train_logprob, token.rollout_logprob) == pairs[token.row]
     assert len({token.row for token in merged}) == len(merged)
     differences = (train - rollout).abs().sort(descending=True).values.tolist()

@@ -1,6 +1,7 @@
 """Packing, balancing and joining: nothing lost, nothing too full, every rank in step and about equally busy."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megagrpo.batching.balance import share_over_ranks, spread_evenly
 from megagrpo.batching.rank_batches import (
     Microbatch,
     RankBatch,
+    SplitRow,
     TrainSequence,
     first_fit_decreasing,
     imbalance,
@@ -80,7 +82,7 @@ def test_every_sequence_is_trained_on_once_and_all_ranks_keep_step(lengths, layo
             assert counts.pop() % layout.pipeline == 0
         members = [s for b in batches for micro in b.minibatches[m] for s in micro.sequences]
         assert {b.tokens[m] for b in batches} == {sum(int(s.loss_mask.sum()) for s in members)}
-        assert {b.sequences[m] for b in batches} == {sum(bool(s.loss_mask.any()) for s in members)}
+        assert {b.rows[m] for b in batches} == {sum(bool(s.loss_mask.any()) for s in members)}
     for batch in batches:
         for micro in (micro for mini in batch.minibatches for micro in mini):
             occupied = padded_lengths(np.array([len(s.tokens) for s in micro.sequences]), layout.context).sum()
@@ -233,6 +235,32 @@ def test_every_matrix_that_a_token_meets_counts_twice(family, tmp_path):
     assert work_of(arch).linear == pytest.approx(2 * weights)
 
 
+@settings(max_examples=100)
+@given(
+    st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=6), max_size=20),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_the_branches_of_a_row_are_in_one_minibatch_and_anywhere_in_it(rollouts, layout, minibatches, seed):
+    of_row = [[replace(s, row=row) for s in sequences_of(lengths)] for row, lengths in enumerate(rollouts)]
+    options = {"layout": layout, "minibatches": minibatches, "tokens_per_microbatch": 64, "seed": seed}
+    batches = make_rank_batches([s for row in of_row for s in row], **options)
+    whole = make_rank_batches([row[0] for row in of_row], **options)
+    for m in range(minibatches):
+        found = [s for b in batches for micro in b.minibatches[m] for s in micro.sequences]
+        rows = {s.row for s in found}
+        # The same rows as if each were one sequence: minibatches are equal shares of rows.
+        assert rows == {s.row for b in whole for micro in b.minibatches[m] for s in micro.sequences}
+        assert Counter(map(id, found)) == Counter(id(s) for row in rows for s in of_row[row])
+        tokens = {row: sum(int(s.loss_mask.sum()) for s in of_row[row]) for row in rows}
+        for batch in batches:
+            assert (batch.rows[m], batch.tokens[m]) == (len(rows), sum(tokens.values()))
+            several = {SplitRow(row, tokens[row]) for row in rows if len(of_row[row]) > 1}
+            assert len(batch.split[m]) == len(several)
+            assert set(batch.split[m]) == several
+
+
 def test_microbatches_are_padded_to_few_sizes_and_a_pipelines_to_one():
     def sizes(lengths, device, **layout):
         micros = [Microbatch((sequence_of(length),)) for length in lengths]
@@ -244,7 +272,7 @@ def test_microbatches_are_padded_to_few_sizes_and_a_pipelines_to_one():
     assert sizes([1001], "cpu", tensor=3, context=2) == [504]
     assert sizes([9000, 8900], "cuda", pipeline=2) == [9088, 9088]
     assert sizes([9000, 5000], "cuda", pipeline=2) == [9088, 5120]  # not for a fifth more tokens
-    batch = RankBatch(((Microbatch((sequence_of(96),)),),), (1,), (1,), (1.0,))
+    batch = RankBatch(((Microbatch((sequence_of(96),)),),), (1,), (1,), (1.0,), ((),))
     assert padding_share([batch], ParallelLayout(), "cuda") == 0.25
 
 

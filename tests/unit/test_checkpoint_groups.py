@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -16,16 +17,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from megagrpo.agents.seen import told
 from megagrpo.checkpoint import groups as groups_file
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, UnusableCheckpointError
-from megagrpo.types import Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample, Score, Turn
+from tests.agent_runs import calculator_run
 from tests.small_disk import small_disk
 from tests.unit.test_fuzz import damaged, mutated
 
+NAMES = [
+    "offsets",
+    "prompt_offsets",
+    "branch_offsets",
+    "tokens",
+    "versions",
+    "logprobs",
+    "branch_tokens",
+    "branch_trained",
+]
 fuzz = settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
 
 OF_PARQUET = {
@@ -48,6 +61,10 @@ OF_JSON = {
 }
 
 
+MESSAGES = ({"role": "system", "content": "é"}, {"role": "user", "content": "what?", "at": datetime(2024, 1, 1)})
+NOTES = {"math.answer": "é", "math.rule": ""}
+
+
 def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample:
     numbers = np.arange(tokens)
     return Sample(
@@ -61,19 +78,43 @@ def sample(prompt: str, index: int, tokens: int, finish: Any = "stop") -> Sample
     )
 
 
+RUN = AgentRun(
+    branches=(
+        Branch(np.arange(7, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1], bool)),
+        Branch(np.arange(9, 13, dtype=np.int32), np.array([0, 0, 1, 1], bool)),
+        Branch(np.empty(0, np.int32), np.empty(0, bool)),
+    ),
+    turns=(Turn(0, 0, 2, reward=-0.5), Turn(2, 0, 1), Turn(1, 1, 2, reward=math.inf)),
+    messages=({"role": "user", "content": "é", "tool_calls": [{"function": {"arguments": "{}"}}]},),
+    reward={"score": 0.1 + 0.2, "é": -0.0},
+    counts={"turns": 3.0},
+    events=({"kind": "tool", "seconds": 0.25, "error": None}, {"kind": "\ud800", "list": [[{}]]}),
+)
 GROUPS = [
     Group(
-        Prompt("train:1", (5, 6, 7), "gsm8k", "42", "math", OF_PARQUET | OF_JSON),
+        Prompt("train:1", (5, 6, 7), "gsm8k", "42", "math", OF_PARQUET | OF_JSON, MESSAGES, "<what?>"),
         (sample("train:1", 0, 9), sample("train:1", 1, 3, "length"), sample("train:1", 2, 0, "abort")),
         (
-            Score(0.1 + 0.2, {"math": 1.0, "é": -0.0}, counted=(1.0, -3.5), solved=True),
+            Score(0.1 + 0.2, {"math": 1.0, "é": -0.0}, counted=(1.0, -3.5), solved=True, notes=NOTES, answer="é"),
             Score(None, error="ValueError: \ud800", masked=""),
             Score(-math.inf, masked="cut off", counted=()),
         ),
     ),
     Group(Prompt("train:2", (), "gsm8k", ""), ()),
     Group(Prompt("train:3", (1,), "gsm8k", "x"), (sample("train:3", 3, 4, "abort"),)),
+    Group(
+        Prompt("train:4", (1, 2), "search", "x"),
+        (
+            replace(sample("train:4", 0, 5), agent=RUN),
+            replace(sample("train:4", 1, 0, "abort"), agent=AgentRun((), (), (), error="RuntimeError: \ud800")),
+            replace(sample("train:4", 2, 8), agent=calculator_run(counts={})),
+        ),
+    ),
 ]
+
+
+def branches_of(sample: Sample) -> tuple[Branch, ...]:
+    return sample.agent.branches if sample.agent else ()
 
 
 def comparable(groups: list[Group]) -> list[Any]:
@@ -84,6 +125,8 @@ def comparable(groups: list[Group]) -> list[Any]:
             [
                 *((s.prompt_id, s.index, s.finish, s.text) for s in group.samples),
                 *((a.dtype, a.tobytes()) for s in group.samples for a in (s.tokens, s.logprobs, s.versions)),
+                *(repr(replace(s.agent, branches=())) for s in group.samples if s.agent),
+                *((a.dtype, a.tobytes()) for s in group.samples for b in branches_of(s) for a in (b.tokens, b.trained)),
             ],
         )
         for group in groups
@@ -98,7 +141,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_goes_on_after_a_checkpoint_comes_back_apart_from_finished_samples(tmp_path: Path) -> None:
-    goes_on = [[], [sample("train:2", 1, 6, "abort")], [sample("train:3", 0, 2, "abort")]]
+    goes_on = [[], [sample("train:2", 1, 6, "abort")], [sample("train:3", 0, 2, "abort")], []]
     for unfinished in (goes_on, []):
         pending = Pending(GROUPS, [7, 8], [1, 2], 9, {"epoch": 1}, unfinished=lambda of=unfinished: of)  # type: ignore[misc]
         write_pending(tmp_path / "rank" / PENDING, pending)
@@ -124,19 +167,11 @@ def test_groups_come_back_exactly_as_they_were(tmp_path: Path, groups: list[Grou
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (np.float64(1), "extra_info of prompt a.list[1].x"),
-        ({1: 2}, "extra_info of prompt a.list[1].x"),
-        ({"\0type": ["date", "2024-01-01"]}, "extra_info of prompt a.list[1].x"),
-    ],
-)
-def test_values_that_would_come_back_as_others_are_refused_by_name(tmp_path: Path, value: Any, named: str) -> None:
-    group = Group(Prompt("a", (1,), "", "", "", {"list": [0, {"x": value}]}), ())
+def test_a_value_that_would_come_back_as_another_is_refused_by_name(tmp_path: Path) -> None:
+    group = Group(Prompt("a", (1,), "", "", "", {"list": [0, {"x": np.float64(1)}]}), ())
     with pytest.raises(CheckpointError, match="needed") as refused:
         write_groups(tmp_path / "x", [group])
-    assert refused.value.problems[0].where == named
+    assert refused.value.problems[0].where == "extra_info of prompt a.list[1].x"
     assert not list(tmp_path.iterdir())
 
 
@@ -170,6 +205,14 @@ def test_what_is_no_file_of_groups_is_refused(tmp_path: Path, name: str) -> None
         read_groups(tmp_path / name)
 
 
+def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> None:
+    path = written.with_name("older.safetensors")
+    arrays = {name: array for name, array in load_file(written).items() if not name.startswith("branch")}
+    save_file(arrays, path, metadata={"format": "megagrpo groups 2"})
+    with pytest.raises(UnusableCheckpointError, match="megagrpo groups 2"):
+        read_groups(path)
+
+
 @fuzz
 @given(data=st.data())
 def test_damaged_bytes_are_refused(written: Path, data: st.DataObject) -> None:
@@ -199,7 +242,7 @@ def test_foreign_json_behind_a_right_checksum_is_refused_without_a_traceback(
 
 
 @fuzz
-@given(data=st.data(), name=st.sampled_from(["offsets", "prompt_offsets", "tokens", "versions", "logprobs"]))
+@given(data=st.data(), name=st.sampled_from(NAMES))
 def test_foreign_arrays_behind_a_right_checksum_are_refused_without_a_traceback(
     written: Path, data: st.DataObject, name: str
 ) -> None:
@@ -223,3 +266,20 @@ def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
     for group in found:
         assert len(group.scores) in (0, len(group.samples))
         assert all(len(s.tokens) == len(s.logprobs) == len(s.versions) for s in group.samples)
+        for agent, tokens in ((s.agent, len(s.tokens)) for s in group.samples if s.agent):
+            assert sum(turn.tokens for turn in agent.turns) == tokens
+            assert sum(int(branch.trained.sum()) for branch in agent.branches) == tokens
+
+
+def test_an_event_that_is_deep_is_told_as_far_as_a_checkpoint_holds_it(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    event = told({"kind": "state", "value": {"a": 1, "deep": deep}}, 0.5)
+    run = replace(RUN, events=(*RUN.events, event))
+    group = Group(Prompt("train:4", (1, 2), "search", "x"), (replace(sample("train:4", 0, 5), agent=run),))
+    write_groups(tmp_path / "groups", [group])
+    ((found,), _) = read_groups(tmp_path / "groups")
+    assert found.samples[0].agent is not None
+    assert found.samples[0].agent.events[-1] == event
+    assert (event["kind"], event["at"], event["value"]["a"]) == ("state", 0.5, 1)

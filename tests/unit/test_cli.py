@@ -12,6 +12,8 @@ import pytest
 
 from megagrpo import __version__, cli
 from megagrpo.cli import EXIT_INTERRUPTED, main
+from megagrpo.commands import doctor as doctor_command
+from megagrpo.commands import plan as plan_command
 from megagrpo.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, EngineError, Problem
 from tests.tiny_run import EXPERTS, make_run
 
@@ -72,10 +74,10 @@ def test_a_failed_run_and_an_interrupted_one_have_their_own_exit_codes(
     def interrupt(asked: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "plan", fail)
+    monkeypatch.setattr(plan_command, "plan", fail)
     assert main(["plan", "recipe.yaml"]) == EXIT_RUN_FAILED
     assert "engine 0" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "plan", interrupt)
+    monkeypatch.setattr(plan_command, "plan", interrupt)
     assert main(["plan", "recipe.yaml"]) == EXIT_INTERRUPTED
 
 
@@ -127,7 +129,7 @@ def test_prepare_jsonl_reads_the_named_columns(tmp_path: Path, capsys: pytest.Ca
 def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "doctor", lambda asked: [Path(os.devnull).open() for _ in range(10_000)])  # noqa: SIM115
+    monkeypatch.setattr(doctor_command, "doctor", lambda asked: [Path(os.devnull).open() for _ in range(10_000)])  # noqa: SIM115
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:

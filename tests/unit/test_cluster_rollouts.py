@@ -76,7 +76,7 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     found = Engines()
-    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given: found)
+    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given, **options: found)
     monkeypatch.setattr(cluster_rollouts, "answer_of", found.answered)
     monkeypatch.setattr(ray, "wait", found.wait)
     monkeypatch.setattr(ray, "get", found.get)
@@ -96,8 +96,7 @@ def rollouts_with(engines: Engines, *overrides: str) -> Rollouts:
 def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else_waits_for_them(
     case: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if case == "late":
-        monkeypatch.setattr(cluster_rollouts, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(cluster_rollouts, "READ_SECONDS", 0.0 if case == "late" else 300.0)
     rollouts = rollouts_with(engines, *(() if case == "one version" else ASYNC))
     lost, other = (rollouts.order(Prompt(name, (1, 2), "sums", "2"), 1) for name in "ab")
     rollouts.add([lost])

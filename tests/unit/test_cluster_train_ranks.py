@@ -7,8 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import NodeWatch
 from megagrpo.cluster.weight_sync import WeightSync
@@ -53,6 +55,9 @@ class OnDevice(Policy):
         assert self.device.policy == set(PARTS)
         return self.updates.update(*arguments)
 
+    def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
+        return self.updates.token_figures(lengths)
+
     def load_batch(self, batches: Any) -> None:
         pass
 
@@ -64,7 +69,7 @@ class Sync(WeightSync):
         self._policy, self._rollouts, self.version = policy, run.rollouts, 0
         self.transport = TransportName.SHARED_MEMORY
         self._device = policy.device
-        self.brought: list[int] = []
+        self.brought, self.received_bytes = list[int](), 0
 
     def _bring(self, version: int) -> None:
         assert "parameters" in self._device.policy
@@ -105,7 +110,9 @@ def test_engines_and_training_never_need_more_than_a_device_has(monkeypatch: pyt
         monkeypatch.setattr(module, "require_version", lambda *given: None)
     run.weights.sync(0)
     nothing = lambda *given: None  # noqa: E731
-    tracker: Any = SimpleNamespace(log=nothing, rollouts=nothing, say=nothing, confirm=nothing, run_ids={})
+    tracker: Any = SimpleNamespace(
+        log=nothing, rollouts=nothing, evaluated=nothing, say=nothing, confirm=nothing, run_ids={}
+    )
     assert step_fakes.run_loop(run, tracker, save).step == 3
     assert saved == [2, 3]
     assert run.weights.brought == [0, 1, 2, 2, 3], "again after a save in their place, but not after the last step"

@@ -26,6 +26,7 @@ from megagrpo.convert.job import Converted
 from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import CheckpointError
+from megagrpo.progress import Work
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.sides import checkpoint
 from tests.safetensors_files import assert_same_files
@@ -78,17 +79,17 @@ def in_child(work: Callable[[], object]) -> int:
 def killed_after(bytes_left: int, work: Callable[[], object]) -> None:
     """Does the work, and kills this process in the middle of it."""
 
-    @contextlib.contextmanager
-    def bar(*_: object) -> Iterator[Callable[[int], None]]:
-        def advance(count: int) -> None:
-            nonlocal bytes_left
-            bytes_left -= count
-            if bytes_left < 0:
+    class Deadly(Work):
+        def advance(self, count: float = 1) -> None:
+            super().advance(count)
+            if self.done > bytes_left:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        yield advance
+    @contextlib.contextmanager
+    def progress(*_: object) -> Iterator[Work]:
+        yield Deadly("converting")
 
-    job.bar = bar  # type: ignore[assignment]
+    job.progress = progress
     work()
 
 

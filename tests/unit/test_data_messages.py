@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.data.messages import CONVERSATION_ROWS, Example, load_examples
 from megagrpo.data.mixture import Mixture
 from megagrpo.data.rows import quick_look
-from megagrpo.demo.model import make_tokenizer
+from megagrpo.demo.model import make_tokenizer, make_tool_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema.sft import SftDataConfig
 from tests.data_files import write_jsonl, write_parquet
@@ -83,6 +83,48 @@ def test_every_turn_of_the_assistant_is_trained_on_with_its_end(tmp_path: Path) 
     assert TOKENIZER.decode(line_end.items[0].tokens).endswith("4<|end|>\n")
 
 
+def test_calls_and_tools_reach_the_template_as_objects_whether_they_are_or_are_json_text(tmp_path: Path) -> None:
+    tokenizer = make_tool_tokenizer(())
+    function = {"name": "add", "arguments": {"a": "1"}}
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "string"}}}}}
+    told = {"role": "tool", "content": "2"}, {"role": "assistant", "content": "#### 2"}
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    as_text = {"tool_calls": [{"function": {**function, "arguments": json.dumps(function["arguments"])}}]}
+    rows: list[dict[str, Any]] = [
+        {"messages": [*chat("1+1="), calling, *told], "tools": [schema]},
+        {"messages": [*chat("1+1="), {**calling, **as_text}, *told], "tools": json.dumps([schema])},
+        {
+            "messages": [*chat("1+1="), {**calling, "tool_calls": json.dumps(calling["tool_calls"])}, *told],
+            "tools": json.dumps([schema]),
+        },
+    ]
+    examples = load(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer=tokenizer)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call><|end|>'
+    assert said(examples, tokenizer) == [[call, "#### 2<|end|>"]] * 3
+    tools = '<tools>{"name": "add", "arguments": {"a": "string"}}</tools>'
+    assert all(tools in str(tokenizer.decode(example.tokens)) for example in examples.items)
+    texts = load(write_parquet(tmp_path / "a.parquet", *rows[2:]), tokenizer=tokenizer)
+    assert said(texts, tokenizer) == said(examples, tokenizer)[:1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"tools": "add"}, "tools"),
+        ({"tools": [1]}, "tools"),
+        ({"tool_calls": "add("}, "messages[1].tool_calls"),
+        ({"tool_calls": [{"name": "add"}]}, "messages[1].tool_calls[0]"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}, "messages[1].tool_calls[0].function"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": 1}}]}, "messages[1].tool_calls[0].function"),
+    ],
+)
+def test_a_call_or_schema_that_is_none_is_named(tmp_path: Path, changes: dict[str, Any], place: str) -> None:
+    messages = chat("1+1=", "2")
+    messages[1] |= {name: value for name, value in changes.items() if name == "tool_calls"}
+    row = {"messages": messages, **{name: value for name, value in changes.items() if name == "tools"}}
+    assert f"line 1, {place}" in problems(write_jsonl(tmp_path / "a.jsonl", row))
+
+
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3), st.booleans())
 @settings(max_examples=40)
 def test_what_is_before_each_turn_is_the_prompt_that_is_generated_from(
@@ -118,7 +160,7 @@ def test_longer_examples_are_dropped_cut_or_errors_and_always_counted(tmp_path: 
     assert said(cut) == [["2<|end|>"], ["two "]], "the last one has no token of the assistant's left"
     for examples, used in ((dropped, 1), (cut, 2)):
         (count,) = examples.files
-        assert (count.rows, count.overlong, count.used) == (3, 2, used)
+        assert (count.rows, count.overlong, count.taken) == (3, 2, used)
     told = problems(path, tokens_max=10, overlong_examples="error")
     assert "2 problems" in told
     assert "data.tokens_max" in told

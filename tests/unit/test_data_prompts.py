@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.data.files import records, row_count
 from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_prompts
+from megagrpo.data.store import Cache, Form, Stored, store
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
-from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.schema import DataFileConfig, RewardConfig
 from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.tokenizer import load_chat_tokenizer
 from tests.data_files import write_jsonl
@@ -59,6 +60,17 @@ def test_prompts_go_through_the_template_with_its_arguments(tokenizer, tmp_path)
     assert texts == ["<user>hi\n<assistant>!", "<user>h\u00e9\n<assistant>!"]
     assert [prompt.id for prompt in mixture.items] == ["a.jsonl:1", "a.jsonl:2"]
     assert mixture.items[0].ground_truth == "h"
+    assert mixture.items[0].messages == ({"role": "user", "content": "hi"},)
+    assert [prompt.text for prompt in mixture.items] == texts
+
+
+def test_a_row_of_a_source_that_no_reward_is_for_is_named(tokenizer, tmp_path):
+    source = {"data_source": "t", "prompt": [{"role": "user", "content": "a"}], "reward_model": {"ground_truth": "a"}}
+    path = write_jsonl(tmp_path / "a.jsonl", {**source, "data_source": "s"}, source)
+    reward = RewardConfig.model_validate({"by_source": {"s*": [{"function": "gsm8k"}]}})
+    data = DataConfig(train=[DataFileConfig(path=str(path))])
+    with pytest.raises(DataError, match=r"a\.jsonl line 2.*"):
+        load_prompts(data.train, tokenizer, data, 0, reward.source_problem)
 
 
 EDGE = len("<user>1234567890\n<assistant>")
@@ -68,7 +80,7 @@ def test_overlong_prompts_are_dropped_cut_or_errors_and_always_counted(tokenizer
     file = write(tmp_path / "a.jsonl", "1234567890", "12345678901", "1")
     dropped = load(file, tokenizer=tokenizer, prompt_tokens_max=EDGE, overlong_prompts="drop")
     assert [prompt.id for prompt in dropped.items] == ["a.jsonl:1", "a.jsonl:3"]
-    assert (dropped.files[0].rows, dropped.files[0].overlong, dropped.files[0].used) == (3, 1, 2)
+    assert (dropped.files[0].rows, dropped.files[0].overlong, dropped.files[0].taken) == (3, 1, 2)
     cut = load(file, tokenizer=tokenizer, prompt_tokens_max=EDGE, overlong_prompts="truncate_left")
     assert tokenizer.decode(cut.items[1].tokens) == "user>12345678901\n<assistant>"
     assert cut.files[0].overlong == 1
@@ -117,7 +129,7 @@ def test_files_are_mixed_by_their_amounts(tokenizer, tmp_path):
         write(tmp_path / "z.jsonl", *names).model_copy(update={"amount": 2.0}),
     ]
     mixture = load(*files, tokenizer=tokenizer, seed=1)
-    assert [file.used for file in mixture.files] == [3, 5, 20]
+    assert [file.taken for file in mixture.files] == [3, 5, 20]
     ids = [prompt.id for prompt in mixture.items]
     assert len(set(ids)) == 3 + 5 + 10
     assert {name.rpartition(":")[0] for name in ids} == {"x/t.jsonl", "y/t.jsonl", "z.jsonl"}
@@ -164,10 +176,11 @@ def test_an_epoch_has_as_many_rows_by_count_as_mixing_takes(amounts, tmp_path):
     pq.write_table(pa.table({"number": list(range(23))}), table, row_group_size=5)
     lines.write_text("".join(json.dumps({"number": i}) + "\n\n" * (i % 3) for i in range(17)) + '{"number": 17}')
 
-    def read(path: Path, label: str) -> tuple[list[object], int, int]:
-        found = [record for _, record in records(path)]
+    def read(entry: DataFileConfig, path: str, label: str) -> Stored[None]:
+        found = [{"number": number} for number, _ in records(path)]
         assert row_count(path) == len(found)
-        return found, len(found), 0
+        form = Form(pa.schema([("number", pa.int64())]), lambda batch, row, name: None, lambda batch: [])
+        return store(found, form, label, Cache(tmp_path), str, lambda: {"rows": len(found), "overlong": 0})
 
     asked = [
         DataFileConfig(path=str(path), amount=amount) for path, amount in zip((table, lines), amounts, strict=True)

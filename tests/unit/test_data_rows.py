@@ -72,7 +72,8 @@ def message(role: str = "user", content: Any = "hi") -> dict[str, Any]:
         (row(reward_model=...), "'reward_model'"),
         (row(data_source=3), "data_source"),
         (row(data_source="\ud800"), "Unicode"),
-        (row(prompt="What is 2 + 3?"), "prompt"),
+        (row(prompt=" "), "prompt"),
+        (row(prompt=3), "prompt"),
         (row(prompt=[]), "prompt"),
         (row(prompt=["hello"]), "prompt[0]"),
         (row(prompt=[message(role="human")]), "prompt[0].role"),
@@ -81,7 +82,9 @@ def message(role: str = "user", content: Any = "hi") -> dict[str, Any]:
         (row(prompt=[message(), message("assistant")]), "prompt[1].role"),
         (row(reward_model=None), "reward_model"),
         (row(reward_model={"style": "rule"}), "ground_truth"),
-        (row(reward_model={"ground_truth": 5}), "ground_truth"),
+        (row(reward_model={"ground_truth": float("nan")}), "ground_truth"),
+        (row(reward_model={"ground_truth": "\ud800"}), "Unicode"),
+        (row(ability=3), "ability"),
         (row(extra_info=[1]), "extra_info"),
     ],
 )
@@ -114,9 +117,9 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
 def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write):
     path = write(*[{("promt" if k == "prompt" else k): v for k, v in row().items()}] * 50)
     (problem,) = problems_of(path)
-    assert problem.where == f"{path}: no column 'prompt'"
+    assert problem.where == f"{path}{' line 1' * (path.suffix == '.jsonl')}: no column 'prompt'"
     assert "data_source, promt, ability" in problem.given
-    assert problem.fix == "rename 'promt' to 'prompt'"
+    assert "{prompt: promt}" in problem.fix
 
 
 def damaged(path: Path, first: int, last: int | None, by: bytes) -> None:

@@ -17,7 +17,7 @@ from megagrpo.demo.model import make_tokenizer
 from megagrpo.demo.prepare import Sum, make_splits
 from megagrpo.recipe.defaults import export_directory
 from megagrpo.recipe.load import load, load_sft
-from megagrpo.reward import gsm8k
+from megagrpo.reward.verifiers import gsm8k
 
 TOKENIZER = make_tokenizer()
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_the_reward_gives_the_expected_response_full_marks(prepared: demo.AdderF
     for row in rows:
         assert row.data_source == "adder"
         answer = row.extra_info["answer"]
-        assert reward(row.data_source, answer, row.ground_truth, row.extra_info) == 1.0
+        assert reward(answer, row.ground_truth)["score"] == 1.0
         a, b = row.messages[0]["content"].rstrip("=").split("+")
         assert int(a) + int(b) == int(row.ground_truth)
 
@@ -107,7 +107,7 @@ def test_the_recipes_use_these_files_and_have_room_for_the_answers(prepared: dem
     warm = load_sft(REPOSITORY / "yaml_recipes" / "adder_sft_cpu.yaml").recipe
     recipe = load(REPOSITORY / "yaml_recipes" / "adder_cpu.yaml").recipe
     named = [warm.model.path, *(file.path for file in (*warm.data.train, *warm.eval.files))]
-    named += [recipe.data.train[0].path, recipe.eval.files[0].path]
+    named += [recipe.data.train[0].path, recipe.eval.sets["adder"].files[0].path]
     made = (prepared.model, prepared.right, prepared.careless, prepared.held_out, prepared.train, prepared.test)
     assert [Path(path).name for path in named] == [path.name for path in made]
     assert Path(recipe.model.path) == export_directory(warm)

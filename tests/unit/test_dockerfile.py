@@ -68,6 +68,13 @@ def test_what_the_dockerfile_installs_first_is_pinned() -> None:
     assert set(first.split("|")) <= PINS.keys()
 
 
+def test_the_image_has_what_sglang_calls_when_it_starts() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^FROM nvidia/cuda:\S+-devel-", text, re.MULTILINE)  # nvcc, for kernels that it compiles
+    [packages] = re.findall(r"apt-get install (.*?)&&", text, re.DOTALL)
+    assert {"numactl", "libnuma1", "ninja-build", "python3-dev"} <= set(packages.split())
+
+
 def test_the_dockerfile_copies_what_is_there() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from megagrpo.doctor.packages import WITHOUT, Finding, fit_findings, package_fin
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.machine import device_problems, package_problems
 from megagrpo.recipe.kernels import Installed
+from megagrpo.reward.sandbox.sandbox import Kind
 from megagrpo.weights.families import read_architecture
 from tests.tiny_run import recipe_with
 
@@ -66,7 +68,7 @@ def test_the_transformer_engine_that_megatron_names_in_an_extra_is_compared(engi
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
     extras = set(metadata.metadata("megagrpo").get_all("Provides-Extra") or [])
-    assert extras - {"dev"} == set(WITHOUT)
+    assert extras - {"dev", "docs"} == set(WITHOUT)
 
 
 def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +78,35 @@ def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest
     for good in ("lo", "=lo", "nonesuch0,lo", "^nonesuch0"):
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", good)
         assert "NCCL_SOCKET_IFNAME" not in {finding.part for finding in doctor.machine_findings()}, good
+
+
+def test_a_sandbox_without_bubblewrap_is_doubtful_and_says_what_was_refused() -> None:
+    assert doctor.sandbox_finding(Kind("bubblewrap", user_namespace=True), ()).state == "ok"
+    for kind in (Kind("seccomp"), None):
+        found = doctor.sandbox_finding(kind, ("bwrap: No permissions to create a new namespace",))
+        assert found.state == "doubtful"
+        assert "No permissions" in found.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "peers", "nvcc", "state"), [((7, 0), False, None, "doubtful"), ((9, 0), True, "/nvcc", "ok")]
+)
+def test_gpus_their_links_and_the_compiler_that_sglang_needs_are_looked_at(
+    capability: tuple[int, int], peers: bool, nvcc: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(name="card", total_memory=80 << 30, major=capability[0], minor=capability[1])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other: peers)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
+    monkeypatch.setattr("shutil.which", lambda name: nvcc)
+    found = {finding.part: finding for finding in doctor.gpu_findings()}
+    assert {part: found[part].state for part in ("GPU 0", "GPU 1", "peer access", "CUDA compiler")} == dict.fromkeys(
+        ("GPU 0", "GPU 1", "peer access", "CUDA compiler"), state
+    )
+    assert found["CUDA"].found == "13.0, NCCL 2.30.7"
 
 
 def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(

@@ -33,15 +33,15 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
     assert house_problems(tmp_path) == []
 
     (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (FILE_LINES_MAX + 1))
-    for number in range(100):
-        (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 500)
-    page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(99, 117))))
+    for number in range(120):
+        (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 600)
+    page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(119, 137))))
     problems = house_problems(tmp_path)
     assert len(problems) == 20
     for part in (
         "tests/test_a.py: 601 lines",
-        "megagrpo/: 50,040 lines",
-        "no file megagrpo/116.py",
+        "megagrpo/: 72,040 lines",
+        "no file megagrpo/136.py",
         "19 files, at most 18",
     ):
         assert any(part in problem for problem in problems), part

@@ -19,7 +19,7 @@ from megagrpo.megatron.attention import (
     inverse_frequencies,
     rotate,
 )
-from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
+from megagrpo.megatron.batch import NO_ROW, Batch, Minibatch, PackedTensors, of_tokens, pack, response_tokens
 from megagrpo.weights.families.architecture import Rope
 
 lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
@@ -76,6 +76,34 @@ def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[in
             assert (row, position) not in found
             found.add((row, position))
     assert len(found) == sum(lengths)
+
+
+# What the engine saw in two branches of row 5 and one of row 2: True was sampled, and is trained.
+BRANCHES = [(5, 0, "0011000110"), (2, 0, "011"), (5, 4, "00000101")]
+
+
+def branch(row: int, first: int, mask: str) -> TrainSequence:
+    trained = np.array([letter == "1" for letter in mask])
+    return TrainSequence(np.arange(len(mask)) + 1, trained, np.where(trained, -1.0, 0.0), row, first)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_values_by_token_are_read_by_the_count_of_trained_tokens_over_gaps_and_branches(context: int) -> None:
+    micro = Microbatch(tuple(branch(*each) for each in BRANCHES))
+    values = torch.tensor([20.0, 21.0, 50.0, 51.0, 52.0, 53.0, 54.0, 55.0])
+    offsets = torch.tensor([0, 0, 0, 2, 2, 2, 8])
+    found = {}
+    for rank in range(context):
+        packed = pack(micro, layout=ParallelLayout(context=context), context_rank=rank, device="cpu")
+        response = response_tokens(packed, micro)
+        minibatch = Minibatch(0, [packed], [response], tokens=8, rows=2, split=())
+        (of_rank,) = of_tokens(Batch((minibatch,)), values, offsets)
+        of_sequences = response.sequences.index.tolist(), (packed.positions[response.positions] + 1).tolist()
+        found |= dict(zip(zip(*of_sequences, strict=True), of_rank.tolist(), strict=True))
+        index = list(zip(response.rows.tolist(), response.index.tolist(), strict=True))
+        assert len(set(index)) == len(index), "two tokens would be drawn alike"
+    places = [(0, 2), (0, 3), (0, 7), (0, 8), (2, 5), (2, 7)]
+    assert found == dict(zip(places, range(50, 56), strict=True)) | {(1, 1): 20, (1, 2): 21}
 
 
 @given(lengths_of_sequences, layouts)

@@ -13,6 +13,7 @@ from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import dump, load
 from megagrpo.recipe.schema.schedule import AsyncConfig
 from megagrpo.weights.families import read_architecture
+from tests import plans
 from tests.plans import H100, sft_recipe
 from tests.tiny_run import make_run
 
@@ -157,3 +158,21 @@ def test_a_directory_without_steps_is_refused(case, tmp_path, content, says):
     with pytest.raises(ReportError, match=says) as refused:
         calibrated(case, tmp_path)
     assert "metrics.jsonl" in refused.value.problems[0].where
+
+
+def test_an_agents_run_tells_its_turns_and_what_is_between_them(tmp_path):
+    """Each sequence begins with the prompt, which the policy did not sample."""
+    agent = {"tools": ["python"], "tokens_max": 16384}
+    of = plans.plan(agent=agent, train__tokens_per_microbatch=16384)
+    planned = Case(of.recipe, of.architecture, of.machines)
+    metrics = {"prompt_tokens/mean": 200, "response_tokens/mean": 1500, "response_tokens/max": 4000}
+    metrics |= {"agent/turns/mean": 6, "agent/branches/mean": 2, "agent/given_tokens/mean": 2 * (200 + 5 * 120)}
+    metrics |= {"agent/seconds/outside_mean": 15}
+    seconds = {"seconds/step": 100, "seconds/update": 40, "seconds/rollout": 50}
+    write(tmp_path, *[metrics | seconds] * 3)
+    found = calibrated(planned, tmp_path)
+    assert (found.turns, found.sequences, found.response_tokens) == (6, 2, 1500)
+    assert found.given_tokens == pytest.approx(120)
+    assert found.tool_seconds == pytest.approx(3)
+    write(tmp_path, *[metrics | seconds | {"agent/turns/mean": 1}] * 3)
+    assert calibrated(planned, tmp_path).tool_seconds == Assumptions().tool_seconds, "one turn has nothing between"

@@ -194,7 +194,7 @@ def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
 
 
 @pytest.mark.parametrize(
-    ("layers", "experts"), [(8, 64), pytest.param(61, 256, marks=pytest.mark.long)], ids=["small", "whole"]
+    ("layers", "experts"), [(16, 64), pytest.param(61, 256, marks=pytest.mark.long)], ids=["small", "whole"]
 )
 @pytest.mark.parametrize(
     ("engine", "quantization"),
@@ -209,12 +209,13 @@ def test_a_sync_of_deepseek_v3_on_64_nodes_is_near_the_lower_bound(layers, exper
     layers and experts, in the same stages and groups."""
     kind = replace(DEEPSEEK_V3.experts, count=experts, dense_layers=min(3, layers // 8))
     arch = replace(DEEPSEEK_V3, layers=layers, experts=kind, vocab=129280 * layers // 61)
-    last = 5 if layers == 61 else None
-    layout = ParallelLayout(tensor=8, pipeline=8, data=8, expert=64, last_stage_layers=last)
+    last = 1 if layers == 61 else None
+    layout = ParallelLayout(tensor=8, pipeline=16, data=4, expert=32, last_stage_layers=last)
     traffic = planned_traffic(arch, layout, engine, 16, quantization=quantization)
     assert traffic.seconds <= (1.1 if last else 1.3) * traffic.least_seconds
-    assert traffic.links["network"].busiest <= 1.3 * traffic.links["network"].least
-    assert traffic.links["device"].busiest <= 1.3 * traffic.links["device"].least
+    for link, of_link in traffic.links.items():
+        beside_others = of_link.busiest / LinkSpeeds().of(link) < 0.1 * traffic.least_seconds
+        assert of_link.busiest <= 1.3 * of_link.least or beside_others, link
 
 
 def test_a_quantised_sync_moves_about_half_of_the_bytes_of_the_other():

@@ -44,7 +44,7 @@ def documented(section: str) -> dict[str, list[str]]:
 
 def test_keys_flags_gpus_and_assumptions_are_those_of_the_documentation(told: dict[str, Any]) -> None:
     assert list(documented("JSON")) == list(told)
-    flags = set(vars(parse(["plan", "recipe.yaml"]))) - {"command", "recipe", "overrides"}
+    flags = set(vars(parse(["plan", "recipe.yaml"]))) - {"command", "recipe", "overrides", "debug"}
     assert set(re.findall(r"^--(\w+)", "\n".join(documented("Flags")), re.MULTILINE)) == flags
     assert list(documented("GPUs")) == list(GPUS)
     assert {name: (cells[0], cells[1]) for name, cells in documented("Assumptions").items()} == {

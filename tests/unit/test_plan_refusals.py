@@ -11,6 +11,7 @@ from megagrpo.errors import MegagrpoError
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
+from megagrpo.reward.sandbox import kinds
 from megagrpo.rollout.sglang import arguments
 from tests.tiny_run import make_run
 
@@ -55,8 +56,8 @@ IMPOSSIBLE: list[tuple[str, str, str, str, str]] = [
     (LONG, "train.tokens_per_microbatch=8000", "train.tokens_per_microbatch", "x 4 context ranks", "raise it"),
     (LONG, f"rollout.response_tokens_max=40000 train.tokens_per_microbatch=12000 {NO_LOGPROBS}",
      "rollout.response_tokens_max", "42048 tokens", "lower rollout.response_tokens_max"),
-    (DEEPSEEK, "train.layout.last_stage_layers=null", "train.layout.pipeline", "61 layers", "last_stage_layers: 5"),
-    (DEEPSEEK, "train.layout.last_stage_layers=6", "layout.last_stage_layers", "61 layers", "last_stage_layers: 5"),
+    (DEEPSEEK, "train.layout.last_stage_layers=null", "train.layout.pipeline", "61 layers", "last_stage_layers: 1"),
+    (DEEPSEEK, "train.layout.last_stage_layers=6", "layout.last_stage_layers", "61 layers", "last_stage_layers: 1"),
     (DEEPSEEK, "train.layout.virtual_pipeline=2", "train.layout.last_stage_layers", "61 layers", "virtual_pipeline: 1"),
     (DEEPSEEK, "train.lora.rank=16", "train.lora", "latent attention", "remove train.lora"),
     (LLAMA, "cluster.address=ray://head:10001", "cluster.address", "not a node", "ray job submit"),
@@ -146,3 +147,24 @@ def test_a_pipe_that_nobody_writes_to_is_refused(file: str, tmp_path: Path) -> N
     os.mkfifo(tmp_path / file)
     with pytest.raises(MegagrpoError, match=r"a pipe|a special file"):
         preflight(load(recipe), plan_only=True)
+
+
+def test_a_sandbox_that_this_machine_cannot_make_is_missing_in_a_run_and_unchecked_in_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_library(**_: bool) -> bytes:
+        raise OSError("libseccomp.so.2: cannot open shared object file")
+
+    monkeypatch.setattr("megagrpo.reward.sandbox.sandbox.filter_bytes", no_library)
+    kinds.search.cache_clear()
+    recipe = make_run(tmp_path)
+    try:
+        planned = preflight(load(recipe, ["reward.functions=[{function: code}]"]), plan_only=True)
+        assert any("libseccomp" in text for text in planned.unchecked)
+        with pytest.raises(MegagrpoError, match="libseccomp"):
+            preflight(load(recipe, ["reward.functions=[{function: code}]"]))
+        wrong = load(recipe, ["reward.functions=[{function: code, arguments: {isolation: docker}}]"])
+        with pytest.raises(MegagrpoError, match="docker"):
+            preflight(wrong, plan_only=True)
+    finally:
+        kinds.search.cache_clear()

@@ -252,7 +252,7 @@ def test_the_best_is_the_least_stale_of_the_fast_ones() -> None:
 def test_seconds_of_a_token_are_those_of_the_engine() -> None:
     case = plans.plan()
     by, lengths = Sampling.of(case), case.lengths
-    found = token_seconds(by.engine, lengths, 8, 256, factor=2.0)
+    found = token_seconds(by, lengths, 256, factor=2.0)
     prompt = by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) / 8 / lengths.response
     for running, context in ((1, 300), (7, 1000), (100, 2000), (256, 4000)):
         expected = 2.0 * (by.engine.decode_seconds(running, context) + running * prompt)

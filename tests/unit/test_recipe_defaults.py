@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.recipe.defaults import DevicePlan, plan_devices, total_steps
+from megagrpo.recipe.defaults import DevicePlan, plan_devices, plan_engines, total_steps
 from megagrpo.recipe.schema import Recipe
 from tests import plans
 from tests.tiny_run import recipe
@@ -20,13 +21,15 @@ RAY_UNITS = 10_000
 SEPARATE = {"placement": "disaggregated"}
 
 
-def plan(
-    ranks: int, engines: int, *, engine: str = "sglang", tensor: int = 1, device: str = "cpu", **cluster: str | int
-) -> DevicePlan:
+def recipe_of(ranks: int, engines: int, *, engine: str = "sglang", tensor: int = 1, **cluster: str | int) -> Recipe:
     values = recipe(Path("tiny"))
     values["train"]["layout"] = {"data": ranks}
     values["rollout"] |= {"engine": engine, "engines": engines, "layout": {"tensor": tensor}}
-    return plan_devices(Recipe.model_validate(values | {"cluster": cluster}), device)
+    return Recipe.model_validate(values | {"cluster": cluster})
+
+
+def plan(ranks: int, engines: int, *, device: str = "cpu", **other: Any) -> DevicePlan:
+    return plan_devices(recipe_of(ranks, engines, **other), device)
 
 
 @st.composite
@@ -57,6 +60,24 @@ def test_a_run_without_its_engines_reserves_the_devices_of_its_ranks_alone():
     values["rollout"] |= {"engines": 3}
     alone = plan_devices(Recipe.model_validate(values), "cuda", engines_too=False)
     assert (alone.bundles, alone.bundle_of_rank, alone.bundles_of_engine, alone.rank_share) == (1, (0,), (), 1.0)
+
+
+@given(st.integers(1, 12), st.integers(1, 24), st.integers(1, 4), st.sampled_from(["colocated", "disaggregated"]))
+def test_engines_without_ranks_have_as_many_devices_as_beside_them(ranks, engines, tensor, placement):
+    asked = recipe_of(max(ranks, tensor), engines, tensor=tensor, placement=placement)
+    beside, alone = plan_devices(asked, "cuda"), plan_engines(asked, "cuda")
+    assert (alone.bundle_of_rank, len(alone.bundles_of_engine)) == ((), engines)
+    assert {*chain(*alone.bundles_of_engine)} == set(range(alone.bundles))
+    assert Counter(map(Counter(beside.bundles_of_engine).get, beside.bundles_of_engine)) == Counter(
+        map(Counter(alone.bundles_of_engine).get, alone.bundles_of_engine)
+    )
+    fullest = max(Counter(own[0] for own in alone.bundles_of_engine).values())
+    assert fullest * alone.engine_share == pytest.approx(1), "they have the devices to themselves"
+
+
+def test_an_evaluation_on_a_running_server_reserves_one_device_for_nobody():
+    alone = plan_engines(recipe_of(8, 1, engine="external"), "cpu")
+    assert (alone.bundles, alone.bundles_of_engine) == (1, ((),))
 
 
 @given(device_plans())

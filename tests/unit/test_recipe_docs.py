@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.recipe.json_schema import FILES, json_schema
+from megagrpo.recipe.reference import FILES as PAGES
+from megagrpo.recipe.reference import reference
 from megagrpo.recipe.schema import (
     AdvantageConfig,
     AggregationConfig,
@@ -23,7 +26,7 @@ from megagrpo.recipe.schema import (
     SftRecipe,
 )
 from megagrpo.recipe.yaml12 import parse
-from megagrpo.section import broken_rules
+from megagrpo.section import Section, broken_rules
 from tests.methods import names
 from tests.tiny_run import ROW, make_model, recipe
 from tests.unit.test_recipe_rules import BROKEN
@@ -40,6 +43,23 @@ PRESETS = re.findall(r"```yaml\n# (.*?)\n(.*?)```", ALGORITHMS, re.DOTALL)
 def test_the_schema_in_the_repository_is_current(recipe_class: type[AnyRecipe]) -> None:
     written = FILES[recipe_class].read_text(encoding="utf-8")
     assert written == json_schema(recipe_class), "run: python -m megagrpo.recipe.json_schema"
+
+
+@pytest.mark.parametrize("recipe_class", PAGES, ids=["grpo", "sft"])
+def test_the_reference_is_current_and_has_every_field(recipe_class: type[AnyRecipe]) -> None:
+    written = PAGES[recipe_class].read_text(encoding="utf-8")
+    assert written == reference(recipe_class), "run: python -m megagrpo.recipe.reference"
+    fields = set(re.findall(r"^- .*?\*\*`(.+?)`\*\*", written, re.MULTILINE))
+    assert set(paths(recipe_class)) <= fields
+
+
+def paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every field that the loader knows, outside of lists and of methods that are chosen by name."""
+    for name, info in section.model_fields.items():
+        yield prefix + name
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from paths(inner, f"{prefix}{name}.")
 
 
 def test_the_schema_refuses_what_the_loader_refuses() -> None:

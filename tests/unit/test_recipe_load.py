@@ -79,7 +79,12 @@ def test_integers_stand_for_numbers_and_amounts_keep_their_kind(path: Path) -> N
 
 def test_overrides_reach_sections_lists_and_options_and_the_last_one_wins(path: Path) -> None:
     overrides = ["train.layout.tensor=4", "train.layout.tensor=2", "data.train.0.path=other.parquet"]
-    overrides += ["eval.early_stopping.patience=3", "train.megatron.a_field=[1, x]", "model.revision=null"]
+    overrides += [
+        "eval.early_stopping={metric: a/mean@1}",
+        "eval.early_stopping.patience=3",
+        "train.megatron.a_field=[1, x]",
+        "model.revision=null",
+    ]
     loaded = load(path, [*overrides, "rollout.sglang.mem_fraction_static=0.7"]).recipe
     assert (loaded.train.layout.tensor, loaded.data.train[0].path) == (2, "other.parquet")
     assert loaded.eval.early_stopping.patience == 3
@@ -100,7 +105,7 @@ def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
 def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> None:
     text = path.read_text().replace("tensor: 1", "tensr: 4").replace("total_steps: 2", "total_steps: two")
     path.write_text(text + "trak: {}\n")
-    inside = "eval={files: [], tpo_k: 1}"
+    inside = "eval={sets: {}, tpo_k: 1}"
     found = problems_of(path, "rollout.top_p=0", "rollout.prompts_per_step=1.0", inside, "train.optimiser.lr=1")
     assert found == [
         ("override train.optimiser.lr=1", "did you mean `optimizer`?"),

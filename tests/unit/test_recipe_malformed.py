@@ -110,7 +110,7 @@ WRONG = """
     data.shuffle=yes algorithm.aggregation=seq-mean-token-mean data.train=[] data.train.0.amount=half train.layout=
     name=../tiny train.total_steps data.train.1.path=x seed.value=1 train.total_steps=null
     train.megatron.hiden_dropout=0 model.chat_template={tmp}/broken.jinja data.train.0.path={tmp}/none.jsonl
-    data.train.0.path={tmp}/cut.parquet checkpoint.keep_best=products/mean@1 reward.functions.0.function=gsm8
+    data.train.0.path={tmp}/cut.parquet checkpoint.keep_best=held_out/products/mean@1 reward.functions.0.function=gsm8
     data.train.0.amount=1000000000 data.train.0.amount=1e300 algorithm.loss.dual_clip=1e300
     reward.functions.0.function={tmp}/mine.py:score track.directory={tmp}/train.jsonl
 """
@@ -122,8 +122,13 @@ def test_a_value_that_cannot_be_is_named(override: str, tmp_path: Path, refused:
     (tmp_path / "broken.jinja").write_text("{% for %}")
     pq.write_table(pa.Table.from_pylist([ROW] * 50), tmp_path / "whole.parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-40])
-    evaluated = f"eval.files=[{{path: '{tmp_path}/train.jsonl'}}]"
+    evaluated = f"eval.sets={{held_out: {{files: [{{path: '{tmp_path}/train.jsonl'}}]}}}}"
     assert override.partition("=")[0] in refused(recipe, evaluated, override.replace("{tmp}", str(tmp_path)))
+
+
+def test_a_wrong_function_of_an_evaluation_set_is_named_with_its_place(tmp_path: Path, refused: Refused) -> None:
+    of_set = f"{{files: [{{path: '{tmp_path}/train.jsonl'}}], functions: [{{function: gsm8}}]}}"
+    assert "eval.sets.hard.functions.0" in refused(make_run(tmp_path), f"eval.sets.hard={of_set}")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megagrpo.weights.families import architecture_of, read_architecture
 from tests import tiny_models
 from tests.tiny_run import CONFIG, EXPERTS, recipe_with
 
-EVAL = "eval.files=[{path: held_out.jsonl}]"
+EVAL = "eval.sets={main: {files: [{path: held_out.jsonl}]}}"
 LORA = "train.lora={rank: 4}"
 LATENT: dict[str, Any] = {
     "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 5,
@@ -75,6 +75,7 @@ def test_only_what_a_model_has_can_be_recomputed(again: str, config: dict[str, A
     [
         ("rollout.response_tokens_max", ["rollout.response_tokens_max=49"]),
         ("eval.response_tokens_max", [EVAL, "eval.response_tokens_max=49"]),
+        ("eval.sets.main.response_tokens_max", [EVAL, "eval.sets.main.response_tokens_max=49"]),
         ("rollout.stop_token_ids", ["rollout.stop_token_ids=[5, 31]"]),
         ("train.lora.rank", ["train.lora={rank: 65}"]),
     ],

@@ -7,7 +7,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
 from tests.tiny_run import recipe_with
 
-EVAL = "eval.files=[{path: held_out.jsonl}]"
+EVAL = "eval.sets={main: {files: [{path: held_out.jsonl}]}}"
 SGLANG = ["rollout.engine=sglang"]
 EXTERNAL = ["rollout.engine=external", "rollout.urls=[http://a:1]"]
 CRITIC = "algorithm.critic={}"
@@ -20,6 +20,8 @@ AS_OLD = "algorithm.rollout_logprobs_as_old=true"
 REINFORCE = "algorithm.loss.name=reinforce"
 DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
 KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
+AGENT = "agent={tools: [python]}"
+BY_TURN = "algorithm.credit=discounted"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
 SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 
@@ -31,13 +33,16 @@ ALONE = """
     algorithm.reference.update_every_steps=1 algorithm.correction.weights.high=0.5
     algorithm.correction.weights.low=1.5 rollout.top_p=0.9 rollout.top_k=5 rollout.urls=[http://a:1]
     rollout.api_key_variable=KEY rollout.layout.tensor=2 rollout.samples_per_prompt=1 cluster.engine_devices=1
-    eval.samples_per_prompt=4 eval.top_p=0.5 checkpoint.keep_best=mean@1 weights.transfer=disk
+    eval.samples_per_prompt=4 eval.top_p=0.5 checkpoint.keep_best=main/mean@1 weights.transfer=disk
     weights.directory=/tmp
 """
 """Values that break a rule by themselves."""
 
 BROKEN: list[tuple[str, list[str]]] = [
     *((override.partition("=")[0], [override]) for override in ALONE.split()),
+    ("reward.functions", ["reward.functions=[]"]),
+    ("reward.by_source.a*", ["reward.by_source={a*: [{function: gsm8k, weight: 0}]}"]),
+    ("algorithm.advantage.name", [GDPO, "reward.by_source={a: [{function: gsm8k}]}"]),
     ("train.total_steps", ["train.total_epochs=1"]),
     ("train.total_episodes", ["train.total_steps=null", "train.total_episodes=15"]),
     ("train.layout.data", ["algorithm.minibatches=8", "train.layout.data=4"]),
@@ -50,13 +55,21 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("train.offload", ["train.offload=[optimizer]", "cluster.placement=disaggregated"]),
     ("train.layer_spec", ["cluster.device=cpu", "train.layer_spec=transformer_engine"]),
     ("weights.transfer", ["cluster.device=cuda", "weights.transfer=process_group"]),
-    ("eval.early_stopping.target", [EVAL, "eval.early_stopping={}"]),
-    ("eval.early_stopping.metric", ["eval.early_stopping.target=0.9"]),
-    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=pass@4"]),
+    ("eval.early_stopping.target", [EVAL, "eval.early_stopping={metric: main/mean@1}"]),
+    ("eval.early_stopping.metric", ["eval.early_stopping={metric: main/mean@1, target: 0.9}"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=main/pass@4"]),
     ("schedule.oversample", ["schedule={kind: sync, oversample: 2, carry_over: 2, max_staleness: 1}"]),
     ("schedule.oversample", ["schedule={kind: sync, oversample: 2}", "algorithm.advantage.name=remax"]),
     ("checkpoint.after_export", ["checkpoint.after_export=[ls]", "checkpoint.export_hugging_face=false"]),
-    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=accuracy"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=main/accuracy"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=mean@1"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=other/mean@1"]),
+    ("eval.samples_per_prompt", [EVAL, "eval.sets.second={files: [{path: a}]}", "eval.samples_per_prompt=4"]),
+    ("eval.sets.main.samples_per_prompt", [EVAL, "eval.sets.main.samples_per_prompt=4"]),
+    ("eval.sets.main.top_k", [EVAL, "eval.temperature=1", "eval.sets.main.temperature=0", "eval.sets.main.top_k=4"]),
+    ("eval.sets.main.solved_at", [EVAL, "eval.sets.main.solved_at=0.5"]),
+    ("eval.sets.a set", ["eval.sets.a set={files: [{path: a}]}"]),
+    ("eval.sets.train", ["eval.sets.train={files: [{path: a}]}"]),
     ("rollout.urls", ["rollout.engine=external"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
@@ -80,7 +93,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.layout.attention_data", [*EXTERNAL, "rollout.layout={tensor: 2, attention_data: 3}"]),
     ("rollout.layout.pipeline", ["rollout.layout.pipeline=2"]),
     ("rollout.layout.expert", [*SGLANG, "cluster.device=cpu", "train.layout.data=2", SPLIT_EXPERTS]),
-    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=sums/maen@1"]),
+    ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=main/sums/maen@1"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"]),
     (
@@ -100,6 +113,15 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("algorithm.loss.covariance_low", ["algorithm.loss={name: clip_cov, covariance_low: 5.0}"]),
     ("algorithm.loss.name", [GAE, CRITIC, "algorithm.loss.name=gmpo"]),
     ("algorithm.loss.name", [DISCOUNTED, "algorithm.loss.name=gmpo"]),
+    ("algorithm.loss.name", [AGENT, BY_TURN, "algorithm.loss.name=gmpo"]),
+    ("reward.functions", ["reward.functions=[{function: agent}]"]),
+    ("reward.overlong", [AGENT, "reward.overlong={buffer_tokens: 4}"]),
+    ("deterministic", [AGENT, "deterministic=replayable"]),
+    ("eval.sets.main.response_tokens_max", [AGENT, EVAL, "eval.response_tokens_max=10000"]),
+    ("algorithm.credit.name", [BY_TURN]),
+    ("algorithm.credit.name", [AGENT, BY_TURN, GAE, CRITIC]),
+    ("algorithm.credit.name", [AGENT, BY_TURN, "algorithm.advantage.name=pass_k"]),
+    ("algorithm.kl.placement", [AGENT, BY_TURN, KL_IN_REWARD]),
     ("algorithm.kl.horizon", ["algorithm.kl={coefficient: 0.1, horizon: 5}"]),
     ("algorithm.kl.straight_through", ["algorithm.kl={coefficient: 0.1, placement: reward, straight_through: true}"]),
     ("algorithm.kl.estimator", ["algorithm.kl={coefficient: 0.1, estimator: k1}"]),
@@ -154,8 +176,13 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["cluster.placement=disaggregated", "cluster.engine_devices=2", "rollout.engines=4"],
         ["train.offload=[reference, gradients]", "algorithm.kl.coefficient=0.1"],
         ["algorithm.advantage.standard_deviation=none"],
-        [EVAL, "eval.samples_per_prompt=4", "eval.temperature=1", "eval.early_stopping={metric: maj@4, patience: 2}"],
-        [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=openai/gsm8k/pass@4"],
+        [
+            EVAL,
+            "eval.samples_per_prompt=4",
+            "eval.temperature=1",
+            "eval.early_stopping={metric: main/maj@4, patience: 2}",
+        ],
+        [EVAL, "eval.samples_per_prompt=6", "eval.temperature=1", "checkpoint.keep_best=main/openai/gsm8k/pass@4"],
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
         ["train.total_steps=null", "train.total_episodes=16"],
         ["rollout.engine=sglang", "rollout.sglang={python: /usr/bin/python3, mem_fraction_static: 0.7}"],
@@ -168,6 +195,8 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["algorithm.advantage.name=reinforce_plus_plus", "algorithm.loss.name=gmpo"],
         [GDPO, TWO_FUNCTIONS, "algorithm.kl.coefficient=0.1"],
         ["algorithm.loss={name: gmpo, clip_low: 1.5, clip_high: 1.5}"],
+        *([AGENT, BY_TURN, f"algorithm.advantage.name={name}"] for name in ("rloo", "opo", "gpg")),
+        [AGENT, "algorithm.credit={name: turn_groups, discount: 0.9}", "algorithm.loss=gspo"],
         ["algorithm.loss={name: cispo, clip_low: 1.0}"],
         ["algorithm.loss={name: kl_cov, covariance_kl: 2.0}", "algorithm.minibatches=2"],
         ["algorithm.loss={name: clip_cov, dual_clip: 3.0}"],

@@ -20,7 +20,7 @@ from megagrpo.errors import EXIT_USER_ERROR
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import to_text
-from megagrpo.report import read_mismatch, report
+from megagrpo.report.text import mismatch_report, read_mismatch
 from megagrpo.track.jsonl import MISMATCH_FILE, MismatchRecord, StepLines, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.step_metrics import excess_mismatch, mismatch_record, report_mismatch
@@ -82,7 +82,7 @@ def test_the_report_shows_the_last_steps_and_the_worst_tokens_of_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, *records(range(30, 0, -1)))  # the earliest lines have the largest differences
-    assert main(["report", str(tmp_path), "--steps", "3"]) == 0
+    assert main(["report", str(tmp_path), "--mismatch", "--steps", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings, steps = columns(lines, "ratio_mean")
     assert [row[0] for row in steps] == ["3", "2", "1"]
@@ -103,7 +103,7 @@ def test_a_token_is_shown_in_one_line_and_one_that_is_not_a_number_comes_first(
 ) -> None:
     broken = replace(TOKEN, prompt_id="\x1b[2J\n", before="a\nb", text="\x1b[31m", after="\t", rollout_logprob=math.nan)
     write(tmp_path, *records(range(1, 3)), replace(RECORD, step=3, worst=(broken,)))
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--mismatch"]) == 0
     lines = capsys.readouterr().out.splitlines()
     worst = lines[next(number for number, line in enumerate(lines) if "difference" in line.split()) + 1]
     assert "not finite" in worst
@@ -118,7 +118,7 @@ def test_the_report_says_what_rounding_in_engines_alone_has_made(tmp_path: Path,
     recipe = recipe.model_copy(update={"rollout": rollout})
     (tmp_path / "recipe.yaml").write_text(to_text(recipe.model_dump(mode="json")))
     write(tmp_path, RECORD)
-    found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", report(tmp_path, 5))
+    found = re.search(r"mean\s+(\S+),\s+p99 (\S+), k3 (\S+) ", mismatch_report(tmp_path, 5))
     assert (found is None) == (quantization is None)
     if found:
         page = (Path(__file__).parents[2] / "docs" / "mismatch.md").read_text()
@@ -129,27 +129,29 @@ def test_the_report_says_what_rounding_in_engines_alone_has_made(tmp_path: Path,
 def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == EXIT_USER_ERROR
     assert "absent\n      given: no such directory" in capsys.readouterr().err
-    assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR
+    assert main(["report", str(tmp_path), "--mismatch"]) == EXIT_USER_ERROR
     assert "mismatch.jsonl\n      given: No such file" in capsys.readouterr().err
     whole = json.dumps(asdict(RECORD))
     garbage = ['{"step": 1}', "\udcff\x00", "[" * 100_000, whole.replace("640", '"640"'), whole.replace('"6#"', "6")]
     for line in (*garbage, whole.replace("2.25", "[]"), whole.replace('"worst": [', '"worst": [7, ')):
         (tmp_path / "mismatch.jsonl").write_bytes(f"{line}\n".encode("utf-8", "surrogateescape"))
-        assert main(["report", str(tmp_path)]) == EXIT_USER_ERROR, line[:80]
+        assert main(["report", str(tmp_path), "--mismatch"]) == EXIT_USER_ERROR, line[:80]
         assert "mismatch.jsonl:1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--steps", "0"])
+        main(["report", str(tmp_path), "--mismatch", "--steps", "0"])
     write(tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--mismatch"]) == 0
     assert "No step has trained" in capsys.readouterr().out
     (tmp_path / "recipe.yaml").write_text("name: sums\nkind: sft\n")
-    assert main(["report", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--mismatch"]) == 0
     assert "fine-tuning run" in capsys.readouterr().out
 
 
 def test_a_report_that_nothing_reads_to_its_end_is_no_error(tmp_path: Path) -> None:
     write(tmp_path, *records(range(1, 3000)))
-    command = f"{sys.executable} -m megagrpo.cli report {tmp_path} --steps 3000 | true; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -m megagrpo.cli report {tmp_path} --mismatch --steps 3000 | true; exit ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -157,7 +159,7 @@ def test_a_report_that_nothing_reads_to_its_end_is_no_error(tmp_path: Path) -> N
 # --- from rows to text, and the threshold -----------------------------------------------------------------------------
 
 
-def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
+def test_a_row_and_an_index_become_the_token_with_its_text() -> None:
     def sample(index: int, tokens: list[int], versions: list[int]) -> Sample:
         count = len(tokens)
         return Sample("b", index, np.array(tokens), np.full(count, -1.0), np.array(versions), "stop", "")
@@ -166,7 +168,7 @@ def test_a_row_and_a_position_become_the_token_with_its_text() -> None:
         Group(Prompt("a", (1, 2, 3), "x", ""), (sample(0, [9], [0]), sample(1, [], []))),
         Group(Prompt("b", (4, 5), "x", ""), (sample(0, [9, 9], [0, 0]), sample(1, [6, 7, 8], [3, 4, 4]))),
     ]
-    found = replace(FOUND, worst=(TokenMismatch(3, 3, -1.5, -2.0),))
+    found = replace(FOUND, worst=(TokenMismatch(3, 1, -1.5, -2.0),))
     record = mismatch_record(5, found, groups, lambda tokens: "".join(map(str, tokens)))
     (token,) = record.worst
     assert token == WorstToken("b", 1, 1, 7, "456", "7", "8", -1.5, -2.0, 4)
@@ -208,7 +210,7 @@ def test_past_the_threshold_a_run_is_warned_or_ended_and_otherwise_nothing_is_sa
     recipe = Recipe.model_validate(values)
     sample = Sample("a", 0, np.array([4]), np.array([-2.0]), np.array([4]), "stop", "")
     groups = [Group(Prompt("a", (1, 2, 3), "x", ""), (sample,))]
-    found = replace(FOUND, worst=(TokenMismatch(0, 3, -1.7, -2.0),))
+    found = replace(FOUND, worst=(TokenMismatch(0, 0, -1.7, -2.0),))
     with Tracker(recipe, 10) as tracker:
         problem = report_mismatch(recipe, 5, found, groups, tracker, str)
         printed = capsys.readouterr().out

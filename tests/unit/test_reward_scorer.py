@@ -5,17 +5,17 @@ Time passes for the scorer only when a test lets it, so that slow responses on a
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,12 +33,14 @@ from megagrpo.reward.scorer import (
     solved_from,
     weighted_score,
 )
+from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
 from megagrpo.types import FinishReason, Group, Prompt, Sample, Score
 
 FAULTS = """
 import asyncio, os, pathlib, subprocess, sys, time
 
+WORKER = int.from_bytes(os.urandom(6))
 arrived = []
 
 def hangs():
@@ -58,12 +60,11 @@ def fault(data_source, response, ground_truth, extra_info):
     if response == "nan": return float("nan")
     if response == "text": return "1.0"
     if response.startswith("/"):
-        child = subprocess.Popen(["sleep", "1000"])
-        open(response, "w").write(str(child.pid))
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", response])
         hangs()
         child.wait()
     heavy = sum(name in sys.modules for name in ("torch", "numpy", "pydantic", "transformers", "ray"))
-    return {"score": len(response), "pid": os.getpid(), "heavy": heavy}
+    return {"score": len(response), "worker": WORKER, "heavy": heavy}
 
 async def fault_async(data_source, response, ground_truth, extra_info):
     if response == "await": await asyncio.sleep(1000)
@@ -149,6 +150,105 @@ def test_scores_are_weighted_sums_with_their_parts(make_scorer, tmp_path):
     assert (second.scores[0].value, second.prompt, len(second.samples)) == (1.5, make_group("7").prompt, 1)
 
 
+SEEN = """
+def sees_all(data_source, prompt, prompt_text, ground_truth, ability, extra_info, response, tokens, finish):
+    seen = [data_source, prompt, prompt_text, ground_truth, ability, extra_info, response, tokens, finish]
+    return {"score": 1, "seen": repr(seen), "nothing": None, "answer": response.upper()}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **others):
+    return {"score": solution_str == "b", "others": ", ".join(sorted(others))}
+
+def longest(responses, tokens, ground_truth):
+    order = sorted(responses, key=len)
+    return [{"score": order.index(response), "answer": str(len(ids))} for response, ids in zip(responses, tokens)]
+
+async def group_of_two(responses, fails=False):
+    if fails: raise KeyError("x")
+    return [0.5, 1.5]
+"""
+
+
+def test_a_function_gets_what_its_parameters_name(make_scorer, tmp_path):
+    (tmp_path / "mine.py").write_text(SEEN)
+    scorer = make_scorer(*({"function": f"{tmp_path / 'mine.py'}:{name}"} for name in ("sees_all", "compute_score")))
+    group = make_group("a", "b", finish="length")
+    message = {"role": "user", "content": "what?"}
+    prompt = replace(group.prompt, messages=(message,), text="<what?>", ability="math")
+    samples = tuple(replace(sample, tokens=np.array([4, 5], np.int32)) for sample in group.samples)
+    (scored,) = scorer.score([replace(group, prompt=prompt, samples=samples)])
+    first, second = scored.scores
+    seen = ["sums", [message], "<what?>", "7", "math", {"index": 4}, "b", [4, 5], "length"]
+    assert second.notes["sees_all.seen"] == repr(seen)
+    assert "sees_all.nothing" not in second.notes
+    assert (first.answer, second.answer) == ("A", "B")
+    assert (first.parts["compute_score"], second.parts["compute_score"]) == (0, 1)
+    assert second.notes["compute_score.others"] == "ability, finish, prompt, prompt_text, response, tokens"
+
+
+def test_a_function_of_responses_scores_a_group_at_once(make_scorer, tmp_path):
+    (tmp_path / "mine.py").write_text(SEEN)
+    scorer = make_scorer({"function": f"{tmp_path / 'mine.py'}:longest"})
+    whole = make_group("aaa", "a", "aa")
+    given_up = replace(whole, samples=(replace(whole.samples[0], finish="abort"), *whole.samples[1:]))
+    one, other = scorer.score([whole, given_up])
+    assert [score.value for score in one.scores] == [2, 0, 1]
+    assert [score.answer for score in one.scores] == ["0", "0", "0"]  # as many tokens
+    assert [score.value for score in other.scores] == [None, 0, 1]
+
+
+def test_a_group_that_gets_another_number_of_scores_is_masked(make_scorer, tmp_path):
+    (tmp_path / "mine.py").write_text(SEEN)
+    function = f"{tmp_path / 'mine.py'}:group_of_two"
+    scorer = make_scorer({"function": function}, {"function": function, "arguments": {"fails": True}, "weight": 0})
+    two, three = scorer.score([make_group("a", "b"), make_group("a", "b", "c")])
+    assert [score.parts for score in two.scores] == [{"group_of_two": 0.5}, {"group_of_two": 1.5}]
+    assert [score.value for score in two.scores] == [None, None]  # the second function raised
+    assert [score.parts for score in three.scores] == [{}, {}, {}]
+    assert "3" in three.scores[0].error
+
+
+def of_source(source: str, *texts: str) -> Group:
+    group = make_group(*texts)
+    return replace(group, prompt=replace(group.prompt, data_source=source))
+
+
+def test_each_row_is_scored_by_the_functions_of_its_source(make_scorer, tmp_path):
+    (tmp_path / "mine.py").write_text("def half(response): return 0.5")
+    half = {"function": f"{tmp_path / 'mine.py'}:half"}
+    shape = {"function": "format", "name": "shape", "arguments": {"pattern": "^#"}, "weight": 3.0}
+    scorer = make_scorer(
+        half, by_source={"gsm*": [half, half], "gsm8k": [{"function": "gsm8k"}, shape], "word?": [shape]}
+    )
+    sources = ("gsm8k", "gsm9", "word1", "other")
+    groups = scorer.score([of_source(source, "#### 7") for source in sources])
+    assert [group.scores[0].parts for group in groups] == [
+        {"gsm8k": 1.0, "shape": 1.0},  # a name before a pattern
+        {"half": 0.5, "half_2": 0.5},
+        {"shape": 1.0},
+        {"half": 0.5},
+    ]
+    assert [group.scores[0].value for group in groups] == [4.0, 1.0, 3.0, 0.5]
+    assert [group.scores[0].solved for group in groups] == [True, False, True, False]  # full marks of each list
+
+
+def test_metrics_are_also_of_each_source_where_there_are_several(make_scorer):
+    shape = {"function": "format", "arguments": {"pattern": "^#"}}
+    scorer = make_scorer(by_source={"a": [{"function": "gsm8k"}], "b/c": [shape]}, functions=[])
+    groups = scorer.score([of_source("a", "#### 7", "#### 8"), of_source("b/c", "# x", "# y")])
+    metrics = rollout_metrics(groups)
+    assert not undocumented(metrics)
+    assert (metrics["reward/a/mean"], metrics["reward/b/c/mean"], metrics["reward/mean"]) == (0.5, 1.0, 0.75)
+    assert (metrics["reward/a/gsm8k"], metrics["reward/b/c/format"], metrics["reward/gsm8k"]) == (0.5, 1.0, 0.5)
+    assert metrics["reward/a/solved_share"] == 0.5
+    assert "reward/a/mean" not in rollout_metrics(groups[:1])
+
+
+def test_a_row_of_a_source_without_functions_is_an_error(make_scorer):
+    scorer = make_scorer(by_source={"a": [{"function": "gsm8k"}]}, functions=[])
+    with pytest.raises(RewardError, match="other"):
+        scorer.score([of_source("other", "#### 7")])
+
+
 def test_gsm8k_starts_no_process(make_scorer, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("starts a process"))
     scorer = make_scorer({"function": "gsm8k"}, workers=0)
@@ -162,6 +262,18 @@ def test_a_bad_ground_truth_and_an_aborted_response_are_masked(make_scorer):
     assert (bad.scores[0].value, aborted.scores[0].value) == (None, None)
     assert "ground truth 'many'" in bad.scores[0].error
     assert aborted.scores[0].error == "the engine gave up on the response"
+
+
+@pytest.mark.parametrize(
+    ("choices", "ground_truth"), [(4, "B"), ({"text": ["a"], "label": None}, "B"), ([], "[" * 100_000)]
+)
+def test_whatever_a_row_holds_costs_its_own_scores(make_scorer, choices, ground_truth):
+    scorer = make_scorer({"function": "multiple_choice"})
+    odd, plain = make_group("B", ground_truth=ground_truth), make_group("B", ground_truth="B")
+    odd = replace(odd, prompt=replace(odd.prompt, extra_info={"choices": choices}))
+    first, second = scorer.score([odd, plain])
+    assert (first.scores[0].value, bool(first.scores[0].error)) == (None, True)
+    assert second.scores[0].value == 1.0
 
 
 def test_training_sees_shaped_scores_and_an_evaluation_the_plain_sums(make_scorer):
@@ -213,10 +325,10 @@ def test_async_calls_run_side_by_side(make_scorer, faults):
 def test_async_calls_are_cancelled_by_the_worker_itself(make_scorer, faults):
     scorer = make_scorer({"function": f"{faults}:fault_async"}, workers=1, timeout_seconds=1.0)
     (group,) = scorer.score([make_group("await", "fine")])
-    pids = {score.parts.get("fault_async.pid") for score in group.scores} - {None}
+    workers = {score.parts.get("fault_async.worker") for score in group.scores} - {None}
     assert [score.value for score in group.scores] == [None, 4.0]
     (group,) = scorer.score([make_group("fine")])
-    assert group.scores[0].parts["fault_async.pid"] in pids  # it was not replaced
+    assert group.scores[0].parts["fault_async.worker"] in workers  # it was not replaced
 
 
 @pytest.mark.parametrize(
@@ -248,8 +360,8 @@ def test_a_worker_that_died_while_idle_blames_no_sample(make_scorer, faults):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     (group,) = scorer.score([make_group("fine")])
     assert group.scores[0].parts["fault.heavy"] == 0, "a worker starts without heavy libraries"
-    os.kill(int(group.scores[0].parts["fault.pid"]), signal.SIGKILL)
     (worker,) = scorer._pool._workers
+    below(worker.process.pid)[-1].kill()
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # the scorer is to find it so
     (group,) = scorer.score([make_group("fine")])
     assert group.scores[0].value == 4.0
@@ -258,18 +370,28 @@ def test_a_worker_that_died_while_idle_blames_no_sample(make_scorer, faults):
 def test_closing_ends_the_processes_and_scoring_starts_them_again(make_scorer, faults):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=2)
     for _ in range(2):
-        (group,) = scorer.score([make_group(*["fine"] * 8)])
+        scorer.score([make_group(*["fine"] * 8)])
+        started = [process for worker in scorer._pool._workers for process in below(worker.process.pid)]
+        assert len(started) >= 2
         scorer.close()
-        for pid in {int(score.parts["fault.pid"]) for score in group.scores}:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        assert not [process for process in started if process.is_running()]
 
 
 def test_what_a_function_started_ends_with_it(make_scorer, faults, tmp_path):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
-    (group,) = scorer.score([make_group(str(tmp_path / "pid"))])
+    (group,) = scorer.score([make_group(str(tmp_path / "child"))])
     assert group.scores[0].value is None
-    assert ends(int((tmp_path / "pid").read_text()))
+    assert all(ends(pid) for pid in pids_with(str(tmp_path / "child")))
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """A keeper's processes, the worker last."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def pids_with(argument: str) -> list[int]:
+    """Processes that were started with this argument."""
+    return [process.pid for process in psutil.process_iter(["cmdline"]) if argument in (process.info["cmdline"] or ())]
 
 
 def ends(pid: int) -> bool:
@@ -300,14 +422,26 @@ def test_workers_end_with_a_killed_driver(faults):
 DRIVER = """
 import pathlib, sys, threading, time
 sys.path.insert(0, ".")
-from tests.unit.test_reward_scorer import make_group, scorer_of
+from tests.unit.test_reward_scorer import below, make_group, scorer_of
 scorer = scorer_of({"function": sys.argv[1] + ":fault"}, workers=1, timeout_seconds=1000.0)
 (group,) = scorer.score([make_group("fine")])
 threading.Thread(target=scorer.score, args=([make_group("loop")],)).start()
 while not pathlib.Path(sys.argv[1]).with_name("hangs").exists():
     time.sleep(0.01)
-print(int(group.scores[0].parts["fault.pid"]), flush=True)
+print(below(scorer._pool._workers[0].process.pid)[-1].pid, flush=True)
 """
+
+
+@pytest.mark.parametrize(("failed_share_max", "times_said"), [(1.0, 1), (0.5, 0)])
+def test_a_first_failure_is_said_unless_it_ends_the_run_which_says_it_then(faults, failed_share_max, times_said):
+    said: list[str] = []
+    reward = reward_of({"function": f"{faults}:fault"}, failed_share_max=failed_share_max)
+    with closing(Scorer(reward, response_tokens_max=8, say=said.append)) as scorer:
+        ends = pytest.raises(RewardError, match="KeyError") if failed_share_max < 1 else nullcontext()
+        for _ in range(2):
+            with ends:
+                scorer.score([make_group("raise")])
+    assert sum("KeyError" in line for line in said) == times_said
 
 
 def test_a_file_that_cannot_be_imported_is_a_reward_error_and_leaves_no_process(make_scorer, tmp_path):
@@ -318,15 +452,20 @@ def test_a_file_that_cannot_be_imported_is_a_reward_error_and_leaves_no_process(
     assert scorer._pool._workers == []
 
 
-def test_the_example_of_the_docs_runs(make_scorer, tmp_path):
+def test_the_examples_of_the_docs_run(make_scorer, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-    example = re.search(r"<!-- example: rewards/brevity.py -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert example is not None
-    (tmp_path / "brevity.py").write_text(example.group(1))
-    scorer = make_scorer({"function": f"{tmp_path / 'brevity.py'}:brevity", "arguments": {"target": 10}})
-    (group,) = scorer.score([make_group("x" * 5, "x" * 15, "x" * 50)])
-    assert [score.value for score in group.scores] == [1.0, 0.5, 0.0]
-    assert group.scores[1].parts == {"brevity": 0.5, "brevity.length": 15.0}
+    for name in ("brevity", "variety"):
+        example = re.search(rf"<!-- example: rewards/{name}.py -->\n```python\n(.*?)```", page, re.DOTALL)
+        assert example is not None
+        (tmp_path / f"{name}.py").write_text(example.group(1))
+    scorer = make_scorer(
+        {"function": f"{tmp_path / 'brevity.py'}:brevity", "arguments": {"target": 10}},
+        {"function": f"{tmp_path / 'variety.py'}:variety", "weight": 0.0},
+    )
+    (group,) = scorer.score([make_group("x" * 5, "x" * 15, "x" * 50, "x" * 50)])
+    assert [score.value for score in group.scores] == [1.0, 0.5, 0.0, 0.0]
+    assert group.scores[1].parts == {"brevity": 0.5, "brevity.length": 15.0, "variety": 0.75}
+    assert group.scores[2].parts["variety"] == 0.5
 
 
 LIMIT = 100
@@ -342,7 +481,8 @@ def sample_of(tokens=10, finish="stop"):
 
 def scored(reward, *scores):
     outcomes = [score if isinstance(score, Outcome) else Outcome(score) for score in scores]
-    return weighted_score(function_specs(reward), gated_functions(reward.functions), outcomes, solved_from(reward))
+    solved_at = solved_from(reward.solved_at, reward.functions)
+    return weighted_score(function_specs(reward), gated_functions(reward.functions), outcomes, solved_at)
 
 
 def shaped(reward, value, tokens=10, finish="stop"):

@@ -13,19 +13,27 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import RewardError
-from megagrpo.reward import worker_process
+from megagrpo.reward import worker_process, workers
 from megagrpo.reward.scorer import Scorer, reward_problems
-from tests.unit.test_reward_scorer import ends, make_group, reward_of
+from tests.unit.test_reward_scorer import ends, make_group, pids_with, reward_of
 
 MISBEHAVES = r"""
-import os, pathlib, pickle, socket, subprocess, sys
+import json, os, pathlib, pickle, socket, subprocess, sys
 
-PAYLOADS = {
+def answer(number, **wrong):
+    outcome = {"score": 1.0, "metrics": {}, "notes": {}, "error": "", "trace": "", **wrong}
+    return json.dumps({"number": number, "outcomes": [outcome]}).encode() + b"\n"
+
+PAYLOADS = {  # NUMBER is that of the call
     "garbage": b"\x80\x04garbage\n",
     "pickle": pickle.dumps((0, "outcome")) + b"\n",
-    "number": b'{"number": 12345, "score": 1.0, "metrics": {}, "error": "", "trace": ""}\n',
-    "text": b'{"number": "0", "score": "1.0", "metrics": {}, "error": "", "trace": ""}\n',
-    "nan": b"{\"number\": 0, \"score\": NaN, \"metrics\": {}, \"error\": \"\", \"trace\": \"\"}\n",
+    "number": answer(12345, score=1.0),
+    "text": answer("NUMBER", score="1.0"),
+    "nan": answer("NUMBER", score=float("nan")),
+    "error": answer("NUMBER", error="and a score"),
+    "notes": answer("NUMBER", notes={"answer": 7}),
+    "several": b'{"number": "NUMBER", "outcomes": [{}, {}]}\n',
+    "none": b'{"number": "NUMBER", "outcomes": 3}\n',
     "list": b"[1]\n",
     "deep": b"[" * 100_000 + b"\n",
     "huge": b"9" * (3 << 20),
@@ -43,9 +51,16 @@ def into_the_channel(data):
         except OSError:
             pass
 
+def cmdline(process):
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
 def misbehaves(data_source, response, ground_truth, extra_info):
     if response in PAYLOADS:
-        into_the_channel(PAYLOADS[response])
+        number = 2 * list(PAYLOADS).index(response)  # the good responses are between
+        into_the_channel(PAYLOADS[response].replace(b'"NUMBER"', b"%d" % number))
     if response == "interrupt": raise KeyboardInterrupt
     if response == "fork": os.fork()
     if response == "metrics": return {"score": 1.0, **{f"m{n}": n for n in range(100_000)}}
@@ -57,13 +72,25 @@ def misbehaves(data_source, response, ground_truth, extra_info):
         for _ in range(64): print("x" * (1 << 20), flush=True)
     if response == "parent": os.kill(os.getppid(), 9)
     if response.startswith("/"):
-        orphan = subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
-        pathlib.Path(response).write_text(str(orphan.pid))
+        forever = [sys.executable, "-c", "import time; time.sleep(1000)", response]
+        subprocess.Popen(forever, env={}, start_new_session=True)
+        while forever[-1].encode() not in b"".join(map(cmdline, pathlib.Path("/proc").glob("[0-9]*"))): pass
         if response.endswith("daemon"): return 1.0
         os._exit(0)
     return {"score": 4.0, "secret": "SECRET" in os.environ, "given": "GIVEN" in os.environ,
+            "seen": response.encode() in b"".join(map(cmdline, pathlib.Path("/proc").glob("[0-9]*"))),
             "first": int(pathlib.Path("/proc/self/oom_score_adj").read_text())}
 """
+
+
+@pytest.fixture(params=["apart", "beside"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether workers have processes of their own, or not, as on a machine without bubblewrap."""
+    if request.param == "beside":
+        monkeypatch.setattr(workers, "processes_apart", lambda: ())
+    elif not workers.processes_apart():
+        pytest.skip("bubblewrap does not work here")
+    return request.param
 
 
 @pytest.fixture
@@ -81,9 +108,10 @@ def make_scorer(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
         yield make
 
 
+@pytest.mark.usefixtures("apart")
 def test_what_a_function_does_to_its_process_costs_one_sample(make_scorer: Callable[..., Scorer]) -> None:
-    payloads = re.findall(r'^    "(\w+)": b', MISBEHAVES, re.MULTILINE)
-    bad = [*payloads, "pickle", "interrupt", "metrics", "memory"]
+    payloads = re.findall(r'^    "(\w+)": ', MISBEHAVES, re.MULTILINE)
+    bad = [*payloads, "interrupt", "metrics", "memory"]
     (group,) = make_scorer().score([make_group(*[text for name in bad for text in (name, "fine")])])
     values = [score.value for score in group.scores]
     assert values[1::2] == [4.0] * len(bad)
@@ -91,7 +119,26 @@ def test_what_a_function_does_to_its_process_costs_one_sample(make_scorer: Calla
         assert (score.value, bool(score.error)) == (None, True), name
 
 
-def test_a_function_that_kills_its_keeper_costs_at_most_a_sample(make_scorer: Callable[..., Scorer]) -> None:
+def test_a_worker_sees_no_other_process_where_bubblewrap_works(make_scorer: Callable[..., Scorer]) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    with subprocess.Popen([sys.executable, "-c", "input()", mark], stdin=subprocess.PIPE):
+        (group,) = make_scorer().score([make_group(mark)])
+    assert group.scores[0].parts["misbehaves.seen"] == (not workers.processes_apart())
+
+
+@pytest.mark.parametrize("apart", ["apart"], indirect=True)
+@pytest.mark.usefixtures("apart")
+def test_a_function_that_kills_its_parent_costs_nothing_where_bubblewrap_works(
+    make_scorer: Callable[..., Scorer],
+) -> None:
+    (group,) = make_scorer().score([make_group("parent", "fine")])
+    assert [score.value for score in group.scores] == [4.0, 4.0]
+
+
+def test_a_function_that_kills_its_keeper_costs_at_most_a_sample(
+    make_scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "processes_apart", lambda: ())
     scorer = make_scorer()
     scorer.score([make_group("fine")])
     (worker,) = scorer._pool._workers
@@ -102,18 +149,21 @@ def test_a_function_that_kills_its_keeper_costs_at_most_a_sample(make_scorer: Ca
     assert group.scores[0].value == 4.0
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_function_that_forks_answers_once(make_scorer: Callable[..., Scorer]) -> None:
     (group,) = make_scorer().score([make_group("fork", "fine", "fork", "fine")])
     assert [score.value for score in group.scores] == [4.0] * 4
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("name", ["daemon", "dead"])
 def test_a_daemon_ends_with_its_worker(make_scorer: Callable[..., Scorer], tmp_path: Path, name: str) -> None:
     scorer = make_scorer()
     scorer.score([make_group(str(tmp_path / name))])
-    orphan = int((tmp_path / name).read_text())
+    orphans = pids_with(str(tmp_path / name))
+    assert len(orphans) == 1 or name == "dead"  # it ends with its worker
     scorer.close()
-    assert ends(orphan)
+    assert all(map(ends, orphans))
 
 
 def test_a_file_is_read_once(make_scorer: Callable[..., Scorer]) -> None:
@@ -163,6 +213,7 @@ def test_an_import_that_raises_anything_is_reported_as_such(tmp_path: Path) -> N
     assert "SIGKILL" not in problem.given
 
 
+@pytest.mark.usefixtures("apart")
 def test_no_process_of_a_closed_scorer_is_left(make_scorer: Callable[..., Scorer]) -> None:
     scorer = make_scorer(workers=2)
     scorer.score([make_group(*["fine"] * 4)])

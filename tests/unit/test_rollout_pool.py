@@ -17,8 +17,8 @@ from megagrpo.types import Request, Sample, SamplingParams
 SAMPLING = SamplingParams(max_tokens=100)
 
 
-def order(name: str, count: int) -> Order:
-    return Order([Request(name, index, (1, 2), index, SAMPLING) for index in range(count)])
+def order(name: str, count: int, bound: str = "") -> Order:
+    return Order([Request(name, index, (1, 2), index, SAMPLING) for index in range(count)], bound=bound)
 
 
 def sample(request: Request, tokens: int, finish: str = "stop") -> Sample:
@@ -40,11 +40,15 @@ class Pools(RuleBasedStateMachine):
         self.away: list[Order] = []
         self.known: dict[tuple[str, int], int] = {}
         """Tokens that were told of each request."""
+        self.engine_of: dict[str, str] = {}
+        """Engines that have had what is bound to them, since they joined."""
 
     def hand_out(self) -> None:
         for engine, requests in self.pool.hand_out().items():
             self.on_engine[engine] |= requests
             for request in requests.values():
+                if bound := self.orders[int(request.prompt_id)].bound:
+                    assert self.engine_of.setdefault(bound, engine) == engine, "it went elsewhere"
                 begun = 0 if request.begun is None else len(request.begun.tokens)
                 assert begun == self.known.get((request.prompt_id, request.index), 0), "tokens were lost"
 
@@ -54,9 +58,9 @@ class Pools(RuleBasedStateMachine):
         self.known[request.prompt_id, request.index] = len(so_far.tokens)
         return {ticket: so_far}
 
-    @rule(count=st.integers(1, 6), first=st.booleans())
-    def add(self, count: int, first: bool) -> None:
-        self.orders.append(order(str(len(self.orders)), count))
+    @rule(count=st.integers(1, 6), first=st.booleans(), bound=st.sampled_from(["", "", "one", "two"]))
+    def add(self, count: int, first: bool, bound: str) -> None:
+        self.orders.append(order(str(len(self.orders)), count, bound))
         self.pool.add([self.orders[-1]], first=first)
         self.hand_out()
 
@@ -69,6 +73,7 @@ class Pools(RuleBasedStateMachine):
     @rule(engine=st.sampled_from("abc"), data=st.data())
     def leave(self, engine: str, data: st.DataObject) -> None:
         so_far: dict[int, Sample] = {}
+        self.engine_of = {bound: other for bound, other in self.engine_of.items() if other != engine}
         for number, request in self.on_engine.pop(engine, {}).items():
             if data.draw(st.booleans()):
                 so_far |= self.tell(number, request, data.draw(st.integers(0, 3)))
@@ -115,9 +120,16 @@ class Pools(RuleBasedStateMachine):
         }
         if self.pool.slots:
             assert all(len(running) <= self.pool.slots for running in self.on_engine.values())
-            waits = sum(len(each.requests) - len(each.samples) for each in self.orders if each not in self.away)
-            runs = sum(map(len, self.on_engine.values()))
-            assert runs == min(waits, self.pool.slots * len(self.on_engine)), "a slot is free while a request waits"
+            running = {(at.prompt_id, at.index) for on in self.on_engine.values() for at in on.values()}
+            wait = {
+                self.engine_of.get(each.bound, "")
+                for each in self.orders
+                for index in each.missing()
+                if each not in self.away and (each.requests[index].prompt_id, index) not in running
+            }
+            free = {name for name, on in self.on_engine.items() if len(on) < self.pool.slots}
+            assert not free & wait, "a slot is free while a request waits that is bound to its engine"
+            assert not free or "" not in wait, "a slot is free while a request waits that may go anywhere"
 
     @invariant()
     def no_request_runs_twice_and_orders_complete_once(self) -> None:
@@ -173,6 +185,27 @@ def test_without_a_limit_orders_stay_together_and_loads_are_even(counts: list[in
         assert sum(any(request.prompt_id == str(i) for request in to.values()) for to in handed.values()) == 1
     loads = [len(handed.get(f"engine {engine}", {})) for engine in range(engines)]
     assert max(loads) - min(loads) <= max(counts, default=0)
+
+
+def test_what_is_bound_goes_to_one_engine_and_holds_back_nothing_else_and_goes_elsewhere_once_that_is_lost() -> None:
+    pool = Pool(2)
+    for engine in "ab":
+        pool.join(engine)
+    pool.add([order(f"{name} {turn}", 1, name) for name in "xy" for turn in range(3)])
+    handed = pool.hand_out()
+    assert [sorted(at.prompt_id[0] for at in handed[engine].values()) for engine in "ab"] == [["x", "x"], ["y", "y"]]
+    first = next(iter(handed["b"]))
+    pool.answered("b", {first: sample(handed["b"][first], 1)})
+    assert [at.prompt_id for at in pool.hand_out()["b"].values()] == ["y 2"]
+    pool.put_back(pool.leave("a"), {})
+    assert pool.hand_out() == {}, "the other engine is full"
+    for ticket in list(pool.engines["b"]):
+        pool.answered("b", {ticket: sample(pool.engines["b"][ticket].request, 1)})
+    assert {at.prompt_id[0] for at in pool.hand_out()["b"].values()} == {"x"}
+    pool.release("x")
+    pool.join("a")
+    pool.add([order("x 3", 1, "x")])
+    assert list(pool.hand_out()) == ["a"]
 
 
 def test_a_group_is_sampled_by_one_engine_that_has_room() -> None:

@@ -36,8 +36,8 @@ def test_a_group_holds_the_samples_of_its_prompt_in_order() -> None:
 
 
 def test_a_prompt_that_occurs_twice_in_an_evaluation_gets_other_samples() -> None:
-    recipe = recipe_with("eval.samples_per_prompt=2", "eval.temperature=1.0")
-    asked = evaluation_requests(recipe, [prompt("a"), prompt("b"), prompt("a")])
+    recipe = recipe_with("eval={samples_per_prompt: 2, temperature: 1.0, sets: {main: {files: [{path: a.jsonl}]}}}")
+    asked = evaluation_requests(recipe, recipe.eval.of_sets()["main"], [prompt("a"), prompt("b"), prompt("a")])
     found = [[(request.prompt_id, request.index) for request in requests] for requests in asked]
     assert found == [[("a", 0), ("a", 1)], [("b", 0), ("b", 1)], [("a", 2), ("a", 3)]]
     assert len({request.seed for requests in asked for request in requests}) == 6

@@ -13,6 +13,7 @@ import pytest
 
 from megagrpo.errors import Problem
 from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.sglang.answers import Answer
 from megagrpo.rollout.sglang.client import Endpoint, RequestGate, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.types import SamplingParams
@@ -60,9 +61,20 @@ def test_a_request_whose_connection_breaks_goes_on_after_its_tokens_and_ends_whe
         engine: Any = object.__new__(SglangEngine)
         engine._client, engine._gate, engine._protocol = client, RequestGate(8), UpdateProtocol("engine 0")
         engine._timeout, engine._streams, engine._pause, engine._released = 60.0, True, "retract", set()
-        engine._ends, engine._answers = {}, {}
+        engine._ends, engine._answers, engine._fixed_version, engine._stops = {}, {}, None, set()
         engine._text = lambda tokens, finish: finish
         (sample,) = generate(engine, [request([prompt], SamplingParams(max_tokens=4))])
         client.close()
     assert (sample.tokens.tolist(), sample.finish) == (list(range(prompt + 1, 8)), "stop")
     assert [body["sampling_params"]["max_new_tokens"] for body in asked] == [4, 1][:times]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish"), [([7, 8], "abort"), ([7, 2], "stop"), ([7, 3], "stop"), ([7, 8, 9], "length")]
+)
+def test_a_response_that_is_given_back_at_its_end_has_ended(tokens: list[int], finish: str) -> None:
+    answer = Answer(request((5, 6), SamplingParams(3, stop_tokens=(3,))))
+    entries = [[-0.5, token, None] for token in tokens]
+    meta = {"completion_tokens": len(tokens), "output_token_logprobs": entries, "weight_version": "4"}
+    answer.add({"output_ids": tokens, "meta_info": {**meta, "finish_reason": {"type": "abort"}}})
+    assert answer.sample(lambda _tokens, _finish: "", "a server", stops={2}).finish == finish

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.track.console import LiveConsole, Pace, PlainConsole, bars, clock, entries, make_console, phase_seconds
+from megagrpo.progress import clock
+from megagrpo.track.console import LiveConsole, Pace, PlainConsole, entries, make_console, phase_seconds, shares
 from megagrpo.track.sink import RunStart
 from tests.tiny_run import tracked_recipe
 
 STEP = {
     "reward/mean": 0.5, "kl/mean": 0.00123, "grad_norm": 0.75, "response_tokens/mean": 8.5, "tokens_per_second": 4321.0,
-    "seconds/step": 0.6, "seconds/rollout": 0.4, "seconds/update": 0.2, "eval/mean@1": 0.912,
+    "seconds/step": 0.6, "seconds/rollout": 0.4, "seconds/update": 0.2, "eval/sums/mean@1": 0.912,
 }  # fmt: skip
 SHOWN = ("0.500", "0.0012", "0.75", "8.5", "4,321", "0.60", "0.912", "rollout", "update")
 
@@ -90,7 +91,7 @@ def headings(console: LiveConsole) -> dict[str, list[str]]:
 
 def test_phases_leave_the_whole_step_out() -> None:
     assert phase_seconds(STEP) == {"rollout": 0.4, "update": 0.2}
-    assert bars({}).row_count == 0
+    assert shares({}).row_count == 0
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (90.4, "1:30"), (3700, "1:01:40")])

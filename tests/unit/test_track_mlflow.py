@@ -1,113 +1,489 @@
-"""MLflow's sqlite store, for real, and what happens when it fails."""
+"""A run in MLflow: in sqlite, and on a real server that is slow, killed or full."""
 
 from __future__ import annotations
 
 import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
+from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
+from megagrpo.cli import main
+from megagrpo.ports import free_port
+from megagrpo.preflight.machine import directory_problems
+from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.track import mlflow
-from megagrpo.track.mlflow import MLflowTracker, flat, mlflow_name, tracking_uri
-from megagrpo.track.sink import RunStart
+from megagrpo.track import behind
+from megagrpo.track.delivered import Delivered, place
+from megagrpo.track.mlflow import PARAM_CHARACTERS, flat, mlflow_name, shortened, tracking_uri
+from megagrpo.track.rollout_files import rollout_steps
+from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.tracker import Tracker
+from tests.agent_runs import calculator_run, group_of, tool_event
+from tests.mlflow_server import MlflowServer
+from tests.small_disk import small_disk
 from tests.tiny_run import tracked_recipe
+from tests.unit.test_track_rollouts import TOKENIZER, group
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is slow because the machine is busy does not fail."""
-    monkeypatch.setattr(mlflow, "RUN_ID_TIMEOUT_SECONDS", 250.0)
-    monkeypatch.setattr(mlflow, "FINISH_TIMEOUT_SECONDS", 250.0)
+    monkeypatch.setattr("megagrpo.track.tracker.FINISH_TIMEOUT_SECONDS", 250.0)
+    monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)
 
 
-def run_once(
-    recipe: Recipe, directory: Path, steps: range, said: list[str], written: bool = True, **start: object
-) -> MLflowTracker:
-    """written: the directory has the recipe.yaml that is logged."""
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with MlflowServer(tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+def recipe_of(directory: Path, uri: str | None = None, **track: Any) -> Recipe:
+    settings = {"uri": uri, "experiment": directory.name, "system_metrics": False}
+    return tracked_recipe(directory, mlflow=settings, **track)
+
+
+def with_settings(recipe: Recipe, **settings: Any) -> Recipe:
     assert recipe.track.mlflow
-    if written:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "recipe.yaml").write_text("name: adder\n")
-    tracker = MLflowTracker(recipe.track.mlflow, said.append)
-    tracker.start(RunStart(recipe, directory, 10, **start))  # type: ignore[arg-type]
+    mlflow = recipe.track.mlflow.model_copy(update=settings)
+    return recipe.model_copy(update={"track": recipe.track.model_copy(update={"mlflow": mlflow})})
+
+
+def log(tracker: Tracker, steps: range) -> None:
     for step in steps:
-        tracker.log(step, {"eval/mean@1": step / 10, "seconds/step": 1.0})
-    tracker.finish("finished")
-    return tracker
+        tracker.rollouts(step, [group("82", "1+1", name=f"p{step}")], step)
+        tracker.log(step, {"eval/sums/mean@1": step / 10, "seconds/step": 1.0, "grad_norm": math.inf})
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path) -> None:
-    recipe, said = tracked_recipe(tmp_path, mlflow={"experiment": "sums"}), list[str]()
-    directory = tmp_path / "runs" / "adder"
-    first = run_once(recipe, directory, range(1, 5), said)
-    assert first.run_id
-    (directory / "recipe.2.yaml").write_text("name: adder\n")
-    changed, runs = ("train.optimizer.lr: 1.0 -> 0.5",), {"mlflow": first.run_id}
-    resumed: dict[str, Any] = {"resumed_step": 2, "run_ids": runs, "number": 2, "changed": changed}
-    again = run_once(recipe, directory, range(3, 7), said, **resumed)
-    assert again.run_id == first.run_id
-    assert said == []
+def lines(directory: Path) -> dict[int, dict[str, Any]]:
+    read = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in read}
+
+
+def the_run(client: MlflowClient, experiment: str) -> Run:
+    """The only one."""
+    found = client.get_experiment_by_name(experiment)
+    assert found
+    (run,) = client.search_runs([found.experiment_id])
+    return run
+
+
+def brought(uri: str, experiment: str) -> tuple[Any, ...]:
+    """All that a server has of the only run of an experiment."""
+    client = MlflowClient(uri)
+    run = the_run(client, experiment)
+    points = {name: client.get_metric_history(run.info.run_id, name) for name in sorted(run.data.metrics)}
+    histories = {name: [(p.step, p.timestamp, str(p.value)) for p in found] for name, found in points.items()}
+    traces = client.search_traces(locations=[run.info.experiment_id], max_results=500)
+    spans = sorted((trace.info.trace_id, len(trace.data.spans), len(trace.info.assessments)) for trace in traces)
+    artifacts = sorted(file.path for file in client.list_artifacts(run.info.run_id))
+    return run.info.status, run.info.end_time, run.data.params, run.data.tags, histories, spans, artifacts
+
+
+def check_each_step_once(uri: str, experiment: str, directory: Path) -> None:
+    """Every value of metrics.jsonl, once, with its time; and the traces of each step."""
+    _, _, _, _, histories, spans, _ = brought(uri, experiment)
+    entries = lines(directory)
+    for name in {name for line in entries.values() for name in line} - {"step", "time"}:
+        wanted = [
+            (step, int(line["time"] * 1000), str(math.nan if line[name] is None else line[name]))
+            for step, line in sorted(entries.items())
+            if name in line
+        ]
+        assert sorted(histories[mlflow_name(name)]) == wanted
+    kept = rollout_steps(directory)  # a writer that is slower than these steps leaves some out
+    assert kept
+    assert len(spans) == 2 * len(kept)
+
+
+# --- in sqlite --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_each_step_once(tmp_path: Path) -> None:
+    recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(1, 5))
+    first = dict(tracker.run_ids)
+    changed = ("train.optimizer.lr: 1.0 -> 0.5",)
+    with Tracker(recipe, 10, 2, first, tokenizer=TOKENIZER, changed=changed) as tracker:
+        log(tracker, range(3, 7))
+        tracker.rewind(4, unlogged=False)
+        log(tracker, range(5, 9))
+    assert tracker.run_ids == first
+    assert sorted(lines(directory)) == list(range(1, 9))
 
     client = MlflowClient(tracking_uri(recipe))
-    run = client.get_run(first.run_id)
-    assert run.info.status == "FINISHED"
+    run = the_run(client, tmp_path.name)
+    assert (run.info.run_id, run.info.status) == (first["mlflow"], "FINISHED")
     assert run.data.params["rollout.prompts_per_step"] == "4"
     assert run.data.tags["start_2_after_step_2"] == changed[0]
-    assert [file.path for file in client.list_artifacts(first.run_id)] == ["recipe.2.yaml", "recipe.yaml"]
+    assert (run.data.tags["layout"], run.data.tags["schedule"]) == ("TP1 PP1 CP1 EP1 DP1", "sync")
+    assert run.data.tags["version.torch"]
+    _, _, _, _, histories, spans, artifacts = brought(tracking_uri(recipe), tmp_path.name)
+    assert [step for step, _, _ in histories["eval/sums/mean_at_1"]] == list(range(1, 9))
+    assert len(spans) == 2 * len(rollout_steps(directory))
+    assert {"recipe.yaml", "recipe.1.yaml", "recipe.2.yaml", "environment.json"} <= set(artifacts)
     assert (tmp_path / "runs" / "mlruns").is_dir()
-    history = client.get_metric_history(first.run_id, "eval/mean_at_1")
-    assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_has_each_step_once_in_the_same_mlflow_run(tmp_path: Path) -> None:
-    recipe = tracked_recipe(tmp_path, mlflow={})
+def test_a_run_that_starts_anew_is_another_mlflow_run(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    for _ in range(2):
+        with Tracker(recipe, 10) as tracker:
+            tracker.log(1, {"reward/mean": 0.5})
+    experiment = MlflowClient(tracking_uri(recipe)).get_experiment_by_name(tmp_path.name)
+    assert experiment
+    assert len(MlflowClient(tracking_uri(recipe)).search_runs([experiment.experiment_id])) == 2
+
+
+def test_a_run_that_was_killed_is_ended_by_the_start_anew(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
     with Tracker(recipe, 10) as tracker:
-        for steps, after in ((range(1, 5), 2), (range(3, 7), 6)):
-            for step in steps:
-                tracker.log(step, {"reward/mean": step / 10, "seconds/step": 1.0})
-            tracker.rewind(after, unlogged=False)
-    lines = (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
-    history = MlflowClient(tracking_uri(recipe)).get_metric_history(tracker.run_ids["mlflow"], "reward/mean")
-    assert [(point.step, point.value) for point in history] == [(step, step / 10) for step in range(1, 7)]
+        tracker.log(1, {"reward/mean": 0.5})
+    client, killed = MlflowClient(tracking_uri(recipe)), tracker.run_ids["mlflow"]
+    client.update_run(killed, status="RUNNING")  # as after SIGKILL
+    with Tracker(recipe, 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert client.get_run(killed).info.status == "KILLED"
+    assert client.get_run(tracker.run_ids["mlflow"]).info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("uri", ["unknown-scheme://nowhere", None])
-def test_whatever_fails_is_said_once_and_ends_nothing(tmp_path: Path, uri: str | None) -> None:
-    said: list[str] = []
-    recipe = tracked_recipe(tmp_path, mlflow={"uri": uri})
-    tracker = run_once(recipe, tmp_path, range(1, 4), said, written=uri is not None)  # else an OSError in the thread
-    assert tracker.errors == 1
-    assert tracker.run_id is None
+@pytest.mark.parametrize("count", [1000, 2500])
+def test_a_store_that_fails_inside_a_step_gets_all_of_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    calls, store = list[int](), SqlAlchemyStore.log_batch
+
+    def log_batch(self: Any, run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        if metrics:
+            calls.append(len(metrics))
+            if len(calls) == 2:
+                raise MlflowException("killed")
+        store(self, run_id, metrics, params, tags)
+
+    monkeypatch.setattr(SqlAlchemyStore, "log_batch", log_batch)
+    recipe = recipe_of(tmp_path)
+    with Tracker(recipe, 10) as tracker:
+        tracker.log(1, {f"reward/part_{number}": float(number) for number in range(count)})
+    assert len(calls) > 2
+    found = the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).data.metrics
+    assert {name: found[name] for name in found if name.startswith("reward/")} == {
+        f"reward/part_{number}": float(number) for number in range(count)
+    }
+
+
+def test_a_store_without_a_registry_has_the_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise MlflowException("no registry")
+
+    monkeypatch.setattr(MlflowClient, "create_registered_model", none)
+    recipe = with_settings(recipe_of(tmp_path), registered_model="adder")
+    with Tracker(recipe, 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        (tmp_path / "runs" / "adder" / "hugging_face").mkdir()
+    assert the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).info.status == "FINISHED"
+
+
+def test_what_could_not_be_noted_is_noted_again(tmp_path: Path) -> None:
+    delivered = Delivered(tmp_path, anew=True)
+    with small_disk(8), pytest.raises(OSError):
+        delivered.note("mlflow", step=3)
+    assert delivered.of("mlflow") == {}
+    delivered.note("mlflow", step=3)
+    assert Delivered(tmp_path, anew=False).of("mlflow") == {"step": 3}
+
+
+def test_whatever_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(Tracker, "say", lambda self, line: said.append(line))
+    with Tracker(recipe_of(tmp_path, "unknown-scheme://nowhere"), 10) as tracker:
+        log(tracker, range(1, 4))
+    assert tracker.run_ids == {}
     assert len([line for line in said if "training goes on" in line]) == 1
+    assert any("megagrpo track sync" in line for line in said)
+    assert sorted(lines(tmp_path / "runs" / "adder")) == [1, 2, 3]
 
 
-def test_the_run_is_known_to_a_checkpoint_right_after_the_start(tmp_path: Path) -> None:
-    recipe, said = tracked_recipe(tmp_path, mlflow={}), list[str]()
-    assert recipe.track.mlflow
-    (tmp_path / "recipe.yaml").write_text("name: adder\n")
-    tracker = MLflowTracker(recipe.track.mlflow, said.append)
-    assert tracker.run_id is None
-    tracker.start(RunStart(recipe, tmp_path, 10))
-    assert tracker.run_id
-    tracker.finish("finished")
-    assert said == []
+def test_what_is_trained_on_is_a_dataset_with_its_digest(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    with Tracker(recipe, 10) as tracker:
+        files = [{"path": "train.parquet", "rows": 9}]
+        sections = {name: {"items": 9, "digest": name * 8, "files": files} for name in ("train", "eval sums")}
+        (tmp_path / "runs" / "adder" / "data.json").write_text(json.dumps(sections))
+        tracker.log(1, {"reward/mean": 0.5})
+    data = {
+        one.dataset.digest: one
+        for one in the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).inputs.dataset_inputs
+    }
+    assert data.keys() == {"train" * 7 + "t", ("eval sums" * 8)[:36]}
+    assert data["train" * 7 + "t"].tags[0].value == "training"
+
+
+def test_system_metrics_are_logged_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    failures, publish = list[str](), SystemMetricsMonitor.publish_metrics
+
+    def fails_once(self: Any, metrics: Any) -> None:
+        if not failures:
+            failures.append("a server that starts again")
+            raise MlflowException(failures[0])
+        publish(self, metrics)
+
+    monkeypatch.setattr(SystemMetricsMonitor, "publish_metrics", fails_once)
+    recipe = with_settings(recipe_of(tmp_path), system_metrics=True)
+    client, step = MlflowClient(tracking_uri(recipe)), 0
+    with Tracker(recipe, 10) as tracker:
+        while not (run_id := tracker.run_ids.get("mlflow")) or not any(
+            name.startswith("system/") for name in client.get_run(run_id).data.metrics
+        ):
+            step += 1
+            tracker.log(step, {"reward/mean": 0.5})
+            time.sleep(0.1)
+    assert failures
+    assert "system/cpu_utilization_percentage" in client.get_run(run_id).data.metrics
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Samples of a group of plain responses and one of agents, in order."""
+    directory = tmp_path_factory.mktemp("traces")
+    failed = calculator_run(error="ValueError: no", events=(tool_event(2.0, 0.5, error="took too long"),), reward=None)
+    recipe = recipe_of(directory)
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        tracker.rollouts(3, [group("82", "1+1"), group_of(calculator_run(), failed)], 3)
+        tracker.log(3, {"reward/mean": 1.0})
+    client = MlflowClient(tracking_uri(recipe))
+    run = the_run(client, directory.name)
+    found = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
+    return sorted(found, key=lambda trace: (trace.info.tags["prompt_id"], trace.info.tags["rollout"]))
+
+
+def test_a_rollout_is_a_trace_with_its_response_and_what_each_reward_function_said(traces: list[Any]) -> None:
+    good, bad, *_ = traces
+    assert (good.info.state, bad.info.state) == ("OK", "ERROR")
+    assert (good.info.tags["step"], good.info.tags["prompt_id"]) == ("3", "p")
+    root, response, digits = good.data.spans
+    assert (root.outputs["score"], root.inputs["ground_truth"]) == (1.0, "82")
+    assert response.inputs["messages"] == [{"role": "user", "content": "é"}]
+    assert response.outputs == {"role": "assistant", "content": "82"}
+    assert (digits.name, digits.span_type, digits.outputs) == ("digits", "EVALUATOR", {"score": 0.5, "read": "8?2"})
+    (score,) = good.info.assessments
+    assert (score.name, score.feedback.value) == ("score", 1.0)
+
+
+def test_an_agents_rollout_is_a_trace_with_a_span_for_each_turn_and_tool(traces: list[Any]) -> None:
+    *_, good, bad = traces
+    assert (good.info.state, bad.info.state) == ("OK", "ERROR")
+    root, *spans = good.data.spans
+    assert (root.span_type, root.inputs["ground_truth"], root.outputs["score"]) == ("AGENT", "391", 1.0)
+    assert [(span.name, span.span_type) for span in spans] == [
+        ("turn 0", "CHAT_MODEL"), ("calculator", "TOOL"), ("turn 1", "CHAT_MODEL"),
+    ]  # fmt: skip
+    turn, tool, answer = spans
+    assert turn.inputs["messages"] == [{"role": "user", "content": "What is 17 * 23?"}]
+    assert answer.outputs["content"] == "It is 391."
+    assert answer.get_attribute("mlflow.turn")["reward"] == 1.0
+    assert tool.end_time_ns - tool.start_time_ns == 500_000_000
+    assert root.start_time_ns <= turn.start_time_ns <= tool.start_time_ns < answer.end_time_ns <= root.end_time_ns
+    assert bad.data.spans[1].status.status_code == "ERROR"
+
+
+# --- on a server ------------------------------------------------------------------------------------------------------
+
+
+def sync(directory: Path, *arguments: str) -> int:
+    return main(["track", "sync", str(directory), *arguments])
+
+
+def test_what_is_synced_to_another_server_is_there_once(tmp_path: Path, server: MlflowServer) -> None:
+    directory = tmp_path / "runs" / "adder"
+    with Tracker(tracked_recipe(tmp_path), 10, tokenizer=TOKENIZER) as tracker:  # without MLflow
+        log(tracker, range(3))
+    experiment = "megagrpo"  # the default
+    assert sync(directory, "--mlflow", server.uri) == 0
+    check_each_step_once(server.uri, experiment, directory)
+    first = brought(server.uri, experiment)
+    assert sync(directory, "--mlflow", server.uri) == 0
+    assert brought(server.uri, experiment) == first
+    # What was known of the server is lost: the run is found by its tag, and nothing comes twice.
+    record = json.loads((directory / "track.json").read_text())
+    (directory / "track.json").write_text(json.dumps(record | {"trackers": {}}))
+    assert sync(directory, "--mlflow", server.uri) == 0
+    assert brought(server.uri, experiment) == first
+
+
+def test_a_run_whose_record_is_lost_is_found_by_its_checkpoint(tmp_path: Path) -> None:
+    recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(3))
+    saved = checkpoint_directory(recipe) / "step_000002"
+    saved.mkdir(parents=True)
+    (saved / "trainer.json").write_text(json.dumps({"tracker_runs": tracker.run_ids}))
+    (directory / "track.json").write_text('{"id": ')  # cut off
+    assert sync(directory) == 0
+    assert the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).info.run_id == tracker.run_ids["mlflow"]
+    check_each_step_once(tracking_uri(recipe), tmp_path.name, directory)
+
+
+def test_a_run_of_another_version_is_synced_without_what_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    with Tracker(tracked_recipe(tmp_path), 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    written = yaml.safe_load((directory / "recipe.yaml").read_text())
+    written["rollouts_per_step"] = written["rollout"]["seen"] = 4
+    written["track"]["mlflow"] = {"experiment": tmp_path.name, "colour": "red"}
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(written))
+    assert sync(directory) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("rollouts_per_step", "rollout.seen", "track.mlflow.colour"))
+    assert the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).data.metrics["reward/mean"] == 0.5
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(written | {"train": 7}))
+    assert sync(directory) == 2
+
+
+def test_a_run_that_goes_on_is_not_synced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "runs" / "adder"
+    with Tracker(tracked_recipe(tmp_path), 10), only_process_of(directory):
+        assert sync(directory) == 2
+    assert "already going on" in capsys.readouterr().err
+    assert sync(tmp_path) == 2
+
+
+def test_a_server_that_stands_still_delays_no_step_and_gets_everything(tmp_path: Path, server: MlflowServer) -> None:
+    recipe = recipe_of(tmp_path, server.uri)
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(2))
+        while "mlflow" not in tracker.run_ids:
+            time.sleep(0.1)
+        server.signal(signal.SIGSTOP)
+        try:
+            log(tracker, range(2, 20))  # would not end if a step waited
+            assert sorted(lines(tmp_path / "runs" / "adder")) == list(range(20))
+        finally:
+            server.signal(signal.SIGCONT)
+    check_each_step_once(server.uri, tmp_path.name, tmp_path / "runs" / "adder")
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "runs" / "adder"
+    with MlflowServer(tmp_path) as server:
+        with Tracker(recipe_of(tmp_path, server.uri), 10, tokenizer=TOKENIZER) as tracker:
+            log(tracker, range(5))
+            while Delivered(directory, anew=False).of(place("mlflow", server.uri)).get("step", -1) < 2:
+                time.sleep(0.1)
+            server.kill()
+            log(tracker, range(5, 12))
+        assert sync(directory) == 3
+        assert "a tracker that takes the run" in capsys.readouterr().err
+        server.start()
+        assert sync(directory) == 0
+        check_each_step_once(server.uri, tmp_path.name, directory)
+        first = brought(server.uri, tmp_path.name)
+        assert first[0] == "FINISHED"
+        assert sync(directory) == 0
+        assert brought(server.uri, tmp_path.name) == first
+
+
+def test_a_full_disk_for_artifacts_loses_nothing(tmp_path: Path) -> None:
+    """sqlite and artifacts are full at first; the run's own files are not."""
+    recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    with small_disk(16 * 2**10), Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(8))
+    assert sorted(lines(directory)) == list(range(8))
+    assert sync(directory) == 0
+    check_each_step_once(tracking_uri(recipe), tmp_path.name, directory)
+    first = brought(tracking_uri(recipe), tmp_path.name)
+    assert sync(directory) == 0
+    assert brought(tracking_uri(recipe), tmp_path.name) == first
+
+
+def test_an_exported_model_is_a_version_in_the_registry_that_answers(
+    tmp_path: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.pyfunc import load_model
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    recipe, directory = recipe_of(tmp_path, server.uri), tmp_path / "runs" / "adder"
+    recipe = with_settings(recipe, registered_model="adder")
+    with Tracker(recipe, 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = Qwen2Config(vocab_size=len(TOKENIZER), num_key_value_heads=2, **shape)
+        Qwen2ForCausalLM(config).save_pretrained(directory / "hugging_face")
+        TOKENIZER.save_pretrained(directory / "hugging_face")
+        (directory / "hugging_face" / "megagrpo.json").write_text('{"run": "adder", "step": 1}')
+    client = MlflowClient(server.uri)
+    (version,) = client.search_model_versions("name = 'adder'")
+    assert (version.run_id, version.tags["megagrpo.step"]) == (tracker.run_ids["mlflow"], "1")
+    names = [file.path for file in client.list_artifacts(version.run_id, "hugging_face")]
+    assert "hugging_face/config.json" in names
+    assert not any(name.endswith("safetensors") for name in names)
+    assert sync(directory) == 0
+    assert len(client.search_model_versions("name = 'adder'")) == 1
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    model = load_model(f"models:/adder/{version.version}")
+    assert "prompt" in str(model.metadata.signature)
+    (answer,) = model.predict([{"prompt": "1+1="}], params={"max_new_tokens": 2})
+    assert isinstance(answer, str)
+
+    (directory / "hugging_face" / "megagrpo.json").write_text('{"run": "adder", "step": 2}')  # trained longer
+    assert sync(directory) == 0
+    newer, older = client.search_model_versions("name = 'adder'", order_by=["version_number DESC"])
+    assert newer.tags["megagrpo.step"] == "2"
+    load_model(f"models:/adder/{newer.version}")
+    with pytest.raises(ValueError, match="step 1"):
+        load_model(f"models:/adder/{older.version}")
+
+
+# --- names and values -------------------------------------------------------------------------------------------------
+
+
+@given(st.text(max_size=300))
+def test_any_name_becomes_one_that_mlflow_allows(name: str) -> None:
+    _validate_metric_name(mlflow_name(name))
+    _validate_param_name(mlflow_name(name))
 
 
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [("eval/mean@1", "eval/mean_at_1"), ("reward/mean", "reward/mean"), ("reward/a+b", "reward/a_b")],
 )
-def test_names_are_ones_that_mlflow_allows(name: str, allowed: str) -> None:
+def test_usual_names_stay_readable(name: str, allowed: str) -> None:
     assert mlflow_name(name) == allowed
 
 
+def test_a_long_param_ends_with_a_hash_of_the_whole() -> None:
+    one, other = "x" * 9000, "x" * 9001
+    assert shortened("x") == "x"
+    assert len(shortened(one)) == len(shortened(other)) == PARAM_CHARACTERS
+    assert shortened(one) != shortened(other)
+
+
 def test_nested_values_become_dotted_names() -> None:
-    tree = {"a": {"b": 1, "c": {}}, "d": [{"e": None}, {"e": 2}], "f": [1, 2]}
+    tree: Mapping[str, Any] = {"a": {"b": 1, "c": {}}, "d": [{"e": None}, {"e": 2}], "f": [1, 2]}
     assert flat(tree) == {"a.b": "1", "a.c": "{}", "d.0.e": "None", "d.1.e": "2", "f": "[1, 2]"}
 
 
@@ -117,3 +493,27 @@ def test_the_server_is_the_recipes_or_the_environments(tmp_path: Path, monkeypat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert tracking_uri(recipe) == "http://tracking:5000"
     assert tracking_uri(tracked_recipe(tmp_path, mlflow={"uri": "http://ours:1"})) == "http://ours:1"
+
+
+def test_a_password_in_a_servers_address_is_not_written(tmp_path: Path) -> None:
+    assert place("mlflow", "http://me:secret@host:5000/a") == "mlflow http://host:5000/a"
+    assert place("mlflow", "sqlite:////x/mlflow.db") == "mlflow sqlite:////x/mlflow.db"
+    (problem,) = directory_problems(recipe_of(tmp_path, "http://me:s3cret@host:5000"))
+    assert "MLFLOW_TRACKING_PASSWORD" in problem.fix
+    assert "s3cret" not in str(problem)
+
+
+def test_a_password_in_the_environment_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"http://me:s3cret@127.0.0.1:{free_port('127.0.0.1')}"  # where none answers
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    recipe, directory = recipe_of(tmp_path, console="lines"), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert sync(directory) == 3
+    said = capsys.readouterr()
+    assert "training goes on" in said.out
+    assert "s3cret" not in said.out + said.err
+    assert not [path for path in directory.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]

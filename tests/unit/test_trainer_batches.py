@@ -153,7 +153,7 @@ def test_what_only_engines_need_is_not_asked_of_a_run_without_them(tmp_path: Pat
 def test_samples_without_training_are_saved_step_by_step_until_the_run_is_told_to_stop(tmp_path: Path) -> None:
     run = make_run(*tracked(tmp_path, 0), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0))
     said: list[Any] = []
-    tracker = SimpleNamespace(rollouts=lambda step, groups: None, log=lambda *line: said.append(line))
+    tracker = SimpleNamespace(rollouts=lambda *given: None, log=lambda *line: said.append(line))
     setup: Any = SimpleNamespace(recipe=run.recipe, total_steps=3, stopping=run.stopping, clock=run.clock)
     setup.tracker = tracker
     training: Any = SimpleNamespace(run=run, give_up=lambda: None)

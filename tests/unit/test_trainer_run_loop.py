@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +25,45 @@ from megagrpo.errors import (
     RankLostError,
     RecipeError,
 )
+from megagrpo.track.rollout_table import Learned
+from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer import run_loop, train
-from megagrpo.trainer.run_loop import only_process_of
 from megagrpo.trainer.stopping import StopRequested
 from megagrpo.types import Group
 from tests import step_fakes
 
 STEPS = 4
-OVERRIDES = (f"train.total_steps={STEPS}", "eval.every_steps=2", "checkpoint.every_steps=3", "train.offload=[]")
+HELD_OUT = "sets: {main: {files: [{path: a.jsonl}]}}"
+OVERRIDES = (
+    f"train.total_steps={STEPS}",
+    f"eval={{every_steps: 2, {HELD_OUT}}}",
+    "checkpoint.every_steps=3",
+    "train.offload=[]",
+)
 
 
 class Recorder:
     """A tracker over several starts of one run: lines that were logged and states that were saved, with their steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+        self.overrides = (*OVERRIDES, *overrides)
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.saved: list[TrainerState] = []
         self.run_ids: dict[str, str] = {}
+        self.restarts: list[float] = []  # by line
         self.confirmed: list[int] = []
         """The newest saved step, at each confirmation."""
         monkeypatch.setattr(train, "report_mismatch", lambda *given: None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        measured = ("seconds/", "tokens_per_second", "trainer/")
+        measured = ("seconds/", "tokens_per_second", "trainer/", "restarts")
+        self.restarts.append(metrics.get("restarts", 0.0))
         self.lines.append((step, {name: value for name, value in metrics.items() if not name.startswith(measured)}))
 
-    def rollouts(self, step: int, groups: Sequence[Group]) -> None:
+    def evaluated(self, step: int, sets: Mapping[str, Sequence[Group]]) -> None:
+        pass
+
+    def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned) -> None:
         pass
 
     def confirm(self) -> None:
@@ -64,7 +77,7 @@ class Recorder:
 
     def start(self, moment: Callable[[Any, Callable[[], None]], None]) -> None:
         """Starts or continues the run; `moment` plants the signal."""
-        run = step_fakes.make_run(*OVERRIDES, scores=lambda prompt: [prompt % 3, 1, 0, 0.5])
+        run = step_fakes.make_run(*self.overrides, scores=lambda prompt: [prompt % 3, 1, 0, 0.5])
         run.__dict__["total_steps"] = STEPS
 
         def told_to_stop() -> None:
@@ -125,7 +138,7 @@ def test_a_run_told_to_stop_saves_what_is_done_and_continues_as_if_it_had_not_be
 
 @pytest.mark.parametrize("saved", [{}, {"eval": "x"}, {"eval": {"early_stopping": 1}}])
 def test_a_run_continues_from_a_checkpoint_whose_recipe_lacks_an_evaluation(saved: dict[str, Any]) -> None:
-    watched = ["eval.files=[{path: a.jsonl}]", "eval.early_stopping={metric: mean@1, patience: 2}"]
+    watched = [f"eval={{early_stopping: {{metric: main/mean@1, patience: 2}}, {HELD_OUT}}}"]
     run = step_fakes.make_run(*watched, scores=lambda prompt: [1.0] * 4)
     state = TrainerState(2, 2, run.cursor.state(), saved, best_evaluation=0.5)
     begun = run_loop.first_progress(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
@@ -139,6 +152,40 @@ def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypat
     with pytest.raises(MismatchError):
         recorder.start(at_call("rollouts", "generate_for_evaluation", 2))
     assert recorder.saved[-1].step == 2
+
+
+def scores_of_steps(metric: str, recorder: Recorder) -> dict[int, float]:
+    return {step: metrics[metric] for step, metrics in recorder.lines if metric in metrics}
+
+
+def test_each_set_is_evaluated_when_it_is_due_and_all_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = "{often: {files: [{path: a}]}, seldom: {files: [{path: b}], every_steps: 3, before_training: false}}"
+    recorder = Recorder(monkeypatch, f"eval={{every_steps: 1, sets: {sets}}}")
+    recorder.start(nothing)
+    assert sorted(scores_of_steps("eval/often/mean@1", recorder)) == [0, 1, 2, 3, 4]
+    assert sorted(scores_of_steps("eval/seldom/mean@1", recorder)) == [3, 4]
+
+
+def test_a_run_that_stops_early_evaluates_all_sets_and_counts_only_evaluations_of_the_watched_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets = "{often: {files: [{path: a}], every_steps: 1}, watched: {files: [{path: b}], every_steps: 2}}"
+    rule = "{metric: often/mean@1, patience: 2}"
+    recorder = Recorder(monkeypatch, f"eval={{before_training: false, early_stopping: {rule}, sets: {sets}}}")
+    recorder.start(nothing)
+    assert sorted(scores_of_steps("eval/often/mean@1", recorder)) == [1, 2, 3]
+    assert sorted(scores_of_steps("eval/watched/mean@1", recorder)) == [2, 3]
+    rule = "{metric: watched/mean@1, patience: 1}"
+    recorder = Recorder(monkeypatch, f"eval={{before_training: false, early_stopping: {rule}, sets: {sets}}}")
+    recorder.start(nothing)
+    assert max(scores_of_steps("eval/watched/mean@1", recorder)) == 4, "the first evaluation is a new best"
+
+
+def test_the_best_checkpoint_is_of_a_step_that_evaluated_its_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = "{best: {files: [{path: a}], every_steps: 2}, other: {files: [{path: b}], every_steps: 1}}"
+    found = Recorder(monkeypatch, f"eval={{sets: {sets}}}", "checkpoint.keep_best=best/mean@1")
+    found.start(nothing)
+    assert [state.step for state in found.saved] == [2, 3, 4]
 
 
 ENGINE, DISK = EngineError(Problem("engine 0 died")), OSError("no space left")
@@ -224,6 +271,7 @@ def test_a_run_that_loses_ranks_goes_back_to_its_checkpoint_or_its_begin_as_if_i
     recorder = Recorder(monkeypatch)
     recorder.start(losing_ranks(in_updates))
     assert recorder.lines == undisturbed.lines
+    assert (undisturbed.restarts[-1], recorder.restarts[-1]) == (0, len(in_updates))
     assert recorder.saved == undisturbed.saved
 
 
@@ -262,7 +310,7 @@ def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypa
     assert not recorder.saved
 
 
-HOLD = "import sys, pathlib; from megagrpo.trainer.run_loop import only_process_of\n" + (
+HOLD = "import sys, pathlib; from megagrpo.track.run_lock import only_process_of\n" + (
     "with only_process_of(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 

@@ -25,7 +25,7 @@ from megagrpo.rollout.requests import after_begun, training_requests
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.sampling import Sampling
+from megagrpo.trainer.sampling import OF_CUT_AGENTS, Sampling
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.schedule_log import Replayed, read_schedule, schedule_line
 from megagrpo.types import Group, Prompt, Request, Sample
@@ -118,6 +118,9 @@ class Engines:
     def withdraw(self, orders: Sequence[Order]) -> None:
         self.orders = [order for order in self.orders if order not in orders]
 
+    def drop(self, orders: Sequence[Order]) -> None:
+        self.withdraw(orders)
+
     def drain(self) -> None:
         pass
 
@@ -175,6 +178,18 @@ def test_over_sampling_throws_away_what_is_late_and_says_what_that_does_to_lengt
             run.rollouts.version = step
             run.sampling.advance(step)
     assert max(biases) > 0.0
+
+
+def test_of_rollouts_of_agents_that_were_cut_no_lengths_are_reported():
+    agent = {"agent.function": "agent.py:rollout", "agent.tokens_max": 64}
+    overrides = [f"{name}={value}" for name, value in agent.items()]
+    with in_background(recipe_with("schedule={kind: sync, oversample: 6}", *overrides)) as run:
+        run.sampling.go_on()
+        taken = run.sampling.take(then_pause=True)
+        run.sampling.pause()
+        metrics = run.sampling.cut(taken).metrics
+    assert metrics["cut/samples"] > 0
+    assert {name for name in metrics if name.startswith("cut/")} == set(OF_CUT_AGENTS)
     with in_background(recipe_with(*ASYNC)) as run:
         assert not [name for taken in trained(run, [1]) for name in taken.metrics if name.startswith("cut/")]
 
@@ -356,7 +371,7 @@ def one_step_off(
     found = []
     with in_background(base.recipe, pending=pending, step=first - 1) as background:
         engines = background.rollouts
-        weights = SimpleNamespace(sync=lambda version: setattr(engines, "version", version))
+        weights = SimpleNamespace(sync=lambda version: setattr(engines, "version", version), received_bytes=0)
         run = replace(base, rollouts=engines, cursor=background.cursor, sampling=background.sampling, weights=weights)
         update = run.policy.update
 

@@ -22,6 +22,8 @@ from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.schedule import Step, grpo_step
 from megagrpo.trainer.step import (
     ATTEMPTS,
+    agent_errors,
+    any_ended,
     critic_learning_rate,
     policy_learning_rate,
     sample,
@@ -29,6 +31,7 @@ from megagrpo.trainer.step import (
     with_signal,
 )
 from megagrpo.types import Group, Prompt
+from tests.agent_runs import calculator_run, group_of
 from tests.step_fakes import Scores, make_run
 
 DYNAMIC = "rollout.dynamic_sampling={rounds_max: 3}"
@@ -74,6 +77,22 @@ def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_a
         with pytest.raises(EngineError, match=r"responses of step 1(.|\n)*rollout.timeout_seconds"):
             grpo_step(run, 1, 0.0)
         assert "update" not in run.policy.calls
+
+
+def test_groups_in_which_all_agents_fail_have_not_ended_however_they_are_scored() -> None:
+    failed = group_of(calculator_run(counts={"failed": 1.0}))
+    assert not any_ended([failed, group_of(calculator_run(error="longer than 9 s"))])
+    assert any_ended([failed, group_of(calculator_run())])
+
+
+def test_turns_that_engines_give_up_on_are_not_the_agents_fault() -> None:
+    raised = calculator_run(error="ValueError: x", counts={"failed": 1.0})
+    late = calculator_run(error="longer than 9 s", counts={"late": 1.0})
+    aborted = calculator_run(error="the engine gave up on a turn")
+    assert agent_errors([group_of(aborted, calculator_run())]) == ""
+    assert agent_errors([group_of(late, raised, aborted, raised)]) == (
+        "ValueError: x (2 times); longer than 9 s (1 times)"
+    )
 
 
 @pytest.mark.parametrize("where", ["finish", "sync"])

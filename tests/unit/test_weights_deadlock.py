@@ -28,7 +28,7 @@ from tests.weight_streams import Case, empty
 from tests.weights_oracle import architecture, moe_architecture, random_checkpoint
 
 CASES = 30
-LONG_CASES = 220
+LONG_CASES = 470
 CPU = torch.device("cpu")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import jsonschema
@@ -20,7 +22,7 @@ from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.json_schema import DIRECTORY, first_line, json_schema
 from megagrpo.recipe.load import load, load_any
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
@@ -30,6 +32,7 @@ from tests.plans import known_model
 FILES = sorted(DIRECTORY.glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
 NODES = {
+    "code_agent_qwen3_30b_a3b_2x8": 2,
     "deepseek_v3_671b": 16,
     "disaggregated_qwen3_32b_4x8": 4,
     "grpo_70b": 16,
@@ -42,12 +45,15 @@ NODES = {
     "math_qwen3_32b_8h200": 1,
     "math_qwen3_8b_8a100": 1,
     "math_qwen3_8b_8gpu": 1,
+    "search_qwen3_8b_8gpu": 1,
+    "swe_qwen3_32b_4x8": 4,
 }
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with neither data, models nor SGLang."""
+    """A machine with neither data, models nor SGLang, but with this directory."""
+    (tmp_path / DIRECTORY.name).symlink_to(DIRECTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
     monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))
@@ -75,7 +81,7 @@ def test_fusions_of_experts_are_planned_for_gpus_and_refused_without_transformer
 ) -> None:
     monkeypatch.setattr(config, "find_spec", lambda package: None)
     file = DIRECTORY / "math_qwen3_30b_a3b_2x8.yaml"
-    loaded = load(file, ["train.megatron={moe_permute_fusion: true, moe_router_fusion: true}"])
+    loaded = load(file)
     assert preflight(loaded, plan_only=True).recipe.train.megatron  # moe_act and grouped products: only on GPUs
     refused = r"moe_permute_fusion(?s:.)*transformer_engine, which is not installed(?s:.)*moe_router_fusion"
     model = known_model(loaded.recipe.model.path)
@@ -96,11 +102,30 @@ def test_a_recipe_fills_whole_nodes_and_no_server_process_spans_two(file: Path) 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
 def test_a_recipe_fits_its_gpus_with_room_to_spare_and_is_not_unwise(file: Path, elsewhere: None) -> None:
-    recipe = load(file).recipe
+    assert_fits(load(file).recipe)
+
+
+def assert_fits(recipe: AnyRecipe) -> None:
+    assert isinstance(recipe, Recipe)
     plan = plan_of(recipe, read_architecture(known_models()[recipe.model.path]))
     assert plan.problems == plan.unwise == ()
     card = GPUS[str(recipe.cluster.gpu)].memory_bytes
     assert max(kind.fullest.bytes for kind in plan.memory) < 0.95 * card
+
+
+def test_the_changes_with_which_the_largest_recipe_runs_elsewhere_fit_the_nodes_that_it_names(elsewhere: None) -> None:
+    file = DIRECTORY / "deepseek_v3_671b.yaml"
+    changes = re.findall(r"takes (\d+) nodes.*\n((?:#   .+\n)+)", file.read_text(encoding="utf-8"))
+    assert len(changes) == 2
+    for nodes, lines in changes:
+        recipe = load(file, shlex.split(lines.replace("\n#", "").lstrip("#"))).recipe
+        assert plan_devices(recipe, "cuda").bundles == int(nodes) * recipe.cluster.gpus_per_node
+        assert_fits(recipe)
+
+
+@pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
+def test_engines_on_gpus_have_time_to_compile_kernels_and_capture_graphs_when_they_first_start(file: Path) -> None:
+    assert load(file).recipe.cluster.start_timeout_seconds >= 900
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
@@ -110,7 +135,7 @@ def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
     assert commands == [("plan", file.stem), ("train", file.stem)]
     recipe = load(file).recipe
     (output,) = re.findall(r"megagrpo prepare .*--output (\S+)", header)
-    data = [*recipe.data.train, *recipe.eval.files]
+    data = [*recipe.data.train, *chain(*recipe.eval.files_of_sets().values())]
     assert {str(Path(entry.path).parent) for entry in data} == {output}
 
 

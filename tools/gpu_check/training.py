@@ -47,6 +47,9 @@ DENSE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "vocab_size": 304, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+NARROWEST = {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
+FUSED_EXPERTS = {"moe_permute_fusion": True, "moe_router_fusion": True}
+"""Transformer Engine's kernels that recipes of such models ask for."""
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3MoeConfig": {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -125,7 +128,9 @@ class Setting:
             if self.cuda:
                 torch.cuda.empty_cache()
 
-    def recipe(self, tokens_at_once: int, *, dtype: str | None = None, **train: Any) -> Recipe:
+    def recipe(
+        self, tokens_at_once: int, *, dtype: str | None = None, loss: dict[str, Any] | None = None, **train: Any
+    ) -> Recipe:
         return Recipe.model_validate(
             {
                 "name": "gpu-check",
@@ -133,7 +138,7 @@ class Setting:
                 "data": {"train": [{"path": "unused"}]},
                 "rollout": {"prompts_per_step": 8, "samples_per_prompt": 2},
                 "reward": {"functions": [{"function": "gsm8k"}]},
-                "algorithm": {"kl": {"coefficient": 0.0}},
+                "algorithm": {"kl": {"coefficient": 0.0}, **({"loss": loss} if loss else {})},
                 "train": {
                     "total_steps": 1,
                     "tokens_per_microbatch": tokens_at_once,
@@ -380,12 +385,13 @@ def head(setting: Setting) -> Iterator[Figure]:
 
 
 def updates(setting: Setting) -> Iterator[Figure]:
-    """Five updates on policy: the first ratio is 1, nothing is clipped, gradients are finite, and it learns."""
+    """Five updates on policy: the first ratio is 1, nothing is clipped, gradients are finite, and it learns. By GSPO,
+    whose bounds are the narrowest that recipes have: rounding alone must not reach them."""
     model, vocab = setting.model(), DENSE[setting.device]["vocab_size"]
     sequences = setting.batch(vocab)
     advantages = np.ones(len(sequences), np.float32)
     means, ratios, clipped, norms = [], [], [], []
-    with setting.train_rank(model, 4 * setting.longest) as rank:
+    with setting.train_rank(model, 4 * setting.longest, loss=NARROWEST) as rank:
         for number in range(1, 6):
             means.append(float(np.mean(list(logprobs_of(rank, sequences).values()))))
             metrics = rank.update(advantages, 1e-5 if setting.cuda else 1e-3, 0.0, number)
@@ -397,7 +403,7 @@ def updates(setting: Setting) -> Iterator[Figure]:
         return
     fix = "the forward pass of an update differs from the one before it: train.layer_spec: local shows whose it is"
     yield Figure("ratio of new to old probability, distance to 1", max(ratios), high=1e-4, fix=fix)
-    yield Figure("clipped tokens of the first minibatch", max(clipped), high=0.0, fix=fix)
+    yield Figure("share that bounds of 3e-4 clip in the first minibatch", max(clipped), high=0.0, fix=fix)
     yield Figure("largest gradient norm", max(norms), low=0.0, fix="a norm that is not a number: " + REPORT)
     gain = means[-1] - means[0]
     yield Figure("mean logprob gained by rewarding every token", gain, "nats", low=1e-4, fix=REPORT)
@@ -457,15 +463,17 @@ def checkpoints(setting: Setting) -> Iterator[Figure]:
 
 
 def experts(setting: Setting) -> Iterator[Figure]:
-    """Models with experts, most of which get no token: logprobs, and two updates by both optimizers."""
+    """Models with experts, most of which get no token: logprobs, and two updates by both optimizers. Transformer
+    Engine's layers with its kernels that choose experts and sort tokens by them."""
     for kind, sizes in WITH_EXPERTS.items():
         model = setting.model(kind, sizes)
         short = setting.sequences([3, 5, 4, 6], sizes["vocab_size"])
         wanted = transformers_logprobs(model, short, setting.device)
         for spec in setting.specs:
-            norms = []
+            norms, options = [], FUSED_EXPERTS if spec == "transformer_engine" else {}
             for distributed in (True, False):
-                with setting.train_rank(model, 64, layer_spec=spec, distributed_optimizer=distributed) as rank:
+                train = {"layer_spec": spec, "distributed_optimizer": distributed, "megatron": options}
+                with setting.train_rank(model, 64, **train) as rank:
                     off = apart(logprobs_of(rank, short), wanted)
                     metrics = [step(rank, short, number) for number in (1, 2)]
                 norms.append([found.grad_norm for found in metrics if found is not None])
@@ -484,7 +492,7 @@ def speed(setting: Setting) -> Iterator[Figure]:
     model, sizes = setting.model(), DENSE[setting.device]
     peak = benchmark["peak_flops"](torch.cuda.get_device_name()) if setting.cuda else None
     capacity = 16384 if setting.cuda else 256
-    for name, recompute in benchmark["RECOMPUTE"].items():
+    for name, recompute in benchmark["recompute_ways"](sizes["num_hidden_layers"]).items():
         recipe = benchmark["make_recipe"](setting.half, capacity, recompute)
         store = f"file://{setting.directory}/store{next(setting.numbers)}"
         found = benchmark["measure"](setting.device, model, sizes, recipe, store, 3)

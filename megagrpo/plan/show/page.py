@@ -123,7 +123,7 @@ def _where(plan: Plan) -> str:
         for i, stage in enumerate(plan.stages)
     ]
     if any(mapped.rank is None for mapped in plan.device_map):
-        legend.append(('style="background:#8b949e"', "engines only"))
+        legend.append(('style="background:#8b949e"', "engines or reward models only"))
     square = "Each row is a node and each square one GPU" if plan.device == "cuda" else "Each square is a process"
     note = f"{square}. A dot marks the first device of an engine, a bar its other devices."
     lines = [

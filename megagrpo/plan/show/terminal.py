@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megagrpo.plan.assumptions import OF_AGENTS
 from megagrpo.plan.communication import LinkUse
 from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, export_copy_bytes, host_bytes, snapshot_bytes
@@ -18,6 +19,7 @@ from megagrpo.plan.search import SPARE, Choice, Search
 from megagrpo.plan.show import schedules
 from megagrpo.plan.time import PhaseTime
 from megagrpo.plan.units import byte_text, second_text, spans
+from megagrpo.recipe.schema import Recipe
 
 WIDTH_MAX = 120
 KINDS_MAX, FIELDS_MAX, PARTS_MAX, TIME_PARTS_MAX = 4, 3, 8, 4
@@ -101,7 +103,8 @@ def _columns(plan: Plan) -> dict[str, Callable[[MappedDevice], Sequence[int]]]:
 def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
     held = [stages[index] for index in sorted({mapped.stage for mapped in row if mapped.rank})]
     if not held:
-        return "engines only"
+        models = dict.fromkeys(mapped.reward_model for mapped in row if mapped.reward_model)
+        return f"reward model {', '.join(models)}" if models else "engines only"
     layers = spans(layer for stage in held for layer in stage.layers)
     return ", ".join([*["embedding"] * held[0].embedding, layers, *["head"] * held[-1].head])
 
@@ -255,10 +258,12 @@ def _schedules(plan: Plan) -> RenderableType | None:
 
 
 def _assumptions(plan: Plan) -> RenderableType | None:
-    """Two to a line: they are many. Factors of a calibration only where there was one."""
+    """Two to a line: they are many. Factors of a calibration only where there was one, and agents' only for agents."""
     if plan.estimate is None:
         return None
     shown = [a for a in plan.assumed if a.value is not None and not (a.name.endswith("_factor") and a.value == 1)]
+    if not (isinstance(plan.recipe, Recipe) and plan.recipe.agent):
+        shown = [assumed for assumed in shown if assumed.name not in OF_AGENTS]
     cells = []
     for assumed in shown:
         mark, style = ("", "") if assumed.origin == "default" else (" *", "bold")

@@ -9,10 +9,11 @@ from megagrpo.algorithm.aggregation import AggregationConfig
 from megagrpo.algorithm.critic import CriticConfig
 from megagrpo.algorithm.optimizer import OptimizerConfig
 from megagrpo.algorithm.policy_losses import PolicyLossConfig
-from megagrpo.recipe.schema.data import DataFileConfig
+from megagrpo.recipe.schema.data import DataFileConfig, EntryConfig
 from megagrpo.recipe.schema.eval import EarlyStoppingConfig
 from megagrpo.recipe.schema.recipe import Recipe
 from megagrpo.recipe.schema.reward import OverlongConfig, RewardConfig, RewardFunctionConfig
+from megagrpo.recipe.schema.reward_models import ClassifierConfig, GenerativeConfig
 from megagrpo.recipe.schema.rollout import DynamicSamplingConfig, EngineLayoutConfig, MismatchConfig, SglangConfig
 from megagrpo.recipe.schema.run import MLflowConfig, WandBConfig
 from megagrpo.recipe.schema.sft import ConversationFileConfig, SftRecipe
@@ -22,8 +23,10 @@ AnyRecipe = Recipe | SftRecipe
 """What they have in common: kind, name, seed, model, train, checkpoint, track, cluster."""
 
 __all__ = [
-    "AdvantageConfig", "AggregationConfig", "AnyRecipe", "ConversationFileConfig", "CriticConfig", "DataFileConfig",
-    "DynamicSamplingConfig", "EarlyStoppingConfig", "EngineLayoutConfig", "LayoutConfig", "LoraConfig", "MLflowConfig",
-    "MismatchConfig", "OptimizerConfig", "OverlongConfig", "PolicyLossConfig", "Recipe", "RewardConfig",
-    "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig", "WandBConfig",
+    "AdvantageConfig", "AggregationConfig", "AnyRecipe", "ClassifierConfig",
+    "ConversationFileConfig", "CriticConfig", "DataFileConfig",
+    "DynamicSamplingConfig", "EarlyStoppingConfig", "EngineLayoutConfig", "EntryConfig", "GenerativeConfig",
+    "LayoutConfig", "LoraConfig",
+    "MLflowConfig", "MismatchConfig", "OptimizerConfig", "OverlongConfig", "PolicyLossConfig", "Recipe",
+    "RewardConfig", "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig", "WandBConfig",
 ]  # fmt: skip

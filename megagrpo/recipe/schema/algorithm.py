@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig, ReinforcePlusPlusConfig
 from megagrpo.algorithm.aggregation import AggregationConfig, TokenMeanConfig
 from megagrpo.algorithm.correction import CorrectionConfig
+from megagrpo.algorithm.credit import CreditConfig, OutcomeConfig
 from megagrpo.algorithm.critic import CriticConfig
 from megagrpo.algorithm.kl import KLConfig, ReferenceConfig
 from megagrpo.algorithm.policy_losses import PolicyLossConfig, PpoClipConfig
@@ -19,6 +20,11 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantageConfig = GrpoConfig()
     """How advantages are made from scores. docs/algorithms.md says when to use which."""
+
+    credit: CreditConfig = OutcomeConfig()
+    """Which turns of an agent's rollout get its rewards. outcome: all tokens get the rollout's advantage. discounted:
+    every turn its discounted rewards to come, compared with those of all turns of the group; turn_groups: with those of
+    the same turn."""
 
     loss: PolicyLossConfig = PpoClipConfig()
     """The policy's loss, per token. docs/algorithms.md says when to use which."""
@@ -99,7 +105,7 @@ class AlgorithmConfig(Section):
         """Whether the tokens of one response may have different advantages."""
         advantage = self.advantage
         discounted = isinstance(advantage, ReinforcePlusPlusConfig) and (advantage.discount < 1 or self.kl_in_reward)
-        return advantage.by_token or discounted
+        return advantage.by_token or discounted or self.credit.by_turn
 
     @property
     def skips_groups(self) -> bool:
@@ -119,6 +125,7 @@ class AlgorithmConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         yield from self._critic_rules()
+        yield from self._credit_rules()
         if self.reference.update_every_steps is not None and self.kl.coefficient == 0:
             given = f"{self.reference.update_every_steps}, with algorithm.kl.coefficient 0"
             needed = "a reference policy: there is none without a KL penalty"
@@ -130,7 +137,8 @@ class AlgorithmConfig(Section):
             needed = "at least 2: its penalty, |log ratio|, has no gradient before the policy has moved"
             yield Problem("loss.name", "kl_cov with one optimizer step for each batch", needed, "minibatches: 2")
         if self.loss.name == "gmpo" and self.advantages_by_token:
-            given = f"gmpo, with advantages by token ({self.advantage.name})"
+            by = f"credit: {self.credit.name}" if self.credit.by_turn else self.advantage.name
+            given = f"gmpo, with advantages by token ({by})"
             needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
             yield Problem("loss.name", given, needed, "name: ppo_clip or gspo, or an advantage such as grpo")
         if self.rollout_logprobs_as_old and not self.loss.has_ratio and not self.kl_in_reward:
@@ -141,6 +149,18 @@ class AlgorithmConfig(Section):
             needed = "false: the old logprobs are the engines', so every weight would be 1 and nothing be left out"
             fix = "remove one of them: ratios to the engines' logprobs are a correction by themselves"
             yield Problem("rollout_logprobs_as_old", "true, with a correction", needed, fix)
+
+    def _credit_rules(self) -> Iterator[Problem]:
+        if not self.credit.by_turn:
+            return
+        if not self.advantage.compares_turns:
+            given = f"{self.credit.name}, with algorithm.advantage.name: {self.advantage.name}"
+            needed = "grpo, rloo, opo, gpg or reinforce_plus_plus_baseline: turns are compared as responses are"
+            yield Problem("credit.name", given, needed, "advantage: grpo, or credit: outcome")
+        if self.kl_in_reward:
+            given = f"reward, with algorithm.credit: {self.credit.name}"
+            needed = "loss: rewards of turns are those of the agent, without a penalty"
+            yield Problem("kl.placement", given, needed, "placement: loss, or credit: outcome")
 
     def _critic_rules(self) -> Iterator[Problem]:
         name = self.advantage.name

@@ -2,28 +2,160 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from pydantic import Field
 
-from megagrpo.section import Fraction, Section, Tokens
+from megagrpo.errors import Problem
+from megagrpo.section import Fraction, PositiveFloat, Section, Tokens
+
+TASK = "reasoning_gym://"
+"""How the location of rows begins that reasoning-gym makes."""
 
 
-class DataFileConfig(Section):
-    """One parquet or JSONL file of prompts and how much of it to use."""
+class ConstantColumn(Section):
+    """The same value for every row of a file."""
+
+    value: str
+    """Such as gsm8k for data_source."""
+
+
+Column = Annotated[str, Field(min_length=1)] | ConstantColumn
+
+
+class ColumnsConfig(Section):
+    """Which columns of a file hold what. A name with dots, such as reward_model.ground_truth, goes into objects; in a
+    list, it stands for its last name."""
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Chat messages, or a text, which is one message of the user's. null: prompt, else messages."""
+
+    ground_truth: Column | Annotated[list[str], Field(min_length=1)] | None = None
+    """What the reward compares with. Text stays; numbers, lists and objects become text (JSON). Several names: an
+    object of these columns. null: reward_model.ground_truth, else ground_truth."""
+
+    data_source: Column | None = None
+    """Where the row comes from; or {value: NAME}, the same for all rows. null: data_source, else dataset."""
+
+    ability: Column | None = None
+    """Kind of task, kept in rollouts/. null: ability, if there is such a column."""
+
+    extra_info: list[str] | None = None
+    """Other columns that reward functions receive, each of which every row must have. null: all of them."""
+
+    def rules(self) -> Iterator[Problem]:
+        for field, listed in (("ground_truth", self.ground_truth), ("extra_info", self.extra_info)):
+            names = [name.rpartition(".")[2] for name in listed] if isinstance(listed, list) else []
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                needed = "different names, which are the object's"
+                yield Problem(field, f"several that end in {name}", needed, "take one, or the objects that they are in")
+
+
+class EntryConfig(Section):
+    """One entry of a mixture, and how much of it to use."""
 
     path: str
-    """File with the columns data_source, prompt, ability, reward_model, extra_info (see docs/data.md)."""
+    """A file, a folder or a pattern of files."""
+
+    @property
+    def location(self) -> str:
+        """What stands for the data: the path, or what a generator of rows is called."""
+        return self.path
 
     amount: Annotated[int, Field(ge=1, le=10**8)] | Annotated[float, Field(gt=0, le=1e4)] | Literal["all"] = "all"
     """Rows taken per epoch: an integer counts rows, a float is a share of the rows (2.0: each row twice), or all."""
+
+    weight: PositiveFloat | None = None
+    """Share of the mixture, relative to the other entries' weights, in place of an amount. An epoch is then as short as
+    it can be with every row in it; entries that are small for their weight are repeated."""
+
+    def rules(self) -> Iterator[Problem]:
+        if self.weight is not None and self.amount != "all":
+            given = f"weight: {self.weight:g} and amount: {self.amount}"
+            yield Problem("weight", given, "one of them: a share of the mixture, or of this entry's rows", "remove one")
+
+
+def weight_rules(where: str, entries: Sequence[EntryConfig]) -> Iterator[Problem]:
+    """Weights are shares of a whole: all entries have one, or none has."""
+    without = [index for index, entry in enumerate(entries) if entry.weight is None]
+    if without and len(without) < len(entries):
+        given, needed = "no weight, and other entries have one", "a weight for every entry, or for none"
+        yield from (Problem(f"{where}.{index}.weight", given, needed, "weight: 1.0") for index in without)
+
+
+class DataFileConfig(EntryConfig):
+    """Prompts from files, or from a task of reasoning-gym, and how much of them to use."""
+
+    path: str = ""
+    """A parquet, JSONL, JSON or Arrow file, a folder or a pattern (data/*.parquet) of them, here or at a URL such as
+    s3://bucket/folder (see docs/data.md)."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    """Which columns hold what, where they are not called as in verl or open-instruct."""
+
+    reasoning_gym: Annotated[str, Field(min_length=1)] | None = None
+    """A task of reasoning-gym, such as leg_counting, in place of a path. Needs its package."""
+
+    size: Annotated[int, Field(ge=1, le=10**8)] = 1000
+    """Entries of the task."""
+
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Entry i of the task is made from seed + i."""
+
+    arguments: dict[str, Any] = {}
+    """Arguments of the task, such as max_animals for leg_counting."""
+
+    @property
+    def location(self) -> str:
+        if self.reasoning_gym is None:
+            return self.path
+        own = f"{quote(json.dumps(self.arguments, sort_keys=True), safe='')}/" if self.arguments else ""
+        return f"{TASK}{own}seed={self.seed}/size={self.size}/{self.reasoning_gym}"
+
+    def rules(self) -> Iterator[Problem]:
+        yield from super().rules()
+        if bool(self.path) == bool(self.reasoning_gym):
+            given = "both path and reasoning_gym" if self.path else "neither path nor reasoning_gym"
+            yield Problem("path", given, "one of them: files, or a task", "write path: FILE")
+        if self.reasoning_gym is None:
+            told = [name for name in ("size", "seed", "arguments") if self.given(name)]
+            yield from (Problem(name, "without reasoning_gym", "a task", "remove it") for name in told)
+        elif self.given("columns"):
+            yield Problem("columns", "with reasoning_gym", "nothing: its rows have known columns", "remove it")
+
+
+def overlap_rules(where: str, train: Sequence[DataFileConfig], held_out: Sequence[DataFileConfig]) -> Iterator[Problem]:
+    """Entries of a task that are evaluated on, at the path `where`, are not among those trained on."""
+    for index, entry in enumerate(held_out):
+        for other in train:
+            same = (entry.reasoning_gym, entry.arguments) == (other.reasoning_gym, other.arguments)
+            if entry.reasoning_gym and same and other.seed - entry.size < entry.seed < other.seed + other.size:
+                given = f"entries from {entry.seed} to {entry.seed + entry.size - 1} of {entry.reasoning_gym}"
+                needed = f"none of those that data.train has, from {other.seed} to {other.seed + other.size - 1}"
+                yield Problem(f"{where}.{index}.seed", given, needed, f"seed: {other.seed + other.size}")
+
+
+class DecontaminateConfig(Section):
+    """Prompts of evaluation sets among those to train on: with the same text, or a long run of the same words."""
+
+    against: list[DataFileConfig] = []
+    """Held-out prompts. Empty: those of all eval.sets."""
+
+    ngram: Annotated[int, Field(ge=3, le=1000)] = 13
+    """So many words in a row, the same in both, are an overlap; phrases that many held-out prompts share are none."""
+
+    action: Literal["drop", "report"] = "drop"
+    """drop: they are left out. report: they are counted and named."""
 
 
 class DataConfig(Section):
     """Prompts to train on."""
 
     train: Annotated[list[DataFileConfig], Field(min_length=1)]
-    """Files to mix, each with its amount. Rows are shuffled together."""
+    """Entries to mix, each with its amount. Rows are shuffled together."""
 
     prompt_tokens_max: Tokens = 1024
     """Longest prompt, in tokens after the chat template."""
@@ -34,9 +166,25 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle every epoch, seeded by the recipe's seed and the epoch."""
 
+    deduplicate: bool = False
+    """Keep only the first of prompts with the same text (but for case and white space), over all entries."""
+
+    decontaminate: DecontaminateConfig | None = None
+    """Leave out prompts that evaluation sets have too. Off unless given; {} is with all defaults."""
+
+    system_prompt: str | None = None
+    """System message put before every prompt that has none of its own, in training and evaluation."""
+
     chat_template_arguments: dict[str, Any] = {}
     """Extra variables for the chat template, such as enable_thinking."""
+
+    cache: str | None = None
+    """Folder for the tokens of large files, which a later run finds again. null: megagrpo in $XDG_CACHE_HOME, which is
+    ~/.cache by default. It may be emptied at any time."""
 
     no_resampling_pass_rate: Fraction | None = None
     """Set a prompt aside for the rest of the run once this share of its responses is solved (reward.solved_at) in one
     step. null: every prompt comes again in every epoch."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from weight_rules("train", self.train)

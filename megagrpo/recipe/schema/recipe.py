@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem
+from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
-from megagrpo.recipe.schema.data import DataConfig
+from megagrpo.recipe.schema.data import DataConfig, overlap_rules
 from megagrpo.recipe.schema.eval import EvalConfig, metric_rules
 from megagrpo.recipe.schema.reward import RewardConfig
+from megagrpo.recipe.schema.reward_models import use_rules
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
@@ -53,6 +55,10 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
+    agent: AgentConfig | None = None
+    """What asks the policy, if responses take several turns: tools, a program of your own, an environment. See
+    docs/agents.md. null: each prompt is answered once."""
+
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = SyncConfig(kind="sync")
@@ -66,28 +72,56 @@ class Recipe(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     def rules(self) -> Iterator[Problem]:
-        prompt, response = self.data.prompt_tokens_max, self.rollout.response_tokens_max
         yield from self._batch()
+        for name, files in self.eval.files_of_sets().items():
+            yield from overlap_rules(f"eval.sets.{name}.files", self.data.train, files)
+        told = self.data.decontaminate
+        if told is not None and not told.against and not self.eval.files_of_sets():
+            fix = "name held-out files there, add eval.sets, or remove data.decontaminate"
+            yield Problem("data.decontaminate.against", "none, and no eval.sets", "prompts to compare with", fix)
         yield from self._schedule()
         yield from self._deterministic()
+        yield from self._agent()
         yield from self._advantage()
         yield from self._critic()
         yield from length_rules(self.train, ("total_steps", "total_epochs", "total_episodes"), "add total_steps: N")
         yield from longest_rules(
             self.train,
-            prompt + response,
-            described=f"prompt + response of up to {prompt} + {response}",
+            self.sequence_tokens_max,
+            described=self.sequence_described,
             what="sequence",
-            limits=("data.prompt_tokens_max", "rollout.response_tokens_max"),
+            limits=self.sequence_limits,
         )
         yield from self._passes()
         yield from device_rules(self.train, self.cluster)
         yield from dtype_rules(self.train, self.model.dtype)
         yield from self._offload()
         yield from self._evaluation()
+        yield from self._reward_models()
         yield from self._devices()
         yield from self._transfer()
         yield from self._quantization()
+
+    @property
+    def sequence_tokens_max(self) -> int:
+        """Tokens of the longest sequence that is trained on: a prompt with its response, or an agent's conversation."""
+        if self.agent and self.agent.tokens_max is not None:
+            return self.agent.tokens_max
+        return self.data.prompt_tokens_max + self.rollout.response_tokens_max
+
+    @property
+    def sequence_described(self) -> str:
+        """The longest sequence, in words."""
+        if self.agent and self.agent.tokens_max is not None:
+            return f"conversations of up to {self.agent.tokens_max}"
+        return f"prompt + response of up to {self.data.prompt_tokens_max} + {self.rollout.response_tokens_max}"
+
+    @property
+    def sequence_limits(self) -> tuple[str, ...]:
+        """The fields that limit it."""
+        if self.agent and self.agent.tokens_max is not None:
+            return ("agent.tokens_max",)
+        return ("data.prompt_tokens_max", "rollout.response_tokens_max")
 
     def _batch(self) -> Iterator[Problem]:
         rollout, minibatches, data = self.rollout, self.algorithm.minibatches, self.train.layout.data
@@ -189,8 +223,37 @@ class Recipe(Section):
             yield Problem("rollout.engine", given, needed, "engine: sglang, or remove deterministic")
         yield from deterministic_rules(self.train)
 
+    def _agent(self) -> Iterator[Problem]:
+        of_sets = {f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()}
+        for where, functions in (self.reward.lists() | of_sets).items():
+            if self.agent is None and any(function.function == "agent" for function in functions):
+                needed = "an agent: this function reads what one gave"
+                yield Problem(
+                    where, "function: agent, without agent", needed, "name another function, or give an agent"
+                )
+        if self.agent and self.reward.overlong:
+            needed = "nothing, with agent: a rollout has several answers"
+            yield Problem(
+                "reward.overlong", "given", needed, "remove it; agent.turns_max and agent.tokens_max are limits"
+            )
+        if self.agent and self.agent.tokens_max is None:
+            for name, one in self.eval.of_sets().items():
+                if (one.response_tokens_max or 0) > self.rollout.response_tokens_max:
+                    given = f"{one.response_tokens_max}, with an agent whose conversations are those of training"
+                    needed = f"at most rollout.response_tokens_max = {self.rollout.response_tokens_max}"
+                    yield Problem(
+                        f"eval.sets.{name}.response_tokens_max", given, needed, "lower it, or set agent.tokens_max"
+                    )
+        if self.agent and self.deterministic == "replayable":
+            needed = "true or false, with agent: what agents do and when is not logged"
+            yield Problem("deterministic", "replayable", needed, "deterministic: true, for an agent that is so itself")
+
     def _advantage(self) -> Iterator[Problem]:
         advantage, rollout, reward = self.algorithm.advantage, self.rollout, self.reward
+        if self.algorithm.credit.by_turn and self.agent is None:
+            given = f"{self.algorithm.credit.name}, without agent"
+            needed = "outcome: a response that is one answer has one turn"
+            yield Problem("algorithm.credit.name", given, needed, "remove it, or give an agent")
         if rollout.samples_per_prompt < 2 and advantage.by_group:
             given = f"{rollout.samples_per_prompt}, with algorithm.advantage.name: {advantage.name}"
             needed = "at least 2: this advantage compares the samples of one prompt, and is 0 for a single one"
@@ -203,7 +266,10 @@ class Recipe(Section):
             yield Problem("rollout.dynamic_sampling", given, needed, fix)
         if advantage.name != "gdpo":
             return
-        if len(reward.functions) < 2:
+        if reward.by_source:
+            needed = "reward.functions alone: gdpo normalises each function over rows that all have it"
+            yield Problem("algorithm.advantage.name", "gdpo with reward.by_source", needed, "name: grpo")
+        elif len(reward.functions) < 2:
             needed = "at least 2: it normalises each function apart; of one function it is grpo, whitened"
             yield Problem("algorithm.advantage.name", "gdpo with one reward function", needed, "name: grpo")
         for field, value in (("overlong", reward.overlong), ("non_stop_score", reward.non_stop_score)):
@@ -252,6 +318,21 @@ class Recipe(Section):
         best = self.checkpoint.keep_best
         if best is not None:
             yield from metric_rules("checkpoint.keep_best", best, self.eval)
+
+    def _reward_models(self) -> Iterator[Problem]:
+        lists = self.reward.lists()
+        lists |= {f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()}
+        asked = {
+            f"{field}.{index}": (entry.function, entry.arguments)
+            for field, entries in lists.items()
+            for index, entry in enumerate(entries)
+            if entry.function in ("judge", "judge_pairs", "judge_ranking", "reward_model")
+        }
+        yield from use_rules(self.reward.models, asked)
+        for name, model in self.reward.models.items():
+            if model.devices > (most := self.cluster.gpus_per_node):
+                needed = f"a server within one node: at most {most} (cluster.gpus_per_node)"
+                yield Problem(f"reward.models.{name}.devices", str(model.devices), needed, f"devices: {most}")
 
     def _devices(self) -> Iterator[Problem]:
         rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine

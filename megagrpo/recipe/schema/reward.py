@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem
+from megagrpo.recipe.schema.reward_models import RewardModelConfig
 from megagrpo.section import Number, PositiveFloat, Seconds, Section, Tokens
 
 
@@ -15,7 +17,11 @@ class RewardFunctionConfig(Section):
     """One reward, its weight, and its own arguments."""
 
     function: str
-    """gsm8k, math, format, or FILE.py:FUNCTION, called with data_source, response, ground_truth and extra_info."""
+    """A built-in function such as gsm8k, math or format (docs/rewards.md lists them), or FILE.py:FUNCTION of your own,
+    called with what its parameters name."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=60)] | None = None
+    """Its name in metrics. null: the function's."""
 
     weight: Number = 1.0
     """The sample's reward is the weighted sum over all functions."""
@@ -42,11 +48,19 @@ class OverlongConfig(Section):
 class RewardConfig(Section):
     """How responses are scored."""
 
-    functions: Annotated[list[RewardFunctionConfig], Field(min_length=1)]
-    """One or several functions."""
+    functions: list[RewardFunctionConfig] = []
+    """One or several functions, for the rows that no entry of by_source is for."""
+
+    by_source: dict[str, Annotated[list[RewardFunctionConfig], Field(min_length=1)]] = {}
+    """Functions by a row's data_source: a name, or a pattern such as math*. A name comes before patterns, which are
+    tried in the order written. Without `functions`, a row that no entry is for is an error before the run starts."""
+
+    models: dict[str, RewardModelConfig] = {}
+    """Models that the run starts, by the names under which functions ask them: `model: NAME`."""
 
     workers: Annotated[int, Field(ge=0, le=4096)] = 2
-    """Processes that run rewards needing isolation (math, your own functions)."""
+    """Processes that run rewards needing isolation (math, your own functions): spread over the nodes of the run, the
+    driver's first."""
 
     timeout_seconds: Seconds = 10.0
     """Longest time for one response. Past it the sample is masked and counted, never scored 0."""
@@ -74,12 +88,38 @@ class RewardConfig(Section):
     truncated: Literal["score", "mask"] = "score"
     """Responses that reached the token limit. mask: they are neither trained on nor in their group's statistics."""
 
+    def lists(self) -> dict[str, list[RewardFunctionConfig]]:
+        """Every list of functions, by the field that holds it."""
+        named = {f"reward.by_source.{source}": functions for source, functions in self.by_source.items()}
+        return ({"reward.functions": self.functions} if self.functions else {}) | named
+
+    def list_of(self, data_source: str) -> str | None:
+        """The field whose functions score rows of this data source; None if there is none."""
+        if data_source in self.by_source:
+            return f"reward.by_source.{data_source}"
+        for pattern in self.by_source:
+            if fnmatchcase(data_source, pattern):
+                return f"reward.by_source.{pattern}"
+        return "reward.functions" if self.functions else None
+
+    def source_problem(self, data_source: str, where: str) -> Problem | None:
+        """A problem if no function is for the row at `where`."""
+        if self.list_of(data_source) is not None:
+            return None
+        needed = f"one that reward.by_source has functions for: {', '.join(self.by_source)}"
+        fix = f"add `{data_source}` or a pattern to reward.by_source, or reward.functions for all other rows"
+        return Problem(f"{where}, data_source", data_source, needed, fix)
+
     def rules(self) -> Iterator[Problem]:
-        if all(function.weight == 0 for function in self.functions):
-            yield Problem("functions", "only weights of 0", "a reward that differs between samples", "weight: 1.0")
-        if all(function.counts == "when_others_score" for function in self.functions):
-            needed = "one that always counts, whose score the others wait for"
-            yield Problem("functions", "only functions with counts: when_others_score", needed, "counts: always")
+        if not self.functions and not self.by_source:
+            yield Problem("functions", "neither functions nor by_source", "a reward", "functions: [{function: math}]")
+        for field, functions in self.lists().items():
+            where = field.removeprefix("reward.")
+            if all(function.weight == 0 for function in functions):
+                yield Problem(where, "only weights of 0", "a reward that differs between samples", "weight: 1.0")
+            if all(function.counts == "when_others_score" for function in functions):
+                needed = "one that always counts, whose score the others wait for"
+                yield Problem(where, "only functions with counts: when_others_score", needed, "counts: always")
         if self.non_stop_score is not None and self.truncated == "mask":
             given = f"{self.non_stop_score}, with truncated: mask"
             needed = "nothing: masked responses have no score"

@@ -60,7 +60,7 @@ class SglangConfig(BaseModel):
 class MismatchConfig(Section):
     """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
 
-    Both are compared in every step that trains the policy; `megagrpo report` shows it. With
+    Both are compared in every step that trains the policy; `megagrpo report RUN --mismatch` shows it. With
     algorithm.rollout_logprobs_as_old and several minibatches the trainer's are those of the update itself, so the
     figures also measure how far the policy has moved by then.
     """
@@ -86,6 +86,20 @@ class DynamicSamplingConfig(Section):
     rounds_max: Count = 4
     """Most sampling rounds of a step, the first included. After them the step trains on the groups that it has."""
 
+
+AlertName = Literal[
+    "gradient_not_finite",
+    "kl_without_reward",
+    "entropy_collapse",
+    "length_explosion",
+    "truncated",
+    "no_signal",
+    "mismatch",
+    "staleness",
+    "overfitting",
+    "reward_errors",
+]
+"""The rules of docs/health.md."""
 
 RESPONSES_MAX = 2**20
 
@@ -154,6 +168,10 @@ class RolloutConfig(Section):
 
     mismatch: MismatchConfig = MismatchConfig()
     """How far trainer and engines may differ."""
+
+    alerts: dict[AlertName, Literal["warn", "stop", "off"]] = {}
+    """What to do when a rule of docs/health.md holds; warn, unless said otherwise. warn: say so once, and again when it
+    has ceased and holds again. stop: save a checkpoint of the step, then end the run with an error. off: nothing."""
 
     @property
     def devices_of_engine(self) -> int:

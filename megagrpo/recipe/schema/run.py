@@ -108,6 +108,9 @@ class CheckpointConfig(Section):
             )
 
 
+ConsoleMode = Literal["auto", "live", "lines", "off", "json"]
+
+
 class MLflowConfig(Section):
     """MLflow tracking."""
 
@@ -116,6 +119,15 @@ class MLflowConfig(Section):
 
     experiment: str = "megagrpo"
     """Experiment's name."""
+
+    system_metrics: bool = True
+    """Also processor, memory and GPUs of the driver's node."""
+
+    traces_per_step: NonNegativeInt = 4
+    """Rollouts of each step that become MLflow traces: prompt, turns, tool calls, scores."""
+
+    registered_model: str | None = None
+    """Name in the model registry under which the exported model is registered."""
 
 
 class WandBConfig(Section):
@@ -127,6 +139,20 @@ class WandBConfig(Section):
     entity: str | None = None
     """Team or user; the default is wandb's own."""
 
+    samples_per_step: NonNegativeInt = 8
+    """Samples of each step in a table."""
+
+
+class RolloutFilesConfig(Section):
+    """Which samples are kept as parquet, with prompt, response, score and advantage (docs/rollouts.md)."""
+
+    samples_per_step: PositiveInt | None = 128
+    """Most samples of each step and of each evaluation set: whole groups, the first ones, at least one. null: all."""
+
+    token_samples_per_step: NonNegativeInt | None = 16
+    """Of how many of these samples also what is known of each token is kept: its text, version, logprobs, entropy and
+    advantage. Whole groups, the first ones, at least one unless it is 0. null: of all, some 14 bytes for each token."""
+
 
 class TrackConfig(Section):
     """Where metrics go. metrics.jsonl in the run's directory is always written."""
@@ -134,8 +160,9 @@ class TrackConfig(Section):
     directory: str = "runs"
     """Parent of all runs; this one's directory is DIRECTORY/NAME."""
 
-    console: Literal["auto", "live", "lines", "off"] = "auto"
-    """Progress on the terminal. auto: a live table on a terminal, plain lines elsewhere."""
+    console: ConsoleMode = "auto"
+    """What the command prints. auto: a live table on a terminal, plain lines elsewhere. off: nothing but errors, as
+    --quiet. json: a JSON object per line, as --json."""
 
     mlflow: MLflowConfig | None = MLflowConfig()
     """null switches it off."""
@@ -146,8 +173,11 @@ class TrackConfig(Section):
     wandb: WandBConfig | None = None
     """Off unless given."""
 
-    rollouts_per_step: NonNegativeInt = 2
-    """Whole prompts, responses and scores written to rollouts.jsonl in each step."""
+    rollouts: RolloutFilesConfig | None = RolloutFilesConfig()
+    """Samples of each step in rollouts/, for `megagrpo report`. null: none."""
+
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on loopback where the driver serves the last step's metrics to Prometheus. Off unless given."""
 
 
 class ClusterConfig(Section):

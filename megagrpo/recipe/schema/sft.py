@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema.data import DataFileConfig
+from megagrpo.recipe.schema.data import EntryConfig, weight_rules
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
 from megagrpo.recipe.schema.train import (
@@ -22,13 +22,16 @@ from megagrpo.recipe.schema.train import (
 from megagrpo.section import PositiveInt, Section, Seed, Tokens
 
 NO_ENGINES = "nothing: supervised fine-tuning has no engines"
+HELD_OUT = "held_out"
+"""The one set of an evaluation."""
 
 
-class ConversationFileConfig(DataFileConfig):
-    """One parquet or JSONL file of conversations and how much of it to use."""
+class ConversationFileConfig(EntryConfig):
+    """Conversations from files, and how much of them to use."""
 
     path: str
-    """File with the column messages: a list of {role, content} that ends with the assistant's (see docs/sft.md)."""
+    """A file, a folder or a pattern of files with the column messages: a list of {role, content} that ends with the
+    assistant's (see docs/sft.md)."""
 
 
 class SftDataConfig(Section):
@@ -52,6 +55,13 @@ class SftDataConfig(Section):
     chat_template_arguments: dict[str, Any] = {}
     """Extra variables for the chat template, such as enable_thinking."""
 
+    cache: str | None = None
+    """Folder for the tokens of large files, which a later run finds again. null: megagrpo in $XDG_CACHE_HOME, which is
+    ~/.cache by default. It may be emptied at any time."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from weight_rules("train", self.train)
+
 
 class SftEvalConfig(Section):
     """Loss on held-out conversations."""
@@ -64,6 +74,18 @@ class SftEvalConfig(Section):
 
     before_training: bool = True
     """Evaluate the starting weights too."""
+
+    def files_of_sets(self) -> dict[str, Sequence[ConversationFileConfig]]:
+        """All files are one set."""
+        return {HELD_OUT: self.files} if self.files else {}
+
+    def due(self, step: int, *, last: bool = False) -> list[str]:
+        """The sets on which the weights after `step` are evaluated. 0: before training."""
+        is_due = last or (step % self.every_steps == 0 if step else self.before_training)
+        return [HELD_OUT] if self.files and is_due else []
+
+    def rules(self) -> Iterator[Problem]:
+        yield from weight_rules("files", self.files)
 
 
 class SftRecipe(Section):

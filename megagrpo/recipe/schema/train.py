@@ -12,7 +12,7 @@ from megagrpo.algorithm.optimizer import OptimizerConfig
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema.run import ClusterConfig
-from megagrpo.section import Count, PositiveFloat, PositiveInt, Section, Tokens
+from megagrpo.section import Count, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tokens
 
 RANKS_MAX = 2**17
 ALL_LAYERS = 2**31
@@ -120,6 +120,23 @@ class RecomputeConfig(Section):
             yield Problem("modules", f"moe and {', '.join(within)}", needed, f"remove {' and '.join(within)}")
 
 
+class ProfileConfig(Section):
+    """Steps that are profiled: a timeline of the whole step, and what chosen training ranks compute."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=1, max_length=100)]
+    """Which steps; the first is 1."""
+
+    ranks: list[NonNegativeInt] = [0]
+    """Training ranks that record with torch's profiler."""
+
+    memory: bool = False
+    """Also a snapshot of the CUDA memory of these ranks, with where each block was allocated."""
+
+    def rules(self) -> Iterator[Problem]:
+        yield from once_each("steps", [str(step) for step in self.steps])
+        yield from once_each("ranks", [str(rank) for rank in self.ranks])
+
+
 class TrainConfig(Section):
     """The training ranks."""
 
@@ -172,6 +189,9 @@ class TrainConfig(Section):
     """Parts moved to host memory while they are not needed. Numbers do not change. Colocated placement only, but for
     the reference, which is away during updates as well."""
 
+    profile: ProfileConfig | None = None
+    """Steps to look at in a profiler (docs/profiling.md). Off unless given."""
+
     megatron: dict[str, Any] = {}
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
 
@@ -189,6 +209,10 @@ class TrainConfig(Section):
 
     def rules(self) -> Iterator[Problem]:
         yield from once_each("offload", self.offload)
+        beyond = [rank for rank in self.profile.ranks if rank >= self.layout.parallel().ranks] if self.profile else []
+        if beyond:
+            needed = f"training ranks, of which the layout has {self.layout.parallel().ranks}, from 0"
+            yield Problem("profile.ranks", ", ".join(map(str, beyond)), needed, "profile: {steps: [5], ranks: [0]}")
         steps, trained, tokens = self.total_steps, self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
         if steps is not None and self.optimizer.warmup_steps > steps:
             given = f"{self.optimizer.warmup_steps} of {steps} steps in all"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,10 +42,13 @@ def generate_body(request: Request, rid: str, version: int, *, streams: bool) ->
 
 
 class Answer:
-    """What a server has answered of a request. A server with incremental_streaming_output sends each token once."""
+    """What a server has answered of a request. A server with incremental_streaming_output sends each token once.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    `version`: of all tokens, whatever the server calls its weights; None: what it says of each.
+    """
+
+    def __init__(self, request: Request, version: int | None = None) -> None:
+        self.request, self._version = request, version
         self._tokens, self._logprobs = array("i"), array("f")
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
         """Those of the first tokens, as far as the server has told. None: it told something else."""
@@ -61,7 +64,9 @@ class Answer:
         self._tokens.extend(tokens)
         self._logprobs.extend(entry[0] for entry in entries)
         spans = meta.get("weight_versions")
-        if spans is None and self.ended:
+        if self._version is not None:
+            spans = [{"version": self._version, "start": 0, "end": len(self._tokens)}]
+        elif spans is None and self.ended:
             spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(self._tokens)}]
         if spans is not None:
             self._versions = _versions(spans, len(self._tokens))
@@ -80,8 +85,10 @@ class Answer:
         versions = np.zeros(0, np.int32) if self._versions is None else self._versions
         return self._after_begun(versions, "abort" if not self.ended else "length")
 
-    def sample(self, text_of: Callable[[np.ndarray, FinishReason], str], engine: str) -> Sample:
-        """The whole sample, once the answer has ended.
+    def sample(
+        self, text_of: Callable[[np.ndarray, FinishReason], str], engine: str, stops: Collection[int] = ()
+    ) -> Sample:
+        """The whole sample, once the answer has ended. stops: the model's own tokens that end a response.
 
         Raises EngineError if tokens, logprobs and weight versions do not belong together.
         """
@@ -99,8 +106,17 @@ class Answer:
                     needed="a finite logprob for each token, a known end, and a weight version of this run for each",
                 )
             )
+        if finish == "abort":
+            finish = self._finish_if_complete(stops)
         sample = self._after_begun(versions, finish)
         return replace(sample, text=text_of(sample.tokens, finish))
+
+    def _finish_if_complete(self, stops: Collection[int]) -> FinishReason:
+        """What ended a request that was aborted. SGLang says abort even if the last token ends the response: if that
+        went on, it would have tokens after its end."""
+        if self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
+            return "stop"
+        return "length" if self.count == self.request.tokens_left else "abort"
 
     def _after_begun(self, versions: np.ndarray, finish: FinishReason) -> Sample:
         request, known = self.request, len(versions)

@@ -132,12 +132,13 @@ def server_arguments(
     options: Mapping[str, Any],
     deterministic: bool = False,
     quantization: str | None = None,
+    loads_weights: bool = False,
 ) -> dict[str, Any]:
     """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
 
     `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
     take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer. The server begins with weights
-    that mean nothing: the first update brings the policy's.
+    that mean nothing, and the first update brings the policy's, unless it `loads_weights` of the model directory.
 
     Raises: EngineError if megagrpo sets an option itself.
     """
@@ -176,13 +177,44 @@ def server_arguments(
         "attn_dp_size": layout.attention_data,
         # Otherwise each rank gathers the hidden states of all groups, and the logits after that.
         "enable_dp_lm_head": layout.attention_data > 1,
-        "load_format": "dummy",
+        "load_format": "auto" if loads_weights else "dummy",
         "enable_deterministic_inference": deterministic or device == "cpu",  # to sample by seed
         **({} if device == "cpu" else {"moe_runner_backend": "triton"}),
         **({} if quantization is None else {"json_model_override_args": _in_blocks(options)}),
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],
+    }
+
+
+def judge_arguments(
+    *,
+    model_directory: str,
+    layout: EngineLayoutConfig,
+    dtype: str,
+    device: str,
+    requests_at_once: int,
+    tokens_per_request: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Fields of ServerArgs for a server that answers chats with the weights in its directory. Raises EngineError."""
+    arguments = server_arguments(
+        model_directory=model_directory,
+        layout=layout,
+        dtype=dtype,
+        device=device,
+        requests_at_once=requests_at_once,
+        tokens_per_request=tokens_per_request,
+        longest_pause_seconds=0.0,
+        options=options,
+    )
+    for field in ("custom_weight_loader", "moe_runner_backend", "weight_version", "disable_shared_experts_fusion"):
+        arguments.pop(field, None)
+    return arguments | {
+        "load_format": "auto",
+        "skip_tokenizer_init": False,
+        "incremental_streaming_output": False,
+        **({} if device == "cpu" else {"enable_fp32_lm_head": False}),
     }
 
 

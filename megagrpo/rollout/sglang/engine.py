@@ -19,7 +19,7 @@ from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.arguments import OWNED
 from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, RequestGate, SglangClient, new_request_id
 from megagrpo.rollout.sglang.server import Server
-from megagrpo.tokenizer import load_tokenizer, response_texts
+from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
@@ -79,6 +79,9 @@ class SglangEngine(Engine):
     A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
     EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
     no tokenizer.
+
+    With `keeps_weights` the engine samples from the weights that the server has, as version 0, and no update ever
+    comes. Of an external server then nothing is asked or changed but /generate: it may be of any layout.
     """
 
     def __init__(
@@ -97,14 +100,18 @@ class SglangEngine(Engine):
         pause: Pause = "retract",
         quantization: str | None = None,
         tokenizer_directory: str | None = None,
+        keeps_weights: bool = False,
     ) -> None:
         self._server = server if isinstance(server, Server) else None
+        self._fixed_version = 0 if keeps_weights else None
+        others = self._server is None and keeps_weights
         architecture = read_architecture(model_directory)
         self._manifests = [
             sglang_side.manifest(architecture, layout, rank, dtype, device, engine, quantization)
             for rank in range(layout.ranks)
         ]
         self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
+        self._stops = end_tokens(model_directory)
         self._protocol = UpdateProtocol(name)
         self._timeout, self._control_timeout = timeout_seconds, control_timeout_seconds
         self._pause = layout.pause_of(pause)
@@ -120,8 +127,9 @@ class SglangEngine(Engine):
         try:
             self._info = self._client.get("/server_info")
             self._streams = bool(self._info.get("incremental_streaming_output"))
-            check_server(self._info, name, layout, dtype, architecture, quantization)
-            if self._server is None:
+            if not others:
+                check_server(self._info, name, layout, dtype, architecture, quantization)
+            if self._server is None and not keeps_weights:
                 # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
                 # stays so until the first commit, because its weights may be a mixture of two versions.
                 try:
@@ -133,7 +141,7 @@ class SglangEngine(Engine):
             self._client.close()
             raise
         self._weights = ServerWeights(self._client.post, name, self._manifests, self._info)
-        if self._server is None or self._info.get("load_format") == "dummy":
+        if not keeps_weights and (self._server is None or self._info.get("load_format") == "dummy"):
             self._lose_weights()
 
     # --- samples ------------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ class SglangEngine(Engine):
                     # The seed is the same, and a server that still runs has dropped the first request.
                     again = replace(request, begun=self._answers[ticket].so_far())
                     answer = await self._send(ticket, again, end)
-            sample = answer.sample(self._text, self._protocol.name)
+            sample = answer.sample(self._text, self._protocol.name, self._stops)
             # A request that was sent to one version, and has only tokens of later ones, waited in the server while
             # weights were written in place: it used keys and values of its prompt that the old weights had made.
             new = sample.versions[len(sample.versions) - answer.count :]
@@ -205,7 +213,7 @@ class SglangEngine(Engine):
 
     async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
         rid = new_request_id()
-        answer = self._answers[ticket] = Answer(request)
+        answer = self._answers[ticket] = Answer(request, self._fixed_version)
         body = generate_body(request, rid, self._protocol.version, streams=self._streams)
         with self._gate.running():
             try:

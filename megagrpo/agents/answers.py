@@ -1,0 +1,322 @@
+"""One request of an agent: from its messages to tokens, from the engine's tokens to messages."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from megagrpo.agents.chat import Chat, Extension
+from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Choice, Message, Refusal, joined
+from megagrpo.agents.seen import BranchReason, TurnEvent
+from megagrpo.agents.tool_calls import THOUGHT_BEGINS, parser_of, said_in
+from megagrpo.agents.turns import AskedTurn, Found, Rollout
+from megagrpo.errors import MegagrpoError, first_line
+from megagrpo.rollout.requests import SEED_BITS
+from megagrpo.types import FinishReason, Request, Sample
+
+Ask = Callable[[Request, str], Awaitable[Sample]]
+"""Has an engine answer a request. The text is the rollout's key: all of its requests go to one engine."""
+
+LONG_CHARACTERS = 20_000
+"""Texts that are encoded in a thread, so that other rollouts' turns go on: it takes about 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What an engine is asked to go on with: the tokens of `parent`, and `added`."""
+
+    tokens: tuple[int, ...]
+    added: np.ndarray  # int32
+    found: Found
+    parent: AskedTurn | None
+    given: Sequence[Message]
+    branch: BranchReason | Literal[""]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Tokens of an answer that count, why they end, and what they say without that which ended them."""
+
+    tokens: int
+    finish: FinishReason
+    text: str
+    stop_string: str = ""
+
+
+class Answers:
+    """Answers requests. `audited`: the share of extensions that are compared with a rendering of the conversation."""
+
+    def __init__(self, chat: Chat, ask: Ask, *, model: str, parser: str, audited: float) -> None:
+        self._chat, self._ask, self._model, self._audited = chat, ask, model, audited
+        self._parser = parser_of(parser, chat)
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encodes long prompts")
+
+    def close(self) -> None:
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    async def tokens_of(self, rollout: Rollout, request: ChatRequest) -> int:
+        """Tokens that an engine would read for this request. Nothing of it is kept. Raises Refusal."""
+        return len((await self._prompt(replace(rollout, counts=Counter()), self._fitted(request))).tokens)
+
+    async def answer(self, key: str, rollout: Rollout, request: ChatRequest) -> ChatAnswer:
+        """Raises Refusal."""
+        request = self._fitted(request)
+        at = time.monotonic()
+        rollout.counts.update(f"ignored/{name}" for name in request.ignored)
+        self._require_room_for_turns(rollout, request.answers)
+        if request.tools and self._parser is None:
+            message = "tools: no parser is known for the calls that the chat template writes; see agent.parser"
+            raise Refusal(400, "unsupported_parameter", message, "tools")
+        rollout.answers_begun += request.answers
+        answered = 0
+        try:
+            prompt = await self._prompt(rollout, request)
+            limit, wished = self._tokens_max(rollout, request, len(prompt.tokens))
+            times = rollout.times_asked[prompt.found.digest]
+            rollout.times_asked[prompt.found.digest] += 1
+            identity = _digest(prompt.found.digest, f"{rollout.limits.seed}/{times}")
+            samples = await self._samples(key, rollout, prompt, identity, limit, request.answers)
+            answered = request.answers
+        finally:
+            rollout.answers_begun -= request.answers - answered
+        choices = tuple(
+            self._choice(rollout, request, prompt, sample, f"{identity.hex()}/{number}", at, wished=wished)
+            for number, sample in enumerate(samples)
+        )
+        cached = len(prompt.tokens) - len(prompt.added)
+        model = request.model or self._model
+        read = array("i", prompt.tokens)  # an answer is kept for a while, in case that a client asks again
+        return ChatAnswer(identity.hex()[:16], int(time.time()), model, read, cached, choices)
+
+    def _fitted(self, request: ChatRequest) -> ChatRequest:
+        """Claude Code and Codex send system messages within a conversation, which some templates refuse or drop."""
+        late = any(message["role"] == "system" for message in request.messages[1:])
+        fits = not late or "system" in self._chat.facts.roles
+        return request if fits else replace(request, messages=reminded(request.messages))
+
+    def _require_room_for_turns(self, rollout: Rollout, answers: int) -> None:
+        most = rollout.limits.turns_max
+        if rollout.aborted:
+            raise Refusal(409, "rollout_aborted", f"this rollout has been given up: {rollout.aborted}")
+        if rollout.answers_begun + answers > most:
+            rollout.limited = True
+            raise Refusal(400, "turn_limit_exceeded", f"this rollout has had {rollout.answers_begun} of {most} answers")
+
+    def _tokens_max(self, rollout: Rollout, request: ChatRequest, prompt: int) -> tuple[int, bool]:
+        """Most tokens of an answer, and whether that is the agent's own wish."""
+        limits = rollout.limits
+        most = min(limits.sampling.max_tokens, limits.tokens_max - prompt)
+        if most < 1:
+            rollout.limited = True
+            message = f"the messages are {prompt} tokens, and the maximum context length is {limits.tokens_max} tokens"
+            raise Refusal(400, "context_length_exceeded", message, "messages")
+        wished = request.tokens_max is not None and request.tokens_max < most
+        return (request.tokens_max or most) if wished else most, wished
+
+    # --- from messages to tokens
+
+    async def _prompt(self, rollout: Rollout, request: ChatRequest) -> _Prompt:
+        found = rollout.find(request.messages, request.tools)
+        turn, new = found.turn, request.messages[found.covered :]
+        branch: BranchReason | Literal[""] = ""
+        if turn is not None and not found.other_tools:
+            system = any(message["role"] == "system" for message in request.messages[: found.covered])
+            said, last = turn.message, int(turn.sampled[-1])
+            try:
+                made = self._chat.extension(said, last, new, request.tools, thought=turn.thought, system=system)
+            except Exception:  # noqa: BLE001  templates raise what they like; the whole conversation may be possible
+                made = "role"
+            if isinstance(made, Extension):
+                added = made.tokens(await self._encode(made.text))
+                if added is None:
+                    made = "stop_token"
+                elif self._differs(rollout, request, made, found.digest):
+                    made = "audit"
+                else:
+                    if turn.children:
+                        branch = "fork"
+                        rollout.counts["branch/fork"] += 1
+                    tokens = (*turn.tokens().tolist(), *added)
+                    rollout.counts["tokens_read"] += len(tokens)
+                    return _Prompt(tokens, _array(added), found, turn, new, branch)
+            branch = made
+        elif rollout.turns:
+            branch = "tools" if turn else "history"
+        try:
+            text = self._chat.render(request.messages, request.tools)
+        except Exception as error:  # templates raise what they like
+            message = f"messages: the chat template refuses them: {first_line(error)}"
+            raise Refusal(400, "template_refused", message, "messages") from error
+        tokens = tuple(await self._encode(text))
+        if branch:
+            rollout.counts[f"branch/{branch}"] += 1
+            rollout.counts["tokens_rerendered"] += len(tokens)
+        rollout.counts["tokens_read"] += len(tokens)
+        return _Prompt(tokens, _array(tokens), found, None, new, branch)
+
+    async def _encode(self, text: str) -> list[int]:
+        """Long texts in a thread, one at a time."""
+        try:
+            if len(text) < LONG_CHARACTERS:
+                return self._chat.encode(text)
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, self._chat.encode, text)
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which JSON can have
+            message = f"messages: the text cannot be encoded: {first_line(error)}"
+            raise Refusal(400, "invalid_request", message, "messages") from error
+
+    def _differs(self, rollout: Rollout, request: ChatRequest, made: Extension, digest: bytes) -> bool:
+        """Whether an audit shows that the template writes the end of the whole conversation otherwise. Some extensions
+        are audited, and all of a rollout in which one has differed."""
+        if digest[0] >= 256 * self._audited and not rollout.counts["audit_differs"]:
+            return False
+        rollout.counts["audited"] += 1
+        try:
+            same = self._chat.render(request.messages, request.tools).endswith(made.text)
+        except Exception:  # noqa: BLE001  such as Llama's template, which refuses two calls in an answer
+            rollout.counts["audit_differs"] += 1
+            return False  # there is nothing that could be asked instead
+        rollout.counts["audit_differs"] += not same
+        return not same
+
+    # --- the engine
+
+    async def _samples(
+        self, key: str, rollout: Rollout, prompt: _Prompt, identity: bytes, limit: int, answers: int
+    ) -> list[Sample]:
+        sampling = rollout.limits.sampling
+        stops = tuple(sorted({*sampling.stop_tokens, *self._chat.stop_tokens}))
+        sampling = replace(sampling, max_tokens=limit, stop_tokens=stops)
+        requests = [
+            Request(rollout.prompt_id, rollout.index, prompt.tokens, _seed(identity, number), sampling)
+            for number in range(answers)
+        ]
+        tasks = [asyncio.ensure_future(self._ask(request, key)) for request in requests]
+        try:
+            samples = await asyncio.gather(*tasks)
+        except MegagrpoError as error:
+            rollout.aborted = first_line(error)
+            raise Refusal(500, "engine_error", rollout.aborted) from error
+        finally:
+            for task in tasks:  # all that are left if one failed, or the turn was given up
+                task.cancel()
+        if any(sample.finish == "abort" or not len(sample.tokens) for sample in samples):
+            rollout.aborted = "the engine gave up on a turn"
+            raise Refusal(408, "turn_aborted", rollout.aborted)
+        return samples
+
+    # --- from tokens to messages
+
+    def _choice(
+        self, rollout: Rollout, request: ChatRequest, prompt: _Prompt, sample: Sample, identity: str, at: float,
+        *, wished: bool,
+    ) -> Choice:  # fmt: skip
+        said = self._said(sample, request.stop)
+        tokens, logprobs = sample.tokens[: said.tokens], sample.logprobs[: said.tokens]
+        read = said_in(
+            said.text,
+            request.tools,
+            self._parser,
+            separate=self._chat.facts.reasoning_field,
+            several=self._chat.facts.several_calls,
+            thinking=self._chat.text(prompt.added[-4:].tolist()).rstrip().endswith(THOUGHT_BEGINS),
+            identity=lambda number: _digest(b"", f"{identity}/{number}").hex()[:9],  # as Mistral's templates want it
+        )
+        turn = AskedTurn(
+            number=len(rollout.turns),
+            answer=identity[:16],
+            found=prompt.found,
+            parent=prompt.parent,
+            given=prompt.given,
+            message=read.message,
+            added=prompt.added,
+            sampled=tokens.astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            versions=sample.versions[: said.tokens].astype(np.int32),
+            finish=said.finish,
+            text=said.text,
+            thought=read.thought or (prompt.parent is not None and prompt.parent.thought),
+        )
+        rollout.add(turn)
+        rollout.limited = said.finish == "length" and not wished
+        rollout.counts["calls"] += len(read.message.get("tool_calls", ()))
+        rollout.counts["unreadable_calls"] += read.unreadable
+        rollout.events.append(_event(rollout, turn, prompt, at, unreadable=read.unreadable))
+        finish: Literal["stop", "length", "tool_calls"] = "stop" if said.finish == "stop" else "length"
+        return Choice(
+            message=read.message,
+            finish="tool_calls" if read.message.get("tool_calls") else finish,
+            tokens=tokens.tolist(),
+            logprobs=logprobs.tolist(),
+            texts=[self._chat.text([token]) for token in tokens.tolist()] if request.logprobs else (),
+            stop_string=said.stop_string,
+            unreadable=read.unreadable,
+        )
+
+    def _said(self, sample: Sample, stop: Sequence[str]) -> _Said:
+        """An answer up to the first token that completes a stop string. What comes after is dropped; this is what an
+        engine that looks for the strings would have sampled, since stopping depends on what is before only."""
+        tokens = sample.tokens.tolist()
+        body = tokens[:-1] if sample.finish == "stop" and tokens[-1] in self._chat.stop_tokens else tokens
+        text = self._chat.text(body)
+        if not any(string in text for string in stop):
+            return _Said(len(tokens), sample.finish, text)
+        low, high = 1, len(body)
+        while low < high:  # the fewest tokens whose text has a stop string
+            middle = (low + high) // 2
+            begun = self._chat.text(body[:middle])
+            low, high = (low, middle) if any(string in begun for string in stop) else (middle + 1, high)
+        text = self._chat.text(body[:low])
+        at, string = min((at, string) for string in stop if (at := text.find(string)) >= 0)
+        return _Said(low, "stop", text[:at], string)
+
+
+def reminded(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """System messages behind the first said by the user, as Claude Code and Codex do where an API has none."""
+    return joined(
+        {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
+        if number and message["role"] == "system"
+        else message
+        for number, message in enumerate(messages)
+    )
+
+
+def _event(rollout: Rollout, turn: AskedTurn, prompt: _Prompt, at: float, *, unreadable: bool) -> TurnEvent:
+    near = prompt.parent or prompt.found.turn
+    event: TurnEvent = {
+        "kind": "turn",
+        "at": at - rollout.opened,
+        "seconds": time.monotonic() - at,
+        "number": turn.number,
+        "parent": near.number if near else None,
+        "branch": prompt.branch,
+        "given": list(turn.given),
+        "said": turn.message,
+        "finish": turn.finish,
+        "prompt_tokens": len(prompt.tokens),
+        "given_tokens": len(prompt.added),
+        "tokens": len(turn.sampled),
+    }
+    return event | {"unreadable": True} if unreadable else event
+
+
+def _digest(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _seed(identity: bytes, number: int) -> int:
+    """In [0, 2**63), by the conversation and how often it was asked: the order of turns depends on timing when
+    several of a rollout's agents run at once."""
+    return int.from_bytes(_digest(identity, f"{number}")[:8], "little") >> (64 - SEED_BITS)
+
+
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)

@@ -1,0 +1,239 @@
+"""What a new turn adds to a conversation, as text, by any chat template and without a table of model families.
+
+The template is asked, once at the start, how it ends an assistant's message and what it does to earlier messages
+(`Facts`). A turn is then rendered behind a stand-in of two messages for everything before it: its cost does not grow
+with the conversation, and no token of an earlier turn is rendered or encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.agents.dialects.chat_request import Message, call
+from megagrpo.agents.seen import BranchReason
+from megagrpo.errors import first_line
+
+MARK, END = "Zq7f", "Xj8w"  # words that no template writes by itself
+THOUGHT = MARK[::-1]
+SYSTEM: Message = {"role": "system", "content": "s"}
+USER: Message = {"role": "user", "content": "u"}
+CALL = call("call00001", "f", {"k": "v"})
+PARAMETERS = {"type": "object", "properties": {"k": {"type": "string", "description": "k"}}, "required": ["k"]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}
+DATE = "26 Jul 2024"  # what Llama 3's templates write where they are not told the day: a prompt is the same tomorrow
+THOUGHT_ENDS = "</think>"
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a template does. `roles` are those that may follow an assistant's message."""
+
+    closes_with: str  # what ends an assistant's message, the text of a stop token; "" if no stop token does
+    roles: frozenset[str]
+    reasoning_field: bool  # it reads reasoning_content; otherwise thoughts are left in the content
+    drops_reasoning: frozenset[str]  # roles whose message makes the template leave out earlier reasoning
+    moves: frozenset[str]  # roles whose message makes it write earlier messages elsewhere or not at all
+    moves_system: frozenset[str]  # the same, if there is a system message
+    moves_tools: frozenset[str]  # the same, if there are tools
+    several_calls: bool  # an answer can have several tool calls
+    refused: Mapping[str, str]  # role: what the template said
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What follows an answer, up to and with the generation prompt. The text begins with the token that ends the
+    answer; `sampled` says whether the policy has sampled it, so that it is not added again."""
+
+    text: str
+    first: tuple[int, ...]  # tokens of which the text's first one must be
+    sampled: bool
+
+    def tokens(self, encoded: Sequence[int]) -> list[int] | None:
+        """What is added, from the text's tokens. None if these do not begin with the token that ends the answer."""
+        if not encoded or encoded[0] not in self.first:
+            return None
+        return list(encoded[1 if self.sampled else 0 :])
+
+
+class Chat:
+    """A tokenizer with a chat template. `stop_tokens` end an answer, and so does the tokenizer's own end of sequence.
+    `history`: see AgentConfig."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_tokens: Sequence[int],
+        *,
+        history: Literal["template", "append"] = "template",
+        **template_arguments: Any,
+    ) -> None:
+        own = tokenizer.eos_token_id
+        self.tokenizer, self._history = tokenizer, history
+        self.stop_tokens = tuple(sorted({*stop_tokens, *([] if own is None else [own])}))
+        self._arguments: dict[str, Any] = {"date_string": DATE, **template_arguments}
+        self._stops = {token: self.text([token]) for token in self.stop_tokens}
+        written = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+        self._plain = {token for token in self.stop_tokens if token not in written}
+        self.facts = _facts(self)
+
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = True) -> str:
+        """The whole conversation; with `prompt`, up to where the policy goes on. Raises what the template raises."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
+                **self._arguments,
+            )
+        )  # fmt: skip
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))  # the template has written special tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """With special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def extension(
+        self,
+        said: Message,
+        last: int,
+        new: Sequence[Message],
+        tools: Tools = (),
+        *,
+        thought: bool = False,
+        system: bool = False,
+    ) -> Extension | BranchReason:
+        """What follows an answer, or why only rendering the whole conversation is right.
+
+        The calls of the answer `said` matter only (a template may look up their names and ids). `last` is its last
+        token: the one that ends it, or another one if it was cut off. `thought`: it or an earlier turn has reasoning
+        in its tokens. `system`: the conversation has a system message. Raises what the template raises.
+        """
+        if hindered := self._hindered({message["role"] for message in new}, tools, thought, system):
+            return hindered
+        calls = said.get("tool_calls", ())
+        after = self.after(calls, new, tools)
+        sampled = last in self._stops
+        if after is None or (sampled and not after.startswith(self._stops[last])) or (calls and last in self._plain):
+            return "stop_token"
+        # The text begins with a special token and is encoded with it: behind nothing, SentencePiece adds a space.
+        return Extension(after, (last,) if sampled else self.stop_tokens, sampled)
+
+    def _hindered(self, roles: set[str], tools: Tools, thought: bool, system: bool) -> BranchReason | None:
+        facts = self.facts
+        if not facts.closes_with:
+            return "close"
+        if not roles or roles - facts.roles:
+            return "role"
+        if thought and self._history == "template" and roles & facts.drops_reasoning:
+            return "reasoning"
+        if roles & facts.moves or (tools and roles & facts.moves_tools) or (system and roles & facts.moves_system):
+            return "tools_move"
+        return None
+
+    def after(self, calls: Sequence[Mapping[str, Any]], new: Sequence[Message], tools: Tools) -> str | None:
+        """The text from the token on that ends an answer with these calls, up to and with the generation prompt; None
+        if no stop token ends it. A stop token of plain text, such as a newline, may also be how a template writes a
+        call: it counts behind an answer without calls only."""
+        stand_in: dict[str, Any] = {"role": "assistant", "content": "c" if calls else END}
+        if calls:
+            last = len(calls) - 1
+            stand_in["tool_calls"] = [
+                call(one["id"], one["function"]["name"], {"k": END} if number == last else {})
+                for number, one in enumerate(calls)
+            ]
+        whole = self.render([USER, stand_in, *new], tools)
+        end = whole.find(END)
+        stops = [stop for token, stop in self._stops.items() if not calls or token not in self._plain]
+        found = [at for stop in stops if (at := whole.find(stop, end)) >= 0]
+        return whole[min(found) :] if found and end >= 0 else None
+
+    def closes(self, after: str) -> str:
+        """The stop token, as text, that a text begins with; "" if it begins with none."""
+        return next((stop for stop in self._stops.values() if after.startswith(stop)), "")
+
+
+def _facts(chat: Chat) -> Facts:
+    """Asks the template, with conversations of a few messages. What it refuses counts as what it cannot do."""
+    closes, refused = "", {}
+    answers: dict[str, _Answer] = {}
+    for role, said in (("user", {}), ("tool", {"tool_calls": [CALL]}), ("system", {})):
+        new: Message = {"role": role, "content": MARK} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
+        try:
+            after, answer = _ask(chat, new, {"role": "assistant", "content": "c", **said})
+        except Exception as error:  # noqa: BLE001  templates raise what they like
+            refused[role] = first_line(error)
+            continue
+        if after is not None and MARK in after and END not in after:
+            closes = closes or chat.closes(after)
+            answers[role] = answer
+    field = any(answer.reads_field for answer in answers.values())
+
+    def where(has: Any) -> frozenset[str]:
+        return frozenset(role for role, answer in answers.items() if has(answer))
+
+    return Facts(
+        closes_with=closes,
+        roles=frozenset(answers),
+        reasoning_field=field,
+        drops_reasoning=where(lambda answer: answer.drops_field if field else answer.drops_text),
+        moves=where(lambda answer: "" in answer.moves),
+        moves_system=where(lambda answer: "system" in answer.moves),
+        moves_tools=where(lambda answer: "tools" in answer.moves),
+        several_calls=_several_calls(chat),
+        refused=refused,
+    )
+
+
+def _several_calls(chat: Chat) -> bool:
+    try:
+        chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}], [TOOL])
+    except Exception:  # noqa: BLE001  templates raise what they like
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a template does when a message follows an answer."""
+
+    reads_field: bool
+    drops_field: bool
+    drops_text: bool
+    moves: frozenset[str]
+
+
+def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, _Answer]:
+    tools = [TOOL] if new["role"] == "tool" else []
+    after = chat.after(assistant.get("tool_calls", ()), [new], tools)
+    reads, drops = {}, {}
+    for form, thought in (
+        ("field", {"reasoning_content": THOUGHT}),
+        ("text", {"content": f"<think>\n{THOUGHT}\n{THOUGHT_ENDS}\n\nc"}),
+    ):
+        thinking = {**assistant, **thought}
+        # Qwen3 drops it before the next question; other templates may do so only after the next answer.
+        later = [
+            chat.render([USER, thinking, new], tools),
+            chat.render([USER, thinking, new, assistant, new], tools),
+        ]
+        drops[form] = any(THOUGHT not in whole for whole in later)
+        reads[form] = any(THOUGHT in whole for whole in [*later, chat.render([USER, thinking], tools, prompt=False)])
+    moves = frozenset(_moves(chat, new, assistant))
+    return after, _Answer(reads["field"], drops["field"], drops["text"], moves)
+
+
+def _moves(chat: Chat, new: Message, assistant: Message) -> Iterator[str]:
+    """Beside what a template writes earlier messages otherwise once `new` follows: nothing (""), tools, or system."""
+    for beside, base, tools in (("", [USER], []), ("tools", [USER], [TOOL]), ("system", [SYSTEM, USER], [])):
+        try:
+            before = chat.render(base, tools, prompt=False)
+        except Exception:  # noqa: BLE001  a template without system messages or tools: what it refuses it cannot move
+            continue
+        if not chat.render([*base, assistant, new], tools).startswith(before):
+            yield beside

@@ -1,0 +1,252 @@
+"""What an agent asks and what the gateway answers, whatever the dialect. The dialects' modules read and write these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeGuard
+
+Message = Mapping[str, Any]
+"""A message as chat templates read it: role (system, user, assistant or tool), content (text); of an assistant,
+tool_calls [{"id", "type": "function", "function": {"name", "arguments": an object}}] and reasoning_content if it has
+them; of a tool, tool_call_id. No nulls."""
+
+DISTRIBUTION = {
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "seed",
+}  # fmt: skip
+"""Fields that would change what tokens are drawn from. The recipe says it; an agent's are ignored and counted."""
+
+ARGUMENTS_LEVELS_MAX = 64
+"""Lists and objects in each other in a call's arguments: deeper ones cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request for answers to a conversation."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # {"type": "function", "function": {...}}; none if the agent wants no call
+    answers: int = 1
+    tokens_max: int | None = None  # of an answer; the recipe's limits hold too
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    ignored: tuple[str, ...] = ()  # fields that were given, and that the recipe decides
+    model: str = ""
+    conversation: tuple[Message, ...] = ()  # what a later request may go on with by the answer's id; empty: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of the policy. Its tokens, logprobs and texts have one entry per sampled token."""
+
+    message: Message
+    finish: Literal["stop", "length", "tool_calls"]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    texts: Sequence[str] = ()  # of each token alone; empty unless the request wants logprobs
+    stop_string: str = ""  # that of the request which ended the answer
+    unreadable: bool = False  # a tool call was begun that cannot be read, or whose tool is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """All answers to a request. `id` is 16 hexadecimal digits: a dialect may write a prefix before it, nothing behind
+    it, because an agent's turn rewards may name turns by it."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    prompt: Sequence[int]  # token ids
+    cached_tokens: int  # of the prompt, those of earlier turns
+    choices: tuple[Choice, ...]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self.choices)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A rollout's conversations by the id of the answer that each ends with, for dialects that go on by it."""
+
+    conversations: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    latest: tuple[Message, ...] = ()
+
+    def keep(self, request: ChatRequest, answer: ChatAnswer) -> None:
+        if said := request.conversation:
+            # Clients send the whole history each time: it is held once.
+            same = [old if old == new else new for old, new in zip(self.latest, said, strict=False)]
+            self.latest = (*same, *said[len(same) :], answer.choices[0].message)
+            self.conversations[answer.id] = self.latest
+
+    def of(self, answer: str, wanted: str) -> tuple[Message, ...]:
+        """The conversation that ends with an answer; `wanted` is the field that names it. Raises Refusal if the
+        rollout has no such answer."""
+        found = self.conversations.get(answer)
+        if found is None:
+            raise Refusal(400, "previous_response_not_found", f"{wanted}: this rollout has no such response", wanted)
+        return found
+
+
+class Refusal(Exception):  # noqa: N818  an answer over HTTP, not a failure of the run
+    """A request that is not answered, said to the agent as an HTTP status and the dialect's error body. `code` is that
+    of OpenAI where it has one; `field` names the field of the request that is wrong."""
+
+    def __init__(self, status: int, code: str, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.field = status, code, message, field
+
+
+class Dialect(Protocol):
+    """What a dialect's module has. Events are the bytes of server-sent events, each with its empty line. WAITING is
+    sent now and then while an answer is generated."""
+
+    WAITING: bytes
+
+    def read(self, body: Mapping[str, Any], kept: Kept) -> ChatRequest:
+        """Raises Refusal if the body is not of the dialect, or asks for what would change the distribution."""
+
+    def written(self, request: Any, answer: ChatAnswer) -> dict[str, Any]:
+        """`request` is what `read` made."""
+
+    def events(self, request: Any, answer: ChatAnswer) -> Iterator[bytes]:
+        """The whole answer, once it is known."""
+
+    def refused(self, refusal: Refusal) -> dict[str, Any]:
+        """The body of an error."""
+
+    def refused_event(self, refusal: Refusal) -> bytes:
+        """An error in a stream that has begun."""
+
+
+def wrong(field: str, needed: str) -> Refusal:
+    """A field that is not of the dialect."""
+    return Refusal(400, "invalid_request", f"{field}: {needed} is needed", field)
+
+
+def not_served(field: str, why: str) -> Refusal:
+    return Refusal(400, "unsupported_parameter", f"{field}: {why}", field)
+
+
+def changes_distribution(field: str) -> Refusal:
+    return not_served(field, "would sample from another distribution than the one that is trained")
+
+
+def text_of(content: Any, field: str) -> str:
+    """Text content: a string, null, or a list of parts that have text. Raises Refusal for anything else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(field, "text, or a list of parts with text")
+    texts = []
+    for number, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise Refusal(
+                400, "unsupported_content", f"{field}[{number}]: {kind} is not text, which alone is read", field
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def object_of(body: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """A field that is an object, or not given. Raises Refusal."""
+    value = body.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise wrong(field, "an object")
+    return value
+
+
+def list_of(body: Mapping[str, Any], field: str) -> list[Any]:
+    """A field that is a list, or not given. Raises Refusal."""
+    value = body.get(field) or []
+    if not isinstance(value, list):
+        raise wrong(field, "a list")
+    return value
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has lists and objects in more levels than these. Python's recursion ends at some hundreds."""
+    level = [value]
+    for _ in range(levels + 1):
+        within = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not within:
+            return False
+        level = [one for values in within for one in values if isinstance(one, dict | list)]
+    return True
+
+
+def is_arguments(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a call of the policy can have them."""
+    return isinstance(value, dict) and not is_deeper(value, ARGUMENTS_LEVELS_MAX)
+
+
+def arguments_of(written: Any) -> Any:
+    """A call's arguments as an object: clients send JSON text. What cannot be read stays as it is."""
+    if not isinstance(written, str):
+        return written or {}
+    try:
+        read = json.loads(written or "{}")
+    except (ValueError, RecursionError):
+        return written
+    return written if is_deeper(read, ARGUMENTS_LEVELS_MAX) else read
+
+
+def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """One message where a dialect has several: templates want one system message at the head, and roles that alternate.
+
+    Neighbours of one role become one: texts of users and systems with an empty line between them; thoughts, text and
+    calls of the assistant, which come in this order, as the answer that they were parts of.
+    """
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        last = made[-1] if made else {"role": ""}
+        if message["role"] != last["role"] or message["role"] == "tool":
+            made.append(dict(message))
+        elif message["role"] != "assistant":
+            last["content"] = "\n\n".join(text for text in (last["content"], message["content"]) if text)
+        elif _follows(last, message):
+            last["content"] += message["content"]
+            for field in ("reasoning_content", "tool_calls"):
+                if field in message:
+                    last[field] = last[field] + message[field] if field in last else message[field]
+        else:
+            made.append(dict(message))
+    return tuple(made)
+
+
+def _follows(last: Message, message: Message) -> bool:
+    """Whether `message` may be a later part of the answer that `last` is the beginning of."""
+    if last.get("tool_calls"):
+        return not message["content"] and "reasoning_content" not in message
+    return not last["content"] or (not message["content"] and "reasoning_content" not in message)
+
+
+def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def given_of_recipe(body: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
+    """The fields of DISTRIBUTION, and `more`, that a body has, for `ChatRequest.ignored`."""
+    return [name for name in (*sorted(DISTRIBUTION), *more) if body.get(name) is not None]
+
+
+def logprobs_of(choice: Choice) -> list[dict[str, Any]]:
+    """Its tokens as OpenAI writes them; none unless the request wants logprobs."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, logprob in zip(choice.texts, choice.logprobs if choice.texts else (), strict=True)
+    ]
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """A server-sent event that is named by its type."""
+    return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()

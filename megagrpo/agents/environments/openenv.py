@@ -1,0 +1,177 @@
+"""An environment of an OpenEnv server as an agent (https://github.com/meta-pytorch/OpenEnv).
+
+Runs in the interpreter that has the package (agent.python), with the standard library and that only. A rollout is an
+episode: reset, then the policy's answers as actions, until the environment is done. The row's prompt stands before the
+first observation; its extra_info.reset (an object) and a seed that is the same for all of a prompt's rollouts go to
+`reset`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import importlib.util
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ASKED_AT_ONCE_MAX = 1024
+
+
+async def rollout(
+    task: Any,
+    endpoint: Any,
+    url: str,
+    arguments: Mapping[str, Any],
+    observation: str | None = None,
+    action: str | None = None,
+    timeout_seconds: float = 60.0,
+) -> dict[str, Any]:
+    """The sum of the steps' rewards, and each step's own. What turns texts into actions, and observations into texts,
+    is said by `action` and `observation` (see OpenEnvConfig). An answer that is no action gets 0, and is said to be
+    none. Raises RefusedError if the gateway refuses the first request."""
+    from openenv.core.generic_client import GenericEnvClient
+
+    text_of, action_of = observation_text(observation), text_action(action)
+    messages = [dict(message) for message in task.messages]
+    rewards: list[float] = []
+    no_action = 0
+    async with GenericEnvClient(base_url=url, message_timeout_s=timeout_seconds) as environment:
+        reset = task.extra_info.get("reset")
+        reset = json.loads(reset) if isinstance(reset, str) else reset or {}
+        result = await environment.reset(**{"seed": seed_of(task), **arguments, **reset})
+        say(messages, text_of(result.observation))
+        while not result.done:
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(askers(), ask, endpoint, messages)
+            except RefusedError:
+                if not rewards:
+                    raise
+                break
+            start, error = time.perf_counter(), ""
+            try:
+                result = await environment.step(action_of(answer.get("content") or ""))
+            except (ValueError, RuntimeError) as raised:  # of `action`, or the server's: it is the policy's fault
+                if isinstance(raised, RuntimeError) and "VALIDATION_ERROR" not in str(raised):
+                    raise
+                error = first_line(raised)
+            endpoint.event("tool", name="step", seconds=time.perf_counter() - start, error=error)
+            rewards.append(0.0 if error else float(result.reward or 0.0))
+            no_action += bool(error)
+            messages.append(answer)
+            say(messages, f"That is no action: {error}" if error else text_of(result.observation))
+    return {
+        "score": sum(rewards),
+        "turn_rewards": rewards,
+        "steps": len(rewards) - no_action,
+        "no_action": no_action,
+        "done": float(bool(result.done)),
+    }
+
+
+def first_line(raised: Exception) -> str:
+    return (str(raised).splitlines() or [type(raised).__name__])[0][:300]
+
+
+def seed_of(task: Any) -> int:
+    """The row's own, or made of its index and id: all rollouts of a prompt are of the same episode."""
+    own = task.extra_info.get("seed", task.extra_info.get("index"))
+    if isinstance(own, int):
+        return own
+    return int.from_bytes(hashlib.blake2b(str(task.id).encode(), digest_size=3).digest(), "big")
+
+
+def say(messages: list[dict[str, Any]], text: str) -> None:
+    """The observation is a user's message; the first one goes on in the prompt's own, if that ends with one."""
+    if messages and messages[-1]["role"] == "user":
+        before = messages[-1]["content"]
+        messages[-1] = {"role": "user", "content": f"{before}\n\n{text}" if before else text}
+    else:
+        messages.append({"role": "user", "content": text})
+
+
+@functools.cache
+def observation_text(observation: str | None) -> Callable[[Mapping[str, Any]], str]:
+    """A field of the observation, FILE.py:FUNCTION, or None: its only text, else all of it as JSON."""
+    if observation is not None and ".py:" in observation:
+        return own(observation)
+    if observation is not None:
+        return lambda seen: str(seen[observation])
+
+    def text(seen: Mapping[str, Any]) -> str:
+        texts = [value for value in seen.values() if isinstance(value, str) and value]
+        return texts[0] if len(texts) == 1 else json.dumps(seen, ensure_ascii=False)
+
+    return text
+
+
+@functools.cache
+def text_action(action: str | None) -> Callable[[str], dict[str, Any]]:
+    """The field that gets the answer, FILE.py:FUNCTION, or None: the answer's last JSON object."""
+    if action is not None and ".py:" in action:
+        return own(action)
+    return last_object if action is None else lambda said: {action: said}
+
+
+def last_object(said: str) -> dict[str, Any]:
+    """The last JSON object in a text. {} if there is none: the environment says what it thinks of it."""
+    found: dict[str, Any] = {}
+    decoder, at = json.JSONDecoder(), said.find("{")
+    while at >= 0:
+        try:
+            value, end = decoder.raw_decode(said, at)
+        except (json.JSONDecodeError, RecursionError):
+            end = at + 1
+        else:
+            found = value
+        at = said.find("{", end)
+    return found
+
+
+@functools.cache
+def own(named: str) -> Callable[[Any], Any]:
+    """The function that FILE.py:FUNCTION names. Its file may import its neighbours."""
+    file, _, function = named.rpartition(":")
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
+    found = importlib.util.spec_from_file_location(f"openenv_{path.stem}", path)
+    if found is None or found.loader is None:
+        raise ValueError(f"{file} is no file of Python")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return getattr(module, function)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def askers() -> ThreadPoolExecutor:
+    """Turns wait for the policy in them: asyncio's own threads are a few more than the machine's cores."""
+    return ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asks")
+
+
+class RefusedError(Exception):
+    """The gateway answers no more, as at a limit of turns or tokens. What there is of the rollout counts."""
+
+
+def ask(endpoint: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The policy's answer. Raises RefusedError."""
+    request = urllib.request.Request(
+        f"{endpoint.base_url}/chat/completions",
+        json.dumps({"model": endpoint.model, "messages": messages}).encode(),
+        {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+            return json.load(response)["choices"][0]["message"]  # type: ignore[no-any-return]
+    except urllib.error.HTTPError as error:
+        if not 400 <= error.code < 500:
+            raise
+        said = error.read(2000).decode(errors="replace")
+        raise RefusedError(f"the gateway refused a turn: {error.code} {said}") from None

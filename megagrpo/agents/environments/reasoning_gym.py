@@ -1,0 +1,62 @@
+"""A task of reasoning-gym as a conversation: an answer that is wrong is said to be wrong, and may be given again.
+
+Runs in the run's interpreter, whose sandbox scores the answers: some of the package's scorers evaluate them as Python.
+Rows are those of `data.train: [{reasoning_gym: TASK}]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+
+from megagrpo.agents.tool_loop import asked
+from megagrpo.reward.verifiers.reasoning_gym import make
+
+THREADS = 4
+"""Answers that are scored at once, each in a sandbox of its own."""
+_own = threading.local()
+
+
+async def rollout(
+    task: Any, endpoint: Any, attempts_max: int, counts: str, extract: str, wrong: str, isolation: str
+) -> dict[str, Any] | None:
+    """The score of the last or the best answer, None if the gateway refuses the first request. The reward of a turn is
+    what its answer added to the score, so that turns sum to it. Raises ValueError if the row is no entry of
+    reasoning-gym."""
+    messages = [dict(message) for message in task.messages]
+    rewards: list[float] = []
+    score = 0.0
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+        while len(rewards) < attempts_max and score < 1.0:
+            choice = await asked(client, endpoint, {"model": endpoint.model, "messages": messages})
+            if choice is None:
+                break
+            answer = choice["message"]
+            found = await asyncio.get_running_loop().run_in_executor(
+                scorers(), score_of, answer["content"] or "", task, extract, isolation
+            )
+            found = max(score, found) if counts == "best" else found
+            rewards.append(found - score)
+            score = found
+            messages += [answer, {"role": "user", "content": wrong}]
+    if not rewards:
+        return None
+    return {"score": score, "turn_rewards": rewards, "attempts": len(rewards), "solved": float(score >= 1.0)}
+
+
+def score_of(said: str, task: Any, extract: str, isolation: str) -> float:
+    key = (extract, isolation)
+    made = _own.__dict__.setdefault("functions", {})
+    if key not in made:
+        made[key] = make(extract=extract, isolation=isolation)  # type: ignore[arg-type]
+    return float(made[key](response=said, ground_truth=task.ground_truth, extra_info=task.extra_info)["score"])
+
+
+@functools.cache
+def scorers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "scores answers")

@@ -1,0 +1,264 @@
+"""An HTTP server on loopback for agents, which keeps tokens exact. One key per rollout: what was said with it is the
+rollout's record. Agents never see tokens, unless they ask for them; the trainer never renders messages."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from aiohttp import web
+
+from megagrpo.agents.answers import Answers, Ask
+from megagrpo.agents.chat import Chat
+from megagrpo.agents.dialects import chat_completions, messages, responses
+from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Dialect, Kept, Message, Refusal, is_deeper
+from megagrpo.agents.record import Record
+from megagrpo.agents.turns import Limits, Rollout
+
+__all__ = ["Ask", "Gateway", "Limits", "Record"]
+
+DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
+    {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
+)
+"""By the path of their requests."""
+
+BODY_BYTES_MAX = 1 << 28
+BODY_LEVELS_MAX = 100
+"""Lists and objects in each other. What cannot be read stays text, so that the rollout's messages can be written."""
+RETRY_HEADER = "x-stainless-retry-count"
+"""OpenAI's and Anthropic's clients say with it that they ask again."""
+NO_RETRY = {"x-should-retry": "false"}
+"""What these clients read in a refusal: the same request would be refused again."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A request that is or was answered, and the clients that wait for it: a client that asks again joins."""
+
+    task: asyncio.Task[ChatAnswer]
+    waiting: int = 0
+    delivered: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+@dataclass(eq=False)
+class _Session:
+    rollout: Rollout
+    turns: dict[bytes, _Turn] = field(default_factory=dict)
+    """By the digest of the request, the latest of equal ones."""
+    running: set[asyncio.Task[ChatAnswer]] = field(default_factory=set)
+    """Those of all requests, also of equal ones."""
+    kept: Kept = field(default_factory=Kept)
+
+
+class Gateway:
+    """All methods are for the thread of the event loop in which it was started.
+
+    keep_alive_seconds: between comments in a stream while the engine generates. grace_seconds: how long a turn goes on,
+    or its answer is kept, that no client waits for: it may ask again. audited: see Answers. Raises RecipeError if there
+    is no parser of that name.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        ask: Ask,
+        *,
+        model: str = "policy",
+        parser: str = "auto",
+        keep_alive_seconds: float = 5.0,
+        grace_seconds: float = 10.0,
+        audited: float = 1 / 32,
+    ) -> None:
+        self._answers = Answers(chat, ask, model=model, parser=parser, audited=audited)
+        self._model, self._keep_alive, self._grace = model, keep_alive_seconds, grace_seconds
+        self._sessions: dict[str, _Session] = {}
+        self._numbers, self._secret = itertools.count(), secrets.token_bytes(32)
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Such as http://127.0.0.1:40321, without /v1."""
+        return f"http://127.0.0.1:{self._port}"
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(path, self._handler(dialect))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/models", self._models)
+        # Without handler_cancellation, the turn of an agent that has died would go on in the engine.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Ends all turns that run."""
+        await asyncio.gather(*(self.close(key) for key in list(self._sessions)))
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._answers.close()
+
+    def open(self, prompt_id: str, index: int, limits: Limits, task: Sequence[Message] = ()) -> str:
+        """The API key of a new rollout. `task`: the messages that its agent is given."""
+        number = next(self._numbers)
+        key = f"{number}-{self._signed(f'{number}')}"
+        self._sessions[key] = _Session(Rollout(prompt_id, index, limits, time.monotonic(), task))
+        return key
+
+    async def close(self, key: str) -> Record:
+        """Ends the turns that run. Later requests get a 409."""
+        session = self._sessions.pop(key)
+        running = list(session.running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        return Record(session.rollout)
+
+    def _signed(self, number: str) -> str:
+        return hashlib.blake2b(number.encode(), key=self._secret, digest_size=16).hexdigest()
+
+    def _session(self, request: web.Request) -> tuple[str, _Session]:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if session := self._sessions.get(key):
+            return key, session
+        number, _, signature = key.partition("-")
+        if secrets.compare_digest(signature.encode(), self._signed(number).encode()):
+            raise Refusal(409, "rollout_closed", "this rollout has ended")
+        raise Refusal(401, "invalid_api_key", "no rollout has this key")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            _, session = self._session(request)
+        except Refusal as refusal:
+            return _json(chat_completions.refused(refusal), refusal.status)
+        length = session.rollout.limits.tokens_max
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megagrpo", "max_model_len": length}
+        return _json({"object": "list", "data": [model]})
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            _, session = self._session(request)
+            asked = messages.read(_body(await request.read()), session.kept)
+            return _json({"input_tokens": await self._answers.tokens_of(session.rollout, asked)})
+        except Refusal as refusal:
+            return _json(messages.refused(refusal), refusal.status)
+
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session: _Session | None = None
+            try:
+                key, session = self._session(request)
+                raw = await request.read()
+                asked = dialect.read(_body(raw), session.kept)
+                turn = self._turn(key, session, request, raw, asked)
+                return await self._answered(request, session, turn, dialect, asked)
+            except Refusal as refusal:
+                if session is not None:
+                    session.rollout.counts[f"refused/{refusal.code}"] += 1
+                return _json(dialect.refused(refusal), refusal.status)
+
+        return handle
+
+    def _turn(self, key: str, session: _Session, request: web.Request, raw: bytes, asked: ChatRequest) -> _Turn:
+        """The turn of a request: that of the same request, if the client asks again, says so or has gone away before
+        its answer came; else a new one."""
+        digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
+        turn = session.turns.get(digest)
+        again = request.headers.get(RETRY_HEADER, "0") != "0"
+        if turn and not turn.failed and (again or not (turn.waiting or turn.delivered)):
+            session.rollout.counts["retries"] += 1
+            return turn
+        if self._sessions.get(key) is not session:  # it was closed while the request was read
+            raise Refusal(409, "rollout_closed", "this rollout has ended")
+        task = asyncio.create_task(self._answers.answer(key, session.rollout, asked))
+        session.running.add(task)
+        task.add_done_callback(session.running.discard)
+        turn = session.turns[digest] = _Turn(task)
+        return turn
+
+    async def _answered(
+        self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest
+    ) -> web.StreamResponse:
+        turn.waiting += 1
+        try:
+            if asked.stream:
+                return await self._stream(request, session, turn, dialect, asked)
+            await asyncio.wait({turn.task})
+            answer = _answer_of(turn)
+            session.kept.keep(asked, answer)
+            response = _json(dialect.written(asked, answer))
+            turn.delivered = True
+            return response
+        finally:  # a client that has gone away may ask again: until then, nothing is lost
+            turn.waiting -= 1
+            asyncio.get_running_loop().call_later(self._grace, self._forget, session, turn)
+
+    def _forget(self, session: _Session, turn: _Turn) -> None:
+        """Ends a turn that no client waits for any more, or drops its answer."""
+        if turn.waiting:
+            return
+        if not turn.failed and turn.task.cancel():
+            session.rollout.counts["given_up"] += 1
+        for digest in [digest for digest, one in session.turns.items() if one is turn]:
+            del session.turns[digest]
+
+    async def _stream(
+        self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest
+    ) -> web.StreamResponse:
+        """The whole answer as events. Comments keep the connection until it is there; a refusal that is quick has its
+        own status."""
+        await asyncio.wait({turn.task}, timeout=self._keep_alive)
+        answer = _answer_of(turn) if turn.task.done() else None
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await response.prepare(request)
+            while not turn.task.done():
+                await response.write(dialect.WAITING)
+                await asyncio.wait({turn.task}, timeout=self._keep_alive)
+            try:
+                answer = answer or _answer_of(turn)
+            except Refusal as refusal:
+                await response.write(dialect.refused_event(refusal))
+                return response
+            session.kept.keep(asked, answer)
+            await response.write(b"".join(dialect.events(asked, answer)))
+            turn.delivered = True
+        except ConnectionError:  # the client has gone away, and may ask again
+            pass
+        return response
+
+
+def _answer_of(turn: _Turn) -> ChatAnswer:
+    if turn.task.cancelled():
+        raise Refusal(409, "rollout_closed", "this rollout has ended")
+    return turn.task.result()
+
+
+def _body(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise Refusal(400, "invalid_request", "the request's body is no JSON object")
+    if is_deeper(body, BODY_LEVELS_MAX):
+        raise Refusal(400, "invalid_request", f"the request's body has more than {BODY_LEVELS_MAX} levels")
+    return body
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.json_response(body, status=status, headers=NO_RETRY if status >= 400 else None)

@@ -1,0 +1,125 @@
+"""An agent process and its keeper, as the host sees them: messages to it, messages from it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.reward import worker_process
+from megagrpo.reward.workers import END_SECONDS, ENVIRONMENT
+
+MESSAGE_BYTES_MAX = 1 << 24
+"""Longest line from an agent process."""
+LOG_BYTES_MAX = 1 << 26
+"""What one process may write into its log; the rest is read and dropped."""
+RUNNER = Path(__file__).parent / "runner.py"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What agent processes run: a function of a file, and its arguments."""
+
+    file: str
+    source: str
+    """The text of the file, read once: whatever becomes of the file, all processes run the same."""
+    function: str
+    arguments: Mapping[str, Any]
+    python: str | None = None
+    """null: the run's interpreter, with what it can import."""
+    environment: Sequence[str] = ()
+    """Names of variables that it sees beside those that reward functions see."""
+
+
+class AgentProcess:
+    """Made by `start`. Everything is done in one event loop."""
+
+    def __init__(
+        self, keeper: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.ready = False
+        self._keeper, self._reader, self._writer = keeper, reader, writer
+
+    @classmethod
+    async def start(cls, program: Program, log: Path) -> AgentProcess:
+        """Starts the process; it is ready when it says so. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        command = [program.python or sys.executable, str(RUNNER)]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log.open("ab") as output:
+            keeper = subprocess.Popen(
+                worker_process.python("keep", theirs.fileno(), command, LOG_BYTES_MAX),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment_of(program),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        process = cls(keeper, *await asyncio.open_connection(sock=ours, limit=MESSAGE_BYTES_MAX))
+        process.send({"start": {
+            "path": None if program.python else [entry for entry in sys.path if entry],
+            "file": program.file,
+            "source": program.source,
+            "function": program.function,
+            "arguments": dict(program.arguments),
+        }})  # fmt: skip
+        return process
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Values that JSON lacks become texts. A process that is gone takes nothing."""
+        data = json.dumps(message, default=str, skipkeys=True).encode(errors="surrogatepass") + b"\n"
+        self._writer.write(data)
+
+    async def messages(self) -> AsyncIterator[dict[str, Any]]:
+        """What the process says, until it ends. Raises ValueError if that is no message."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except (ConnectionError, OSError):
+                return
+            if not line.endswith(b"\n"):
+                return
+            try:
+                message = json.loads(line)
+            except RecursionError:
+                raise ValueError("lists in lists without end") from None
+            if not isinstance(message, dict):
+                raise ValueError("JSON, but no object")
+            yield message
+
+    def stop(self) -> None:
+        """Tells its keeper to end it, with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._keeper.terminate()
+
+    async def end(self) -> str:
+        """Ends the process and all that it started; how it ended, in words."""
+        self.stop()
+        try:
+            status = await asyncio.to_thread(self._keeper.wait, END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._keeper.pid, signal.SIGKILL)
+            status = await asyncio.to_thread(self._keeper.wait)
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def environment_of(program: Program) -> dict[str, str]:
+    names = {*ENVIRONMENT, *program.environment}
+    if program.python:  # what is this interpreter's own
+        names -= {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX"} - {*program.environment}
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,236 @@
+"""From sampled text to a chat message: reasoning, tool calls, and what else was said.
+
+Nothing is lost: a call that cannot be read, or whose tool is unknown, stays in the content, where the agent sees it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.agents.chat import CALL, THOUGHT_ENDS, TOOL, USER, Chat, Tools
+from megagrpo.agents.dialects.chat_request import Message, call, is_arguments
+from megagrpo.errors import Problem, RecipeError, brief
+
+HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+THOUGHT_BEGINS = "<think>"
+SGLANG_LOGGER = "sglang.srt.function_call"
+SHOWN = (
+    ("kimi_k2", r"<\|tool_calls_section_begin\|>"),
+    ("deepseekv31", r"<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+    ("deepseekv3", r"<｜tool▁calls▁begin｜>"),
+    ("minimax-m2", r"<minimax:tool_call>"),
+    ("mistral", r"\[TOOL_CALLS\]"),
+    ("gpt-oss", r"<\|channel\|>commentary"),
+    ("glm47", r"<tool_call>f<arg_key>"),
+    ("glm45", r"<tool_call>f\s*\n\s*<arg_key>"),
+    ("qwen3_coder", r"<tool_call>\s*<function=f>"),
+    ("hermes", r'<tool_call>\s*\{\s*"name"'),
+    ("llama3", r'\{\s*"name": *"f", *"parameters"'),
+    ("pythonic", r"\[f\(k="),
+)
+"""Parsers, and how a template writes the call of f with k: "v" if they read it. The first that fits is taken."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What stands in an answer beside its reasoning. A call is its tool's name and its arguments, an object."""
+
+    content: str
+    calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    unreadable: bool = False
+
+
+Parser = Callable[[str, Tools], Calls]
+
+
+@dataclass(frozen=True)
+class Said:
+    """The message of an answer, and whether it has a tool call that cannot be read."""
+
+    message: Message
+    thought: bool
+    unreadable: bool
+
+
+def parser_of(name: str, chat: Chat) -> Parser | None:
+    """The parser that agent.parser names; `auto`: the one that reads what the chat template writes, None if it writes
+    no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
+    if name == "auto":
+        shown = style_of(chat)
+        if not shown or (shown not in OWN and importlib.util.find_spec("sglang") is None):
+            return None
+        name = shown
+    if name in OWN:
+        return OWN[name]
+    if importlib.util.find_spec("sglang") is None:
+        fix = "install SGLang (the extra sglang), or take one of megagrpo's own"
+        raise RecipeError(Problem("agent.parser", f"{name}, without SGLang", f"auto, {', '.join(OWN)}", fix))
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    known = sorted({*OWN, *FunctionCallParser.ToolCallParserEnum})
+    if name not in known:
+        raise RecipeError(Problem("agent.parser", brief(name), f"auto, {', '.join(known)}", "name one of these"))
+    return lambda content, tools: sglang_calls(name, content, tools, chat)
+
+
+def style_of(chat: Chat) -> str:
+    """The parser for what the chat template writes, "" if none is known. See SHOWN."""
+    try:
+        written = chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL], prompt=False)
+        before = chat.render([USER], [TOOL], prompt=False)
+    except Exception:  # noqa: BLE001  templates raise what they like: this one takes no calls
+        return ""
+    written = written.removeprefix(before)  # tools are often explained with an example
+    return next((name for name, pattern in SHOWN if re.search(pattern, written)), "")
+
+
+def said_in(
+    text: str,
+    tools: Tools,
+    parser: Parser | None,
+    *,
+    separate: bool,
+    several: bool,
+    thinking: bool,
+    identity: Callable[[int], str],
+) -> Said:
+    """What an answer says.
+
+    separate: the template reads reasoning in a field of its own. several: it writes several calls; otherwise an answer
+    with several cannot be read. thinking: the prompt has opened a thought. identity: the id of the answer's n-th call.
+    """
+    message: dict[str, Any] = {"role": "assistant"}
+    begun = thinking or text.lstrip().startswith(THOUGHT_BEGINS)
+    reasoning, closed, rest = text.partition(THOUGHT_ENDS) if begun else ("", "", text)
+    if begun and not closed:
+        rest = ""
+    read = parser(rest, tools) if parser and tools and rest else Calls(rest)
+    if len(read.calls) > 1 and not several:
+        read = Calls(rest, unreadable=True)
+    if begun and separate:
+        message["content"] = read.content.lstrip("\n")
+        message["reasoning_content"] = reasoning.replace(THOUGHT_BEGINS, "", 1).strip("\n")
+    else:
+        message["content"] = reasoning + closed + read.content
+    if read.calls:
+        message["content"] = message["content"].strip()
+        message["tool_calls"] = [
+            call(identity(number), name, arguments) for number, (name, arguments) in enumerate(read.calls)
+        ]
+    return Said(message, begun or THOUGHT_ENDS in text, read.unreadable)
+
+
+def hermes_calls(content: str, tools: Tools) -> Calls:
+    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
+    calls: list[tuple[str, Mapping[str, Any]]] = []
+    unreadable = False
+
+    def take(found: re.Match[str]) -> str:
+        nonlocal unreadable
+        read = _call_of(found[1], tools)
+        if read is None:
+            unreadable = True
+            return found[0]
+        calls.append(read)
+        return ""
+
+    left = HERMES.sub(take, content)
+    return Calls(left, tuple(calls), unreadable)
+
+
+def llama3_calls(content: str, tools: Tools) -> Calls:
+    """Llama 3: {"name": ..., "parameters": {...}}, several with ; between them, after <|python_tag|> or alone."""
+    before, tag, written = content.rpartition(PYTHON_TAG)
+    written = written.strip()
+    if not written.startswith("{"):
+        return Calls(content, unreadable=bool(tag))
+    calls, decoder, at = [], json.JSONDecoder(), 0
+    while at < len(written):
+        try:
+            value, end = decoder.raw_decode(written, at)
+        except (ValueError, RecursionError):
+            return Calls(content, unreadable=bool(tag) or '"name"' in written)
+        read = _call(value, tools)
+        if read is None:
+            return Calls(content, unreadable=bool(tag) or (isinstance(value, dict) and "name" in value))
+        calls.append(read)
+        at = end + len(re.match(r"[\s;]*", written[end:])[0])  # type: ignore[index]  # it matches nothing, too
+    return Calls(before, tuple(calls))
+
+
+OWN: Mapping[str, Parser] = {"hermes": hermes_calls, "llama3": llama3_calls}
+
+
+def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
+    """By SGLang's parser of that name. It leaves out calls that it cannot read and those of unknown tools, some with
+    a warning: the whole text is then content, and no call is made."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name, tokenizer=chat.tokenizer)
+    if not parser.has_tool_call(content):
+        return Calls(content)
+    heard = _Warnings()
+    logger = logging.getLogger(SGLANG_LOGGER)
+    logger.addHandler(heard)
+    try:
+        left, found = parser.parse_non_stream(content)
+        calls = [(one.name, json.loads(one.parameters or "{}")) for one in found]
+    except Exception:  # noqa: BLE001  46 parsers, of text that a model has made up
+        return Calls(content, unreadable=True)
+    finally:
+        logger.removeHandler(heard)
+    begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
+    names = _names(tools)
+    if (
+        not calls
+        or heard.lost
+        or begun > len(calls)
+        or any(one not in names or not is_arguments(given) for one, given in calls)
+    ):
+        return Calls(content, unreadable=True)
+    return Calls(left, tuple(calls))
+
+
+class _Warnings(logging.Handler):
+    """Whether SGLang has left out a call. That the value of a parameter has another type loses nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lost = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lost |= not record.getMessage().startswith("Parsed ")
+
+
+def _call_of(text: str, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
+    try:
+        return _call(json.loads(text), tools)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
+    """A call as models write it, None if it is none or its tool is unknown."""
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some write the arguments as JSON in JSON
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or name not in _names(tools) or not is_arguments(arguments):
+        return None
+    return name, arguments
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:
+    return {tool["function"]["name"] for tool in tools}

@@ -1,0 +1,107 @@
+"""From the recipe's agent.tools to what the policy may call: loaded once in a process, opened for each rollout."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from megagrpo.agents.tools.mcp_servers import McpServer, variables_in
+from megagrpo.agents.tools.own import own_tools
+from megagrpo.agents.tools.python_program import PythonTool
+from megagrpo.agents.tools.search import search_tool
+from megagrpo.agents.tools.services import SERVICES, ServiceTool
+from megagrpo.agents.tools.tool import Provider, Session, Tool
+from megagrpo.errors import AgentError, Problem, RecipeError
+from megagrpo.recipe.problems import schema_problems
+from megagrpo.recipe.schema.tools import McpArguments, PythonArguments, SearchArguments, ServiceArguments, ToolConfig
+from megagrpo.section import Section, broken_rules
+
+Arguments = TypeVar("Arguments", bound=Section)
+log = logging.getLogger(__name__)
+BUILT_IN: Mapping[str, tuple[Callable[..., Any], type[Section]]] = {
+    "python": (PythonTool, PythonArguments),
+    "search": (search_tool, SearchArguments),
+    **dict.fromkeys(SERVICES, (ServiceTool, ServiceArguments)),
+}
+"""What makes each built-in tool, called with its ToolConfig and its arguments, and what these are."""
+SLOW_SECONDS = 1.0
+"""Tools that took longer to load are logged."""
+
+
+async def loaded(tools: Sequence[str | Mapping[str, Any]]) -> list[Provider]:
+    """The providers of these entries. An index of a corpus is made if it is not there, which can take hours.
+
+    Raises AgentError, RecipeError, DataError, ModelError, RewardError or MachineError.
+    """
+    configs = [ToolConfig(name=tool) if isinstance(tool, str) else ToolConfig.model_validate(tool) for tool in tools]
+    return [await provider(config, f"agent.tools.{number}") for number, config in enumerate(configs)]
+
+
+async def provider(config: ToolConfig, where: str) -> Provider:
+    """What one entry of agent.tools offers."""
+    start = time.monotonic()
+    made: Any
+    if config.mcp is not None:
+        made = McpServer(config, arguments_of(config, McpArguments, where))
+    elif config.own:
+        made = own_tools(config, where)
+    elif config.name in BUILT_IN:
+        make, arguments = BUILT_IN[config.name]
+        made = make(config, arguments_of(config, arguments, where))
+    else:
+        raise AgentError(Problem(where, config.name, f"FILE.py:NAME, or one of {', '.join(BUILT_IN)}"))
+    if inspect.isawaitable(made):
+        made = await made
+    if (seconds := time.monotonic() - start) > SLOW_SECONDS:
+        log.warning("the tool %s was loaded in %.1f s", config.name, seconds)
+    return made  # type: ignore[no-any-return]
+
+
+def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Arguments:
+    """The entry's arguments. Raises RecipeError with a problem for each that is wrong."""
+    try:
+        read = section.model_validate(config.arguments)
+    except ValidationError as error:
+        problems = schema_problems(config.arguments, error.errors(), section)
+    else:
+        problems = broken_rules(read)
+        if not problems:
+            return read
+    raise RecipeError(*(replace(problem, where=f"{where}.arguments.{problem.where}") for problem in problems))
+
+
+def variables(configs: Sequence[ToolConfig]) -> list[str]:
+    """The environment variables that these tools read: keys of services, and what headers and env of MCP servers name.
+    Raises RecipeError for arguments that cannot be read."""
+    found: list[str] = []
+    for number, config in enumerate(configs):
+        if config.mcp is not None:
+            given = arguments_of(config, McpArguments, f"agent.tools.{number}")
+            found += [name for text in (*given.headers.values(), *given.env.values()) for name in variables_in(text)]
+        elif config.name in SERVICES:
+            found.append(SERVICES[config.name].key)
+    return sorted({name for name in found if name})
+
+
+@asynccontextmanager
+async def opened(providers: Sequence[Provider], task: Any) -> AsyncIterator[tuple[dict[str, Tool], list[Session]]]:
+    """One rollout's tools by the names that the policy calls, and its sessions, which end with it.
+
+    Raises AgentError if two have the same name.
+    """
+    async with AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(provider.session(task)) for provider in providers]
+        tools: dict[str, Tool] = {}
+        for tool in (tool for session in sessions for tool in session.tools):
+            if tool.name in tools:
+                given, fix = f"two tools are called {tool.name}", "give one a call_name"
+                raise AgentError(Problem("agent.tools", given, "a name for each", fix))
+            tools[tool.name] = tool
+        yield tools, sessions

@@ -1,0 +1,210 @@
+"""MCP servers: a command that speaks on its standard input and output, or a URL (streamable HTTP), by the package mcp.
+
+One connection serves all rollouts of an agent process, or, with a state, each rollout has its own. One that is lost is
+made again by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool, tool_of
+from megagrpo.errors import AgentError, MachineError, Problem, first_line
+from megagrpo.recipe.schema.tools import McpArguments, ToolConfig
+
+START_SECONDS = 60.0
+PAGES_MAX = 100
+VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
+"""As os.path.expandvars reads them."""
+FIX = "pip install megagrpo[mcp]"
+
+
+class McpServer:
+    """The tools of one server."""
+
+    def __init__(self, config: ToolConfig, arguments: McpArguments) -> None:
+        if find_spec("mcp") is None:
+            raise MachineError(Problem(f"agent.tools, {config.name}", "mcp is not installed", "mcp 2", FIX))
+        self.config = config
+        self.only = arguments.tools
+        self.headers = _expanded(arguments.headers)
+        self.env = _expanded(arguments.env)
+        self.gate = asyncio.Semaphore(config.calls_at_once)
+        self._offered: list[Any] | None = None
+        self._listing = asyncio.Lock()
+        self._shared = Connection(self._client, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"the MCP server {self.config.mcp}"
+
+    @asynccontextmanager
+    async def session(self, task: Any) -> AsyncIterator[Session]:
+        """Raises AgentError if the server cannot be started or reached."""
+        connection = Connection(self._client, self._where) if self.config.stateful else self._shared
+        try:
+            async with self._listing:  # asked once in a process: a rollout's tools must be those of its group
+                if self._offered is None:
+                    self._offered = await self._listed(await connection.client())
+            if self.config.stateful:
+                await connection.client()  # a failure to start is the rollout's, not the first call's
+            yield Session([self._tool(offered, connection) for offered in self._offered])
+        finally:
+            if connection is not self._shared:
+                await asyncio.shield(connection.close())
+
+    async def _listed(self, client: Any) -> list[Any]:
+        found: list[Any] = []
+        cursor = None
+        for _ in range(PAGES_MAX):
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        names = [tool.name for tool in found]
+        if missing := [name for name in self.only or () if name not in names]:
+            given = f"{', '.join(missing)}; it has {', '.join(names) or 'none'}"
+            raise AgentError(Problem(self._where, given, "names of its tools", "correct arguments.tools"))
+        if not found:
+            raise AgentError(Problem(self._where, "no tools", "a server with tools"))
+        if self.config.call_name and len(self.only or names) > 1:
+            given = f"call_name: {self.config.call_name}, for {', '.join(self.only or names)}"
+            raise AgentError(Problem(self._where, given, "one tool", "name one in arguments.tools"))
+        return [tool for tool in found if self.only is None or tool.name in self.only]
+
+    def _tool(self, offered: Any, connection: Connection) -> Tool:
+        async def call(given: Arguments) -> str:
+            return await connection.call(offered.name, given)
+
+        return tool_of(self.config, self.gate, offered.name, offered.description or "", offered.input_schema, call)
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[Any]:
+        import httpx2  # mcp brings it
+        from mcp.client import Client
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        server = self.config.mcp or ""
+        if is_url(server):
+            times = httpx2.Timeout(START_SECONDS, read=self.config.timeout_seconds + START_SECONDS)
+            async with (
+                httpx2.AsyncClient(headers=self.headers, timeout=times) as http,
+                Client(streamable_http_client(server, http_client=http)) as client,
+            ):
+                yield client
+        else:
+            command, *arguments = shlex.split(server)
+            environment = {**os.environ, **self.env}
+            parameters = StdioServerParameters(command=command, args=arguments, env=environment)
+            async with Client(stdio_client(parameters, errlog=sys.stderr)) as client:
+                yield client
+
+
+class Connection:
+    """A client that is connected when it is first asked for. A task of its own enters and leaves it, as its library
+    demands."""
+
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[Any]], where: str) -> None:
+        self._make, self._where = make, where
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Any] | None = None
+        self._leave = asyncio.Event()
+
+    async def client(self) -> Any:
+        """Raises AgentError if the server cannot be started or reached."""
+        if self._ready is None or (self._task is not None and self._task.done()):
+            self._ready = asyncio.get_running_loop().create_future()
+            self._leave = asyncio.Event()
+            self._task = asyncio.create_task(self._live(self._ready, self._leave))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            given = f"it did not answer in {START_SECONDS:g} s"
+            raise AgentError(Problem(self._where, given, "a server that answers")) from None
+
+    async def call(self, name: str, arguments: Arguments) -> str:
+        """Raises CallError for what the server says is an error."""
+        from mcp.shared.exceptions import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        try:
+            answer = await (await self.client()).call_tool(name, arguments)
+        except MCPError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                await self.close()
+                raise CallError("the tool's server ended") from None
+            raise CallError(error.error.message) from None
+        except AgentError as error:
+            raise CallError(error.problems[0].given) from None
+        text = text_of(answer)
+        if answer.is_error:
+            raise CallError(text)
+        return text
+
+    async def close(self) -> None:
+        task, self._task, self._ready = self._task, None, None
+        if task is not None:
+            self._leave.set()
+            await asyncio.wait([task])
+
+    async def _live(self, ready: asyncio.Future[Any], leave: asyncio.Event) -> None:
+        try:
+            async with self._make() as client:
+                ready.set_result(client)
+                await leave.wait()
+        except Exception as error:  # noqa: BLE001  (a server can be wrong in every way: its calls fail)
+            if not ready.done():
+                given = f"it cannot be started or reached: {type(error).__name__}: {_innermost(error)}"
+                ready.set_exception(AgentError(Problem(self._where, given, "a server that answers")))
+
+
+def text_of(answer: Any) -> str:
+    """What a server's result says: its texts; its structure if it has no text."""
+    parts = [_part(content) for content in answer.content]
+    if not parts and answer.structured_content is not None:
+        return json.dumps(answer.structured_content, ensure_ascii=False)
+    return "\n".join(parts) or "done"
+
+
+def _part(content: Any) -> str:
+    if content.type == "text":
+        return str(content.text)
+    resource = getattr(content, "resource", None)
+    if isinstance(text := getattr(resource, "text", None), str):
+        return text
+    return f"[{content.type}, which cannot be shown]"
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return first_line(error)
+
+
+def _expanded(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: os.path.expandvars(value) for name, value in values.items()}
+
+
+def variables_in(text: str) -> list[str]:
+    """The names of the environment variables that a text of headers or env has.
+
+    >>> variables_in("Bearer $KEY, ${OTHER}")
+    ['KEY', 'OTHER']
+    """
+    return [plain or braced for plain, braced in VARIABLE.findall(text)]
+
+
+def is_url(server: str) -> bool:
+    return server.startswith(("http://", "https://"))

@@ -1,0 +1,154 @@
+"""Tools of the user's own: FILE.py:NAME of a function, or of a class whose objects are the state of one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from megagrpo.agents.tools.function_schema import FunctionSchema, function_schema
+from megagrpo.agents.tools.off_loop import OwnLoop, in_thread
+from megagrpo.agents.tools.tool import Arguments, Session, Tool, tool_of, written
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.user_functions import load_function, refused_call
+
+TASK = "task"
+"""A parameter of this name gets the rollout's task. The policy does not see it."""
+NOT_TOOLS = ("reward", "close")
+"""Methods of a class that the loop calls itself, at the end."""
+
+
+def own_tools(config: ToolConfig, where: str) -> OwnFunction | OwnClass:
+    """The provider of FILE.py:NAME. Runs the file. Raises RecipeError for what can be no tool."""
+    found = load_function(config.name, where, RecipeError)
+    if inspect.isclass(found):
+        return OwnClass(config, found, where)
+    return OwnFunction(config, found, where)
+
+
+class OwnFunction:
+    """A function: the same for all rollouts, but for its parameter `task` if it has one."""
+
+    def __init__(self, config: ToolConfig, function: Callable[..., Any], where: str) -> None:
+        self.config = config
+        self.function = function
+        fixed = dict(config.arguments)
+        _check(function, fixed, where)
+        self.wants_task = TASK in inspect.signature(function).parameters
+        self.schema = function_schema(function, where, {*fixed, TASK})
+        self.gate = asyncio.Semaphore(config.calls_at_once)
+        self.loop = OwnLoop(config.name)
+
+    @asynccontextmanager
+    async def session(self, task: Any) -> AsyncIterator[Session]:
+        more = {**self.config.arguments, **({TASK: task} if self.wants_task else {})}
+        call = _here(self.loop, self.function, self.schema, more)
+        yield Session([_tool(self.config, self.gate, self.function.__name__, self.schema, call)])
+
+
+class OwnClass:
+    """A class: an object for each rollout, made with the recipe's arguments. Its public methods are tools.
+
+    `reward()`, if there is one, is asked at the end, then `close()`. If its attribute `done` is true after a turn's
+    calls, the rollout ends. The methods of one object run one after another.
+    """
+
+    def __init__(self, config: ToolConfig, made: type[Any], where: str) -> None:
+        self.config = config
+        self.made = made
+        _check(made, dict(config.arguments), where)
+        self.wants_task = TASK in inspect.signature(made).parameters
+        self.schemas = {
+            name: function_schema(function, f"{where}, method {name}", {"self"}) for name, function in _methods(made)
+        }
+        if not self.schemas:
+            given = f"{made.__name__} has no public method"
+            raise RecipeError(Problem(where, given, "methods, each a tool, or a function", "add a method"))
+        if config.call_name and len(self.schemas) > 1:
+            given = f"{config.call_name}, for {', '.join(self.schemas)}"
+            raise RecipeError(Problem(f"{where}.call_name", given, "null: methods have their own names", "remove it"))
+        self.gate = asyncio.Semaphore(config.calls_at_once)
+        self.loop = OwnLoop(config.name)
+
+    @asynccontextmanager
+    async def session(self, task: Any) -> AsyncIterator[Session]:
+        more = {**self.config.arguments, **({TASK: task} if self.wants_task else {})}
+        state = await in_thread(lambda: self.made(**more))
+        in_turn = asyncio.Lock()
+        tools = []
+        for name, schema in self.schemas.items():
+            call = _here(self.loop, getattr(state, name), schema, {}, in_turn)
+            tools.append(_tool(self.config, self.gate, name, schema, call))
+        reward = getattr(state, "reward", None)
+        score = (lambda: _called(self.loop, reward)) if callable(reward) else None
+        try:
+            yield Session(tools, score, lambda: bool(getattr(state, "done", False)))
+        finally:
+            if callable(close := getattr(state, "close", None)):
+                async with asyncio.timeout(self.config.timeout_seconds):
+                    await _called(self.loop, close)
+
+
+def _tool(
+    config: ToolConfig,
+    gate: asyncio.Semaphore,
+    name: str,
+    schema: FunctionSchema,
+    call: Callable[[Arguments], Awaitable[str]],
+) -> Tool:
+    return tool_of(config, gate, name, schema.description, schema.parameters, call)
+
+
+def _here(
+    loop: OwnLoop,
+    function: Callable[..., Any],
+    schema: FunctionSchema,
+    more: Mapping[str, Any],
+    in_turn: asyncio.Lock | None = None,
+) -> Callable[[Arguments], Awaitable[str]]:
+    """Calls the function off the rollouts' loop; one call after another if there is a lock."""
+
+    async def call(given: Arguments) -> str:
+        named = {**schema.read(given), **more}
+        if in_turn is None:
+            return written(await _called(loop, function, **named))
+        async with in_turn:
+            return written(await _called(loop, function, **named))
+
+    return call
+
+
+async def _called(loop: OwnLoop, function: Callable[..., Any], **named: Any) -> Any:
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return await loop.run(function(**named))
+    result = await in_thread(lambda: function(**named))
+    return await loop.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _methods(made: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public methods in the order in which they are written, a base class's first."""
+    names = {name: None for part in reversed(made.__mro__) if part is not object for name in vars(part)}
+    for name in names:
+        function = getattr(made, name)
+        if not name.startswith("_") and name not in NOT_TOOLS and inspect.isfunction(function):
+            yield name, function
+
+
+def _check(function: Callable[..., Any], fixed: Mapping[str, Any], where: str) -> None:
+    """The recipe's arguments have to be parameters."""
+    known = inspect.signature(function).parameters
+    if unknown := [name for name in fixed if name not in known]:
+        given = f"{', '.join(unknown)}, for {function.__name__}{inspect.signature(function)}"
+        raise RecipeError(Problem(f"{where}.arguments", given, "names of its parameters", "correct the names"))
+    if inspect.isclass(function):
+        task = {TASK: None} if TASK in known else {}
+        if refusal := refused_call(function, **{**fixed, **task}):
+            given = f"{function.__name__}{inspect.signature(function)}: {refusal}"
+            raise RecipeError(Problem(f"{where}.arguments", given, "all that it is made with", "add them"))

@@ -1,0 +1,189 @@
+"""The tool `python`: runs what the policy writes in the sandbox of reward programs (reward/sandbox).
+
+Each call is a program of its own, or, with a state, one more cell of the rollout's notebook: one process that keeps its
+variables until the rollout ends. A notebook's process waits in a sandbox for it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from megagrpo.agents.tools.tool import Arguments, CallError, Session, tool_of
+from megagrpo.recipe.schema.tools import PythonArguments, ToolConfig
+from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
+from megagrpo.reward.sandbox.kinds import working_kind
+from megagrpo.reward.sandbox.programs import Program
+from megagrpo.reward.sandbox.sandbox import Limits, Sandbox, installed_packages
+
+DESCRIPTION = """Runs Python code and returns what it prints, and the value of the last line if that is an expression. \
+There is no network, and no file can be kept."""
+STATEFUL = """Runs Python code and returns what it prints, and the value of the last line if that is an expression. \
+Variables, functions and imports are kept for later calls. There is no network."""
+PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "The code. Use print(...) to see values."}},
+    "required": ["code"],
+}
+FOREVER = 1e6
+"""Seconds that a notebook's process may live; its rollout ends it sooner."""
+CELL = """
+import sys
+def _run_cell():
+    import ast, io, linecache, traceback, types
+    text = sys.stdin.read()
+    cell = sys.modules.get("megagrpo_cell")
+    if cell is None:
+        cell = sys.modules["megagrpo_cell"] = types.ModuleType("__main__")
+    sys.modules["__main__"] = cell
+    sys.stdin = io.StringIO()
+    sys.stderr = sys.stdout
+    linecache.cache["code.py"] = (len(text), None, text.splitlines(True), "code.py")
+    try:
+        parts = ast.parse(text, "code.py")
+        last = parts.body.pop() if parts.body and isinstance(parts.body[-1], ast.Expr) else None
+        exec(compile(parts, "code.py", "exec"), vars(cell))
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "code.py", "eval"), vars(cell))
+            if value is not None:
+                print(repr(value))
+    except SystemExit:
+        pass
+    except BaseException as raised:
+        traceback.print_exception(type(raised), raised, _in_cell(raised.__traceback__))
+def _in_cell(trace):
+    while trace is not None and trace.tb_frame.f_code.co_filename != "code.py":
+        trace = trace.tb_next
+    return trace
+_run_cell()
+"""
+"""Runs in the sandbox: one cell, which it reads from standard input. An exception is output as any other, so that the
+policy can read it."""
+GRACE_SECONDS = 30.0
+"""The sandbox ends a call in its time. The loop waits longer by this, so that it never leaves one that runs."""
+FAILURES = {
+    "took too long": "the code took too long",
+    "printed too much": "the code printed too much",
+    "failed": "the code ended its process",
+}
+
+
+class PythonTool:
+    """One process's sandboxes: `calls_at_once` for calls, or one for each rollout that has a notebook.
+
+    Raises RewardError if this machine has no such sandbox.
+    """
+
+    def __init__(self, config: ToolConfig, arguments: PythonArguments) -> None:
+        self.config = config
+        self.kind = working_kind(arguments.isolation)
+        self.limits = Limits(memory_bytes=arguments.memory_mib << 20)
+        self.packages = installed_packages() if arguments.packages or arguments.imports else []
+        # Under seccomp alone no module can be imported later.
+        first = IMPORTED_FIRST.split() if self.kind.isolation == "seccomp" else []
+        lines = [f"import {name}" for name in (*first, *arguments.imports)]
+        self.preload = "\n".join([*lines, "def prepare(): pass"])
+        self.gate = asyncio.Semaphore(config.calls_at_once)
+        # The kernel ends a sandbox with the thread that started it: these stay.
+        self._threads = ThreadPoolExecutor(config.calls_at_once, thread_name_prefix="sandbox")
+        self._free: deque[Sandbox] = deque()
+
+    @asynccontextmanager
+    async def session(self, task: Any) -> AsyncIterator[Session]:
+        notebook = Notebook(self)
+        in_turn = asyncio.Lock()
+
+        async def one(given: Arguments) -> str:
+            return await self._blocking(self._program, code_of(given))
+
+        async def next_cell(given: Arguments) -> str:
+            code = code_of(given)
+            async with in_turn:
+                return await self._blocking(notebook.run, code)
+
+        call, described = (next_cell, STATEFUL) if self.config.stateful else (one, DESCRIPTION)
+        tool = tool_of(self.config, self.gate, "python", described, PARAMETERS, call)
+        try:
+            yield Session([replace(tool, seconds=tool.seconds + GRACE_SECONDS)])
+        finally:
+            await asyncio.shield(self._blocking(notebook.close))
+
+    async def _blocking(self, function: Any, *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def take(self) -> Sandbox:
+        """A sandbox that is free, or a new one."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Sandbox(self.kind, self.limits, self.packages, self.preload)
+
+    def give(self, sandbox: Sandbox) -> None:
+        self._free.append(sandbox)
+
+    def _program(self, code: str) -> str:
+        sandbox = self.take()
+        seconds = self.config.timeout_seconds
+        try:
+            with Program(sandbox, CELL, deadline=time.monotonic() + seconds) as program:
+                return output(program, code, seconds)
+        finally:
+            self.give(sandbox)
+
+
+class Notebook:
+    """The state of one rollout: a process that runs one cell after another."""
+
+    def __init__(self, tool: PythonTool) -> None:
+        self.tool = tool
+        self._program: Program | None = None
+        self._closed = False
+        # A rollout that is given up leaves the thread of its last call running; `close` waits for that.
+        self._one_at_a_time = threading.Lock()
+
+    def run(self, code: str) -> str:
+        """Raises CallError if the process ended; the next cell then begins with nothing."""
+        with self._one_at_a_time:
+            if self._closed:
+                raise CallError("the rollout has ended")
+            if self._program is None:
+                self._program = Program(self.tool.take(), CELL, deadline=time.monotonic() + FOREVER)
+            try:
+                return output(self._program, code, self.tool.config.timeout_seconds)
+            except CallError as error:
+                raise CallError(f"{error}. The variables of earlier calls are gone.") from None
+
+    def close(self) -> None:
+        with self._one_at_a_time:
+            self._closed = True
+            if self._program is not None:
+                self._program.stop()
+                self.tool.give(self._program.sandbox)
+                self._program = None
+
+
+def output(program: Program, code: str, seconds: float) -> str:
+    """What one cell prints. Raises CallError for one that did not end, or ended the process."""
+    ran = program.run(code, seconds)
+    if ran.failure:
+        program.stop()
+        raise CallError(FAILURES.get(ran.failure, f"the code ended: {ran.failure}"))
+    return str(ran.value).rstrip() or "(no output)"
+
+
+def code_of(given: Arguments) -> str:
+    """The code of a call, without the fences that some policies write around it. Raises CallError."""
+    code = given.get("code")
+    if not isinstance(code, str) or not code.strip():
+        raise CallError('give the code to run: {"code": "print(1)"}')
+    lines = code.strip().splitlines()
+    if lines[0].startswith("```") and lines[-1].strip() == "```":
+        return "\n".join(lines[1:-1])
+    return code

@@ -1,0 +1,136 @@
+"""What a tool is to the loop, and how one call is answered. Whatever goes wrong in a call is told to the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megagrpo.errors import first_line
+from megagrpo.recipe.schema.tools import ToolConfig
+
+Arguments = dict[str, Any]
+"""What the policy gave to a call: the object of its JSON."""
+
+
+class CallError(Exception):
+    """A call that failed. The text is what the policy reads."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function that the policy may call, as one rollout has it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of an object."""
+    call: Callable[[Arguments], Awaitable[str]]
+    """Raises CallError, or whatever a user's code raises."""
+    seconds: float
+    characters_max: int
+    gate: asyncio.Semaphore
+    """Calls that run at once pass it."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As OpenAI's chat completions have it, and chat templates."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Called:
+    """What one call came to."""
+
+    text: str
+    seconds: float = 0.0
+    """Without the wait for other calls."""
+    error: str = ""
+    """Why it failed, one line."""
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one entry of agent.tools is to one rollout."""
+
+    tools: Sequence[Tool]
+    score: Callable[[], Awaitable[Any]] | None = None
+    """Asked at the end: a reward, or a mapping with `score`, or None."""
+    done: Callable[[], bool] = field(default=never)
+    """Whether the rollout is over, asked after each turn's calls."""
+
+
+class Provider(Protocol):
+    """One entry of agent.tools in an agent process: loaded once, with a session for each rollout."""
+
+    def session(self, task: Any) -> AbstractAsyncContextManager[Session]: ...
+
+
+def tool_of(
+    config: ToolConfig,
+    gate: asyncio.Semaphore,
+    name: str,
+    description: str,
+    parameters: Mapping[str, Any],
+    call: Callable[[Arguments], Awaitable[str]],
+) -> Tool:
+    """A tool with its entry's limits."""
+    seconds, characters = config.timeout_seconds, config.result_characters_max
+    return Tool(config.call_name or name, description, parameters, call, seconds, characters, gate)
+
+
+async def answer(tool: Tool, given: Arguments) -> Called:
+    """Calls a tool with what the policy gave. Never raises an Exception."""
+    async with tool.gate:
+        start = time.monotonic()
+        failure = ""
+        try:
+            async with asyncio.timeout(tool.seconds) as limit:
+                text = await tool.call(given)
+        except CallError as raised:
+            failure, text = first_line(raised), f"Error: {raised}"
+        except Exception as raised:  # noqa: BLE001  (a tool may be a user's code, and one call ends no rollout)
+            # A time-out that the tool itself raises is not this one.
+            late = isinstance(raised, TimeoutError) and limit.expired()
+            said = f"took longer than {tool.seconds:g} s" if late else f"{type(raised).__name__}: {raised}".strip(": ")
+            failure, text = said.splitlines()[0], f"Error: {tool.name} {said}." if late else f"Error: {said}"
+        seconds = time.monotonic() - start
+    # Half of a surrogate pair, which Python's texts can have, is no text for a tokenizer.
+    text = text.encode(errors="replace").decode()
+    return Called(shortened(text, tool.characters_max), seconds, failure)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and its end with a line between them, of at most `most` characters in all.
+
+    >>> shortened("0123456789" * 10, 40)
+    '01234567\\n[… 84 characters more]\\n23456789'
+    """
+    if len(text) <= most:
+        return text
+    room = most - len(f"\n[… {len(text)} characters more]\n")
+    if room < 2:
+        return text[:most]
+    left = len(text) - (room - room // 2) - room // 2
+    return f"{text[: room - room // 2]}\n[… {left} characters more]\n{text[len(text) - room // 2 :]}"
+
+
+def written(result: object) -> str:
+    """A tool's result as text: texts as they are, anything else as JSON, or as Python writes it."""
+    if isinstance(result, str):
+        return result
+    if result is None:
+        return "done"
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)

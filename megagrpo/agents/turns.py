@@ -1,0 +1,211 @@
+"""What a rollout's agent asked and the policy said, in tokens, and the branches that follow from it.
+
+A rollout is a forest of turns. A turn holds only what it adds: the tokens that the gateway put in front (of a prompt,
+or of what came after an answer: never trained), and those that the policy sampled. A path from a root to a leaf, put
+end to end, is what the engine saw, token for token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megagrpo.agents.dialects.chat_request import Message
+from megagrpo.types import FinishReason, SamplingParams
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rollout may use. `sampling.max_tokens` is for one answer."""
+
+    turns_max: int
+    tokens_max: int  # of a branch, the prompt and all of its turns
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class AskedTurn:
+    """One answer of the policy. It continues the conversation of `follows`, and the tokens of `parent`: the same turn,
+    or none if the whole conversation had to be rendered."""
+
+    number: int  # in the order in which the engine answered
+    answer: str  # ChatAnswer.id
+    found: Found
+    parent: AskedTurn | None
+    given: Sequence[Message]  # what was asked beyond `follows`
+    message: Message
+    added: np.ndarray  # int32: the prompt, or what came after the parent's answer
+    sampled: np.ndarray  # int32
+    logprobs: np.ndarray  # float32, of sampled
+    versions: np.ndarray  # int32, of sampled
+    finish: FinishReason
+    text: str
+    thought: bool  # it or an earlier turn of its branch has reasoning in its tokens
+    children: list[AskedTurn] = field(default_factory=list)
+    followed: bool = False
+
+    @property
+    def follows(self) -> AskedTurn | None:
+        return self.found.turn
+
+    def path(self) -> list[AskedTurn]:
+        """The turns whose tokens this one's engine saw, and itself."""
+        turns, turn = [self], self.parent
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def conversation(self) -> list[AskedTurn]:
+        """The turns that this one follows, however they were rendered, and itself."""
+        turns, turn = [self], self.follows
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.follows
+        return turns[::-1]
+
+    def tokens(self) -> np.ndarray:
+        """int32, all that the engine saw and sampled."""
+        return np.concatenate([part for turn in self.path() for part in (turn.added, turn.sampled)])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The part of a request that is known already, and digests of the request."""
+
+    turn: AskedTurn | None  # the latest answer that ends a beginning of its messages
+    covered: int  # messages up to and with that answer
+    other_tools: bool  # the answer was asked with other tools: its tokens cannot be gone on with
+    digest: bytes  # of all of it: turns of the same request are alternatives to each other
+    tools: bytes
+    messages: bytes
+    beginning: bytes  # messages up to the first user's: what has the same one is one conversation, though it was edited
+
+
+@dataclass(frozen=True, slots=True)
+class PathOfTurns:
+    """The turns of a branch, and whether each is trained in it."""
+
+    turns: tuple[AskedTurn, ...]
+    trained: tuple[bool, ...]
+
+
+@dataclass(eq=False, repr=False)
+class Rollout:
+    """All that is known of one rollout while it runs. Times are seconds of a monotonic clock."""
+
+    prompt_id: str
+    index: int
+    limits: Limits
+    opened: float
+    task: Sequence[Message] = ()
+    """The messages that the agent was given."""
+    turns: list[AskedTurn] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+    answers_begun: int = 0
+    times_asked: Counter[bytes] = field(default_factory=Counter)
+    """How often each conversation was asked to be gone on with, by its digest."""
+    limited: bool = False
+    """Whether a limit ended what was last asked."""
+    aborted: str = ""
+    """Why the engine gave up on a turn."""
+    _answered: dict[bytes, dict[bytes, AskedTurn]] = field(default_factory=dict)
+    """By the digest of a conversation's messages up to and with an answer, and that of its tools."""
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Found:
+        own, written, beginning, begun = digest_of_tools(tools), b"", b"", False
+        turn, covered, other_tools = None, 0, False
+        for count, message in enumerate(messages, 1):
+            begun = begun or message["role"] == "assistant"
+            written = digest_of(written, message)
+            if not begun:
+                beginning, begun = written, message["role"] == "user"
+            if known := self._answered.get(written):
+                other_tools = own not in known
+                turn, covered = known.get(own) or next(reversed(known.values())), count
+        digest = hashlib.blake2b(own + written, digest_size=DIGEST_BYTES).digest()
+        return Found(turn, covered, other_tools, digest, own, written, beginning)
+
+    def add(self, turn: AskedTurn) -> None:
+        known = self._answered.setdefault(digest_of(turn.found.messages, turn.message), {})
+        known.pop(turn.found.tools, None)  # the latest is the last
+        known[turn.found.tools] = turn
+        self.turns.append(turn)
+        if turn.parent is not None:
+            turn.parent.children.append(turn)
+        if turn.follows is not None:
+            turn.follows.followed = True
+
+    def unused(self) -> set[AskedTurn]:
+        """Answers that the agent passed over: it went on with another one to the same request. They are not trained."""
+        gone_on = {turn.found.digest for turn in self.turns if turn.followed}
+        return {turn for turn in self.turns if not turn.followed and turn.found.digest in gone_on}
+
+    def paths(self) -> list[PathOfTurns]:
+        """A path to each answer after which nothing was asked, first those from the first root. A turn that several
+        share is trained in the first."""
+        unused, trained, made = self.unused(), set[AskedTurn](), []
+        leaves = [turn for turn in self.turns if turn not in unused and not set(turn.children) - unused]
+        for path in sorted((leaf.path() for leaf in leaves), key=lambda path: (path[0].number, path[-1].number)):
+            made.append(PathOfTurns(tuple(path), tuple(turn not in trained for turn in path)))
+            trained.update(path)
+        return made
+
+    def last_of_task(self) -> AskedTurn | None:
+        """The last answer of the conversation that is about the task: among those that have most of its messages, the
+        one that was answered first, however it was edited and whatever its tools."""
+        unused = self.unused()
+        used = [turn for turn in self.turns if turn not in unused]
+        if not used:
+            return None
+        task = [(message["role"], message.get("content")) for message in self.task]
+
+        def of_task(turn: AskedTurn) -> int:
+            given = [(message["role"], message["content"]) for message in turn.given]
+            return sum(message in given for message in task)
+
+        first = max((turn for turn in self.turns if turn.follows is None), key=of_task)
+        return next((turn for turn in reversed(used) if turn.found.beginning == first.found.beginning), None)
+
+
+def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    written = json.dumps(tools, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(written.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _whole_numbers(value: Any) -> Any:
+    """JSON in which 1.0 is 1, as clients in JavaScript send it back."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {key: _whole_numbers(one) for key, one in value.items()}
+        case list():
+            return [_whole_numbers(one) for one in value]
+    return value
+
+
+def digest_of(before: bytes, message: Message) -> bytes:
+    """That of a conversation with one more message. Messages are the same whatever the ids of calls, the order of keys,
+    reasoning, and white space around an answer: not every client sends these back as they were."""
+    parts = [message["role"], message.get("name", ""), message["content"]]
+    if message["role"] == "assistant":
+        functions = [one["function"] for one in message.get("tool_calls", ())]
+        calls = [[function["name"], _whole_numbers(function["arguments"])] for function in functions]
+        parts = [parts[0], json.dumps(calls, sort_keys=True) if calls else "", parts[2].strip()]
+    made = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        made.update(len(data).to_bytes(8, "little"))
+        made.update(data)
+    return made.digest()

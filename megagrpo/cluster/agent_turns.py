@@ -1,0 +1,169 @@
+"""Orders whose rollouts agents make: each turn of a rollout is an order of its own in the pool of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megagrpo.agents.host import TICK_SECONDS, AgentHost
+from megagrpo.agents.host_settings import gateway_of, program_of
+from megagrpo.errors import MegagrpoError
+from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.pool import Order, Pool
+from megagrpo.types import Request, Sample
+
+GATHER_SECONDS = 0.003
+"""Turns that come within this time go to engines together: the embedded engine samples batch after batch."""
+
+
+class AgentTurns:
+    """Hands rollouts to the host of the agents, and their turns to the pool. Its methods are called with `changed`
+    held."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        tokenizer_directory: Path,
+        pool: Pool,
+        changed: threading.Condition,
+        hand_out: Callable[[], None],
+        give_back: Callable[[Iterable[Order]], None],
+        failed: Callable[[MegagrpoError], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """hand_out, give_back: requests to engines, and from them. failed: takes what ends the run. Raises AgentError
+        if the agent's file cannot be read."""
+        if recipe.agent is None:
+            raise ValueError("no agent")
+        self._turn_seconds = recipe.agent.turn_timeout_seconds or math.inf
+        self._pool, self._changed, self._hand_out, self._give_back = pool, changed, hand_out, give_back
+        self._turns: dict[Order, set[Order]] = {}
+        """Turns that wait or run, by the order whose rollouts they are of."""
+        self._held: set[Order] = set()
+        self._new: list[tuple[Order, Order]] = []
+        self._host = AgentHost(
+            recipe.agent,
+            program_of(recipe.agent),
+            recipe.sequence_tokens_max,
+            run_directory(recipe).absolute() / "logs",
+            lambda: gateway_of(recipe, tokenizer_directory, self._ask),
+            finished=self._finished,
+            failed=failed,
+            sampling=self._sampling,
+            say=say,
+            prepare_seconds=recipe.cluster.start_timeout_seconds,
+        )
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._host.thread
+
+    @property
+    def restarts(self) -> int:
+        """Agent processes that ended and were started again, since the begin."""
+        return self._host.restarts
+
+    def add(self, orders: Sequence[Order], *, first: bool) -> None:
+        """Rollouts begin; those that were held go on."""
+        held = self._held.intersection(orders)
+        self._held -= held
+        self._pool.add(turn for order in held for turn in self._turns.get(order, ()))
+        self._host.begin(orders, first=first)
+
+    def hold(self, orders: Collection[Order]) -> list[Order]:
+        """Agents wait with their next turns. The turns that are to be given back."""
+        self._held |= {order for order in orders if not order.complete}
+        self._host.hold(orders)
+        return [turn for order in orders for turn in self._turns.get(order, ())]
+
+    def drop(self, orders: Collection[Order]) -> list[Order]:
+        """Rollouts end. The turns that are to be given back."""
+        self._held -= set(orders)
+        self._host.cancel(orders)
+        return [turn for order in orders for turn in self._turns.pop(order, ())]
+
+    def close(self) -> None:
+        """Called without `changed`."""
+        self._host.close()
+
+    # --- in the host's thread -----------------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request, key: str) -> Sample:
+        """One turn of the rollout with this key."""
+        loop, order = asyncio.get_running_loop(), self._host.order_of(key)
+        answer: asyncio.Future[Sample] = loop.create_future()
+
+        def settle(sample: Sample) -> None:
+            if not answer.done():
+                answer.set_result(sample)
+
+        def complete(turn: Order) -> None:
+            with suppress(RuntimeError):  # the run ends: the loop is closed
+                loop.call_soon_threadsafe(settle, turn.samples[0])
+
+        turn = Order([request], complete, bound=key)
+        if not self._new:
+            loop.call_later(GATHER_SECONDS, self._begin_turns)
+        self._new.append((order, turn))
+        try:
+            return await self._in_time(answer, order, key)
+        finally:
+            self._end_turn(order, turn)
+
+    async def _in_time(self, answer: asyncio.Future[Sample], order: Order, key: str) -> Sample:
+        """The answer. A rollout whose turn takes too long ends, and the turn with it; its clock stands still while the
+        rollout is held or its engine samples nothing."""
+        left = self._turn_seconds
+        while not answer.done():
+            before = time.monotonic()
+            await asyncio.wait({answer}, timeout=None if left == math.inf else TICK_SECONDS)
+            left -= time.monotonic() - before if order not in self._held and self._sampling([key]) else 0.0
+            if left <= 0 and not answer.done():
+                self._host.late(key, f"a turn took longer than {self._turn_seconds:g} s")
+                left = math.inf
+        return answer.result()
+
+    def _begin_turns(self) -> None:
+        new, self._new = self._new, []
+        with self._changed:
+            for order, turn in new:
+                self._turns.setdefault(order, set()).add(turn)
+            self._pool.add(turn for order, turn in new if order not in self._held)
+            self._hand_out()
+
+    def _end_turn(self, order: Order, turn: Order) -> None:
+        if (order, turn) in self._new:
+            self._new.remove((order, turn))
+            return
+        with self._changed:
+            turns = self._turns.get(order, set())
+            turns.discard(turn)
+            if not turns:
+                self._turns.pop(order, None)
+            if not turn.complete:  # the agent has gone away
+                self._give_back([turn])
+            order.continued += turn.continued
+
+    def _finished(self, order: Order, index: int, key: str, sample: Sample | None) -> None:
+        with self._changed:
+            self._pool.release(key)
+            if sample is None:
+                return
+            order.samples[index] = sample
+            complete = order.complete
+            if complete:
+                self._held.discard(order)
+        if complete:
+            order.on_complete(order)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _sampling(self, keys: Iterable[str]) -> set[str]:
+        with self._changed:
+            return {key for key in keys if self._pool.samples(key)}

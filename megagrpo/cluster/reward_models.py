@@ -1,0 +1,292 @@
+"""The models of reward.models: an actor for each, on devices of its own, until the run ends.
+
+A server that ends or does not answer is started again, and so is an actor that dies; what was asked meanwhile is asked
+again, or masked and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from megagrpo.cluster.actors import prepare_process
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import wait_for
+from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.progress import progress
+from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
+from megagrpo.reward.asking import Served
+from megagrpo.reward.judging.client import Reply
+from megagrpo.reward.judging.scoring import Conversation
+from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
+
+if TYPE_CHECKING:  # torch follows ModelSpec.prepare; the driver needs no aiohttp
+    from megagrpo.cluster.classifier import Classifier
+    from megagrpo.reward.judging.endpoint import HttpEndpoint
+    from megagrpo.rollout.sglang.server import Server
+
+RESTARTS_MAX = 10
+HEALTH_SECONDS = 60.0
+"""For a server that has not answered a request in time to generate a token, before it is started again."""
+RETRY_SECONDS = 60.0
+"""Before a server that could not be started is tried again."""
+CLOSE_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What an actor makes its model from. gpus: those of its own, as its node names them."""
+
+    recipe: Recipe
+    name: str
+    directory: Path
+    device: str
+    gpus: tuple[int | str, ...]
+
+    @property
+    def config(self) -> ClassifierConfig | GenerativeConfig:
+        return self.recipe.reward.models[self.name]
+
+    @property
+    def dtype(self) -> str:
+        if self.config.dtype != "auto":
+            return self.config.dtype
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    def prepare(self) -> None:
+        """Called before torch is imported."""
+        prepare_process(self.device, self.recipe)
+        if self.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+
+
+@ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
+class ClassifierActor:
+    """A classifier, which the driver asks. It is loaded when it is first asked, also in an actor that was restarted."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        spec.prepare()
+        self._spec = spec
+        self._classifier: Classifier | None = None
+
+    def ready(self) -> None:
+        """Returns once the model is loaded."""
+        self._loaded()
+
+    def labels(self) -> list[str]:
+        return self._loaded().labels
+
+    def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
+        return self._loaded().logits(conversations)
+
+    def _loaded(self) -> Classifier:
+        if self._classifier is None:
+            from megagrpo.cluster.classifier import Classifier
+
+            spec, config = self._spec, self._spec.config
+            if not isinstance(config, ClassifierConfig):
+                raise TypeError(config.kind)
+            self._classifier = Classifier(
+                spec.directory,
+                device=spec.device,
+                dtype=spec.dtype,
+                tokens_per_batch=config.tokens_per_batch,
+                tokens_max=config.tokens_max,
+                chat_template=config.chat_template,
+                one_by_one=bool(spec.recipe.deterministic),
+            )
+        return self._classifier
+
+
+@ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
+class JudgeActor:
+    """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        spec.prepare()
+        self._spec = spec
+        self._server: Server | None = None
+        self._endpoint: HttpEndpoint | None = None
+        self._starting = asyncio.Lock()
+        self._closed = threading.Event()
+        self._failed: tuple[float, MegagrpoError] | None = None
+        """When the server could not be started, and why."""
+
+    async def ready(self) -> None:
+        """Returns once the server generates."""
+        await self._running()
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        """A server that is not there is started first. 503 if it ended meanwhile."""
+        try:
+            endpoint = await self._running()
+            return await endpoint.post(body, timeout_seconds)
+        except TimeoutError:
+            await self._end_if_ill()
+            return Reply(503, text=f"no answer in {timeout_seconds:g} s")
+        except (MegagrpoError, OSError) as error:
+            return Reply(503, text=str(error))
+
+    async def close(self) -> None:
+        self._closed.set()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def _running(self) -> HttpEndpoint:
+        from megagrpo.reward.judging.endpoint import HttpEndpoint
+
+        async with self._starting:
+            if self._server is not None:
+                try:
+                    self._server.check_running()
+                except EngineError:
+                    await self._end()
+            if self._failed is not None and time.monotonic() < self._failed[0] + RETRY_SECONDS:
+                raise self._failed[1]
+            if self._endpoint is None:
+                try:
+                    self._server = await asyncio.to_thread(self._start)
+                except MegagrpoError as error:
+                    self._failed = time.monotonic(), error
+                    raise
+                self._endpoint = HttpEndpoint(f"{self._server.url}/v1", self._server.api_key, 0, proxies=False)
+            return self._endpoint
+
+    async def _end_if_ill(self) -> None:
+        async with self._starting:
+            try:
+                if self._server is not None:
+                    await asyncio.to_thread(self._server.wait_until_ready, HEALTH_SECONDS)
+            except EngineError:
+                await self._end()
+
+    async def _end(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+        self._server = self._endpoint = None
+
+    def _start(self) -> Server:
+        from megagrpo.rollout.sglang.server import Server
+
+        spec, config = self._spec, self._spec.config
+        if not isinstance(config, GenerativeConfig):
+            raise TypeError(config.kind)
+        if self._closed.is_set():
+            raise EngineError(Problem(f"reward model {spec.name}", "the run has ended"))
+        arguments = judge_arguments(
+            model_directory=str(spec.directory),
+            layout=EngineLayoutConfig(tensor=config.devices),
+            dtype=spec.dtype,
+            device=spec.device,
+            requests_at_once=config.requests_at_once,
+            tokens_per_request=config.tokens_max,
+            options=config.sglang.model_extra or {},
+        )
+        server = Server(
+            arguments,
+            name=f"reward model {spec.name}",
+            log=(run_directory(spec.recipe) / "logs" / f"reward_model_{spec.name}.log").absolute(),
+            python=config.sglang.python,
+            environment=server_environment(spec.device, config.devices, max(1, (os.cpu_count() or 1) // 2)),
+        )
+        try:
+            server.wait_until_ready(spec.recipe.cluster.start_timeout_seconds)
+        except EngineError:
+            server.close()
+            raise
+        return server
+
+
+class RewardModels:
+    """The actors of all models. They start at once; ready after `wait_until_ready`."""
+
+    def __init__(self, runtime: Runtime, recipe: Recipe, directories: Mapping[str, Path]) -> None:
+        self._runtime, self._recipe = runtime, recipe
+        self._actors: dict[str, Any] = {}
+        for place, (name, config) in enumerate(recipe.reward.models.items()):
+            gpus = tuple(gpu.device for gpu in runtime.places_of_model(place) if gpu.device is not None)
+            on_cpu = isinstance(config, ClassifierConfig) and config.device == "cpu"
+            device = "cpu" if on_cpu else runtime.device
+            spec = ModelSpec(recipe, name, directories[name].absolute(), device, gpus)
+            actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else JudgeActor
+            self._actors[name] = runtime.start_model(actor_class, place, spec)
+        self._starting = {f"reward model {name}": actor.ready.remote() for name, actor in self._actors.items()}
+
+    def wait_until_ready(self) -> None:
+        """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
+        timeout, watch = self._recipe.cluster.start_timeout_seconds, self._runtime.watch
+        if not self._starting:
+            return
+        with progress("starting reward models", len(self._starting)) as work:
+            wait_for(
+                self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch, work=work
+            )
+
+    def served(self) -> dict[str, Served]:
+        """What reward functions ask, by name."""
+        start_seconds = self._recipe.cluster.start_timeout_seconds
+        return {
+            name: ActorClassifier(actor, start_seconds)
+            if self._recipe.reward.models[name].kind == "classifier"
+            else ActorEndpoint(actor, self._recipe.reward.models[name].path, start_seconds)
+            for name, actor in self._actors.items()
+        }
+
+    def close(self) -> None:
+        """Ends the models and the servers that they started."""
+        kinds = {name: model.kind for name, model in self._recipe.reward.models.items()}
+        closing = [actor.close.remote() for name, actor in self._actors.items() if kinds[name] == "generative"]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+class ActorEndpoint:
+    """An Endpoint (reward/judging/client.py) that is an actor's server."""
+
+    def __init__(self, actor: Any, identity: str, start_seconds: float) -> None:
+        self.identity, self._actor, self._start_seconds = identity, actor, start_seconds
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        limit = timeout_seconds + HEALTH_SECONDS + self._start_seconds
+        return await _answer(self._actor.post.remote(body, timeout_seconds), limit)  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """The run ends the server."""
+
+
+class ActorClassifier:
+    """A ServedClassifier (reward/judging/scoring.py) that is an actor's."""
+
+    def __init__(self, actor: Any, start_seconds: float) -> None:
+        self._actor, self._start_seconds = actor, start_seconds
+
+    async def labels(self) -> list[str]:
+        return await _answer(self._actor.labels.remote(), self._start_seconds)  # type: ignore[no-any-return]
+
+    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
+        limit = self._start_seconds + len(conversations)
+        return await _answer(self._actor.logits.remote(conversations), limit)  # type: ignore[no-any-return]
+
+
+async def _answer(asked: Any, limit_seconds: float) -> Any:
+    """What an actor answers. Raises OSError if it died or raised, TimeoutError if it does not answer."""
+    try:
+        return await asyncio.wait_for(asked, limit_seconds)
+    except RayTaskError as failure:
+        raise OSError(str(failure).strip().splitlines()[-1]) from failure
+    except (RayActorError, RayError) as failure:
+        raise OSError(str(failure).strip().splitlines()[0]) from failure

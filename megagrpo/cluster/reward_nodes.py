@@ -1,0 +1,166 @@
+"""Reward workers on every node of a run. Calls are given out in parts; a node has the next part when it is done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from threading import Event
+from typing import Any
+
+import ray
+from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.errors import MegagrpoError, Problem, RewardError
+from megagrpo.reward.functions import FunctionSpec, Outcome, Task
+from megagrpo.reward.workers import Limits, LoadedFunction, RewardPool, WorkerPool
+
+PARTS_PER_NODE = 4
+"""So many parts for each node: responses take unequal times."""
+CHECK_SECONDS = 0.2
+END_SECONDS = 10.0
+
+Calls = Sequence[tuple[int, Task]]
+
+
+def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> RewardPool:
+    """`workers` processes on the nodes of the run, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    others = sorted({str(place.node) for place in runtime.places} - {here})
+    counts = workers_of_nodes(workers, 1 + len(others))
+    if len(counts) < 2:
+        return WorkerPool(specs, workers, limits)
+    return RewardNodes(specs, counts[0], dict(zip(others, counts[1:], strict=False)), limits)
+
+
+def workers_of_nodes(workers: int, nodes: int) -> list[int]:
+    """Workers of each node that has some, as even as can be, the most first."""
+    each, more = divmod(workers, nodes)
+    return [count for count in (each + (node < more) for node in range(nodes)) if count]
+
+
+class RewardNodes:
+    """A RewardPool with processes here and on other nodes. A node that is lost costs no outcome: its part is scored
+    elsewhere."""
+
+    def __init__(
+        self, specs: Sequence[FunctionSpec], workers_here: int, workers_there: Mapping[str, int], limits: Limits
+    ) -> None:
+        """workers_there: processes on other nodes, by Ray's id of the node."""
+        self._here = WorkerPool(specs, workers_here, limits)
+        self._thread = ThreadPoolExecutor(1, "scoring here")
+        self._specs, self._limits, self._workers_there = tuple(specs), limits, dict(workers_there)
+        self._there: dict[str, Any] = {}
+
+    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]:
+        return self._here.start(check)
+
+    def run(self, calls: Calls, check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
+        if not calls:
+            return []
+        self._start_there()
+        size = -(-len(calls) // (PARTS_PER_NODE * (1 + len(self._workers_there))))
+        waiting = deque(range(0, len(calls), size))
+        running: dict[Future[list[list[Outcome]]], tuple[str, int]] = {}
+        outcomes: dict[int, list[list[Outcome]]] = {}
+        ended = Event()
+
+        def check_here() -> None:
+            if ended.is_set():
+                raise _EndedError
+
+        def give(node: str) -> None:
+            if waiting and (node in self._there or node == ""):
+                start = waiting.popleft()
+                part = calls[start : start + size]
+                if node:
+                    future = self._there[node].run.remote(part).future()
+                else:
+                    future = self._thread.submit(self._here.run, part, check_here)
+                running[future] = node, start
+
+        try:
+            for node in ("", *self._there):
+                give(node)
+            while running:
+                check()
+                done, _ = wait(running, CHECK_SECONDS, FIRST_COMPLETED)
+                for future in done:
+                    node, start = running.pop(future)
+                    answer = self._answer(future, node)
+                    if answer is None:
+                        waiting.append(start)
+                        if not any(busy == "" for busy, _ in running.values()):
+                            give("")
+                    else:
+                        outcomes[start] = answer
+                        give(node)
+            return [outcome for start in sorted(outcomes) for outcome in outcomes[start]]
+        except BaseException:
+            ended.set()
+            self._end_there()  # what they are doing is of no use
+            wait([future for future, (node, _) in running.items() if not node])
+            raise
+
+    def close(self) -> None:
+        self._end_there()
+        self._here.close()
+        self._thread.shutdown()
+
+    def _answer(self, future: Future[list[list[Outcome]]], node: str) -> list[list[Outcome]] | None:
+        """A part's outcomes; None if its node is lost, which then has no other part."""
+        try:
+            return future.result()
+        except RayTaskError as failure:
+            if isinstance(failure.cause, MegagrpoError):
+                raise failure.cause from failure
+            raise RewardError(Problem(f"scoring on node {node}", str(failure).strip())) from failure
+        except (RayActorError, NodeDiedError):
+            del self._there[node]
+            return None
+
+    def _start_there(self) -> None:
+        """Starts the pools of other nodes that are alive and have none."""
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        for node, workers in self._workers_there.items():
+            if node not in self._there and node in living:
+                place = NodeAffinitySchedulingStrategy(node, soft=False)
+                # Two calls at once: it can be closed while it scores.
+                actor_class = ray.remote(num_cpus=0, max_concurrency=2)(RewardNodeActor)
+                self._there[node] = actor_class.options(scheduling_strategy=place).remote(
+                    self._specs, workers, self._limits
+                )
+
+    def _end_there(self) -> None:
+        closing = [actor.close.remote() for actor in self._there.values()]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
+        for actor in self._there.values():
+            with suppress(RayActorError):
+                ray.kill(actor)
+        self._there.clear()
+
+
+class _EndedError(Exception):
+    """Ends the part that is scored here."""
+
+
+class RewardNodeActor:
+    """The reward workers of a node without the driver."""
+
+    def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
+        self._pool, self._ended = WorkerPool(specs, workers, limits), Event()
+
+    def run(self, calls: Calls) -> list[list[Outcome]]:
+        def check() -> None:
+            if self._ended.is_set():
+                raise _EndedError
+
+        return self._pool.run(calls, check)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._pool.close()

@@ -1,0 +1,91 @@
+"""`megagrpo report`: a run's directory, to look at."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo.commands.arguments import add_command, whole_number
+from megagrpo.errors import Problem, ReportError
+
+if TYPE_CHECKING:
+    from megagrpo.report.run import RunRead
+
+PAGE = "report.html"
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "write a run's page: its health, curves, time, samples and recipe; of several runs, each beside the others"
+    added = add_command(commands, "report", text, report)
+    added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    added.add_argument("--output", type=Path, metavar="FILE", help=f"the page; default: RUN_DIRECTORY/{PAGE}")
+    added.add_argument("--plots", type=Path, metavar="DIRECTORY", help="also write each plot there as PNG and SVG")
+    text = "most samples in the page, however large it becomes; default: as many as 64 MB hold"
+    added.add_argument("--samples", type=whole_number(1, 10**9), metavar="N", help=text)
+    instead = added.add_mutually_exclusive_group()
+    instead.add_argument("--serve", action="store_true", help="show the page on loopback instead, and follow the run")
+    text = "print how far training and rollout logprobs differ instead, and in which tokens"
+    instead.add_argument("--mismatch", action="store_true", help=text)
+    text = "print a rollout of this step as a conversation instead: its first, or that NUMBER, from 0"
+    instead.add_argument("--rollout", type=_rollout, metavar="STEP[:NUMBER]", help=text)
+    added.add_argument(
+        "--port", type=whole_number(0, 65535), default=0, metavar="N", help="of --serve; default: a free one"
+    )
+    added.add_argument(
+        "--steps", type=whole_number(1, 10**9), default=20, metavar="N", help="last steps of --mismatch; default: 20"
+    )
+
+
+def report(asked: argparse.Namespace) -> int:
+    if asked.mismatch or asked.rollout:
+        print(_text(asked))
+        return 0
+    if asked.serve:
+        from megagrpo.report.serve import serve
+
+        serve(asked.directories, asked.port, lambda line: print(line, flush=True))
+        return 0
+    from megagrpo.report.page import page, write_page
+    from megagrpo.report.run import read_run
+
+    runs = [read_run(directory) for directory in asked.directories]
+    written = asked.output or asked.directories[0] / PAGE
+    write_page(written, page(runs, samples=asked.samples))
+    for run in runs:
+        print("\n".join(_firings(run)))
+    if asked.plots:
+        from megagrpo.report.plots import write_plots
+
+        print(f"{len(write_plots(runs, asked.plots))} files in {asked.plots}")
+    print(f"open {written} in a browser: it needs no network and no other file")
+    return 0
+
+
+def _text(asked: argparse.Namespace) -> str:
+    from megagrpo.report.text import mismatch_report, rollout_report
+
+    if len(asked.directories) > 1:
+        given = f"{len(asked.directories)} directories"
+        raise ReportError(Problem("--rollout" if asked.rollout else "--mismatch", given, "one run"))
+    directory = asked.directories[0]
+    return rollout_report(directory, *asked.rollout) if asked.rollout else mismatch_report(directory, asked.steps)
+
+
+def _firings(run: RunRead) -> list[str]:
+    """How far a run is, and a line for each rule that fires."""
+    from megagrpo.report.rules import RULES, firings
+
+    steps = f"step {run.steps[-1]:,}" if len(run.steps) else "no step yet"
+    spans: dict[str, list[str]] = {}
+    for firing in firings(run.steps, run.metrics):
+        text = str(firing.first) if firing.first == firing.last else f"{firing.first}-{firing.last}"
+        spans.setdefault(RULES[firing.rule].title, []).append(text)
+    told = [f"  {title}: step {', '.join(found[-6:])}" for title, found in spans.items()]
+    return [f"{run.name}: {steps}, {f'{len(told)} rules fire:' if told else 'no rule fires'}", *told]
+
+
+def _rollout(text: str) -> tuple[int, int]:
+    """STEP:NUMBER; the first of a step's rollouts if there is no number."""
+    step, colon, number = text.partition(":")
+    return whole_number(0, 10**9)(step), whole_number(0, 10**9)(number) if colon else 0

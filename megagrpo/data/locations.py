@@ -1,0 +1,285 @@
+"""Which files a path of the recipe stands for: one file, all of a folder, a pattern, here or where fsspec reaches.
+
+Paths are texts, because pathlib makes s3:/bucket of s3://bucket.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import os
+import posixpath
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from megagrpo.data.reasoning_gym import is_task, package_version, task_problem
+from megagrpo.errors import DataError, Problem, first_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".arrow")
+NEEDED = "a parquet, JSONL, JSON or Arrow file, or a folder of such files"
+NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json", "indices.arrow")
+"""What the `datasets` package writes beside its data files."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is a URL such as s3://bucket/file.parquet."""
+    return "://" in path
+
+
+def suffix_of(path: str) -> str:
+    """The suffix that says how a file is read; "" if none of SUFFIXES is its own."""
+    return max((suffix for suffix in SUFFIXES if path.endswith(suffix)), key=len, default="")
+
+
+def files_of(path: str) -> list[str]:
+    """The files that a path stands for, sorted: itself, those below a folder, or those that a pattern fits.
+
+    A folder that `datasets.Dataset.save_to_disk` wrote gives its files in their own order. Hidden files are left out.
+    Raises DataError if there is none, or if the place cannot be reached.
+    """
+    if is_task(path):
+        return [path]
+    if not path:
+        raise DataError(Problem("an empty path", needed=NEEDED))
+    if is_remote(path):
+        return _remote_files(path)
+    if Path(path).is_dir():
+        return _some(path, _folder_files(path, sorted(_below(path)), _bytes_of))
+    if Path(path).exists():
+        return [path]
+    if glob.has_magic(path):
+        return _some(path, _once(_fitting(path)))
+    raise DataError(_missing(path))
+
+
+def path_problem(path: str) -> Problem | None:
+    """What is wrong with the path of one file, as far as it is known without opening it."""
+    if is_task(path):
+        return task_problem(path)
+    if not is_remote(path):
+        local = Path(path)
+        if not local.exists():
+            return _missing(path)
+        if not local.is_file():
+            given = "a directory" if local.is_dir() else "a special file"
+            return Problem(f"{path}: not a file", given, NEEDED)
+    if not suffix_of(path):
+        given, fix = f"extension {posixpath.splitext(path)[1]!r}", "convert it, or rename it if only the name is wrong"
+        return Problem(f"{path}: unknown kind of file", given, needed=" or ".join(SUFFIXES), fix=fix)
+    if size_and_version(path)[0] == 0:
+        return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")
+    return None
+
+
+def near_file(path: Path) -> Path | None:
+    """A file beside a missing one whose name is nearly the same."""
+    import difflib
+
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    return path.parent / near[0] if near else None
+
+
+def is_absent(path: str) -> bool:
+    """Whether a file may be on another machine: nothing is here under this name or nearly this name, or no filesystem
+    of this machine reaches it."""
+    if is_task(path):
+        return False
+    if is_remote(path):
+        try:
+            return not _remote_files(path)
+        except DataError:
+            return True
+    if glob.has_magic(path) and not Path(path).exists():
+        return not any(True for _ in _glob(path))
+    return not Path(path).exists() and near_file(Path(path)) is None
+
+
+def open_file(path: str) -> BinaryIO:
+    """The bytes of one file, unpacked if its name ends in .gz or .zst. Raises DataError if it cannot be opened."""
+    if not is_remote(path):
+        opened: Any = open(path, "rb")  # noqa: SIM115  (the reader closes it)
+    else:
+        with _reaching(path):
+            filesystem, inner = _filesystem(path)
+            opened = filesystem.open(inner, "rb")
+    if path.endswith((".gz", ".zst")):
+        import pyarrow as pa
+
+        kind = "gzip" if path.endswith(".gz") else "zstd"
+        opened = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(opened, "r"), kind), 2**18)
+    return opened
+
+
+def arrow_source(path: str) -> pa.NativeFile:
+    """The same for pyarrow: a local file is mapped, not read."""
+    import pyarrow as pa
+
+    return pa.PythonFile(open_file(path), "r") if is_remote(path) else pa.memory_map(path)
+
+
+def size_and_version(path: str) -> tuple[int, str]:
+    """Bytes of a file, and a text that differs if it was written again."""
+    if is_task(path):
+        return 0, package_version()
+    if not is_remote(path):
+        found = os.stat(path)
+        return found.st_size, f"{found.st_mtime_ns}"
+    with _reaching(path):
+        filesystem, inner = _filesystem(path)
+        info = filesystem.info(inner)
+    version = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(key)), "")
+    return int(info.get("size") or 0), str(version)
+
+
+def _missing(path: str) -> Problem:
+    near = near_file(Path(path))
+    fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
+    return Problem(path, "no such file", NEEDED, fix)
+
+
+def _below(folder: str) -> Iterator[str]:
+    """All files below a folder."""
+    return (os.path.join(directory, name) for directory, files in _walk(folder) for name in files)
+
+
+def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it, but for hidden ones, each with the names of its files.
+
+    Links to folders are followed, but no folder is entered twice, and none that is above the first.
+    """
+    first = os.path.realpath(folder)
+    entered = {first, *map(str, Path(first).parents)}
+    for directory, folders, files in os.walk(folder, followlinks=True):
+        yield directory, files
+        below, folders[:] = sorted(name for name in folders if not name.startswith(".")), []
+        for name in below:
+            if (real := os.path.realpath(os.path.join(directory, name))) not in entered:
+                entered.add(real)
+                folders.append(name)
+
+
+def _glob(pattern: str) -> Iterator[str]:
+    """What glob.glob finds, without the loops of links that its `**` walks."""
+    head, stars, rest = pattern.partition("**/")
+    if not stars or head[-1:] not in ("", "/"):
+        yield from glob.iglob(pattern)
+        return
+    for top in glob.iglob(head) if head else ["."]:
+        for folder, _ in _walk(top):
+            found = _glob(os.path.join(glob.escape(folder), rest))
+            yield from found if head else (name.removeprefix("./") for name in found)
+
+
+def _fitting(pattern: str) -> Iterator[str]:
+    """Data files that fit a pattern, and those of folders that do."""
+    for name in _glob(pattern):
+        if Path(name).is_dir():
+            yield from _folder_files(name.rstrip("/"), sorted(_below(name)), _bytes_of)
+        elif _is_data(name):
+            yield name
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    """The names, sorted, without other ways by links to the same folder: the shortest way stays."""
+    by_place: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        folder, own = os.path.split(name)
+        by_place.setdefault(os.path.join(os.path.realpath(folder), own), name)
+    return sorted(by_place.values())
+
+
+def _some(path: str, names: list[str]) -> list[str]:
+    if names:
+        return names
+    suffixes = f"files that end in {', '.join(SUFFIXES)}"
+    if glob.has_magic(path):
+        fix = "correct the pattern; relative ones start at the working directory"
+        raise DataError(Problem(path, "no data file fits this pattern", suffixes, fix))
+    raise DataError(Problem(path, "a folder without data files", suffixes, "name another folder, or put files in it"))
+
+
+def _remote_files(path: str) -> list[str]:
+    with _reaching(path):
+        filesystem, inner = _filesystem(path)
+
+        def of_folder(folder: str) -> list[str]:
+            below = [filesystem.unstrip_protocol(name) for name in sorted(filesystem.find(folder))]
+            return _folder_files(filesystem.unstrip_protocol(folder), below, _bytes_of)
+
+        if glob.has_magic(path):
+            found: set[str] = set()
+            for name in filesystem.glob(inner):
+                if filesystem.isdir(name):
+                    found.update(of_folder(name))
+                elif _is_data(name):
+                    found.add(filesystem.unstrip_protocol(name))
+            return _some(path, sorted(found))
+        if filesystem.isdir(inner):
+            return _some(path, of_folder(inner))
+        if filesystem.exists(inner):
+            return [path]
+    raise DataError(Problem(path, "no such file", NEEDED, "check the path"))
+
+
+def _is_data(name: str) -> bool:
+    own = posixpath.basename(name)
+    return bool(suffix_of(own)) and own not in NOT_DATA and not own.startswith((".", "_"))
+
+
+def _folder_files(folder: str, below: list[str], read: Any) -> list[str]:
+    """Data files among the sorted files below a folder; in the order of their list, if `datasets` wrote one. Raises
+    DataError if one of these is missing, or if the folder has several splits."""
+    by_name = {
+        posixpath.basename(name): name for name in below if posixpath.dirname(name).rstrip("/") == folder.rstrip("/")
+    }
+    if "dataset_dict.json" in by_name:
+        splits = json.loads(read(by_name["dataset_dict.json"])).get("splits", [])
+        given = f"a folder of several splits: {', '.join(splits)}"
+        fix = f"write {folder.rstrip('/')}/{splits[0] if splits else 'SPLIT'}"
+        raise DataError(Problem(folder, given, needed="the folder of one split", fix=fix))
+    if "state.json" in by_name:
+        listed = [entry["filename"] for entry in json.loads(read(by_name["state.json"])).get("_data_files", [])]
+        if absent := [name for name in listed if name not in by_name]:
+            given = f"no file {', '.join(absent[:3])}{f' and {len(absent) - 3} more' * (len(absent) > 3)}"
+            needed = f"the {len(listed)} files that its state.json lists"
+            raise DataError(Problem(folder, given, needed, "copy the folder again, with all of its files"))
+        if listed:
+            return [by_name[name] for name in listed]
+    return [name for name in below if _is_data(name)]
+
+
+def _bytes_of(path: str) -> bytes:
+    with open_file(path) as file:
+        return file.read()
+
+
+def _filesystem(path: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(path)
+
+
+@contextmanager
+def _reaching(path: str) -> Iterator[None]:
+    """What a filesystem raises, as a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ImportError as error:
+        package = path.partition("://")[0]
+        fix = f"pip install the package of fsspec for {package}:// (s3fs for s3, gcsfs for gs)"
+        raise DataError(Problem(path, first_line(error), "a filesystem that fsspec knows", fix)) from None
+    except Exception as error:  # noqa: BLE001  (each filesystem has exceptions of its own, such as botocore's)
+        given = f"{type(error).__name__}: {first_line(error)}"
+        fix = "check the URL's protocol and name, and that this machine may read it"
+        raise DataError(
+            Problem(f"{path}: cannot be reached", given, "a file that can be read from here", fix)
+        ) from None

@@ -1,0 +1,94 @@
+"""Prompts that are there twice, and prompts that an evaluation asks too: the same text, or long runs of the same words.
+
+Runs of 13 words are what GPT-3 was decontaminated by (Brown et al. 2020, arXiv:2005.14165, appendix C).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TEMPLATE_SHARE = 0.05
+"""A phrase in more of the held-out prompts than this share, and in more than one, is an instruction, not a question."""
+
+# Letters and digits; operators, because 2+3 is not 2-3; and each sign of scripts that have no spaces between words.
+_CJK = "\u3040-\u30ff\u3400-\u9fff"
+_WORDS = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+|[-+*/^=<>]")
+
+
+def question(messages: Iterable[Mapping[str, Any]]) -> str:
+    """The text of a prompt without its system message."""
+    return "\n".join(str(message["content"]) for message in messages if message["role"] != "system")
+
+
+def same_text(text: str) -> str:
+    """Texts that differ in nothing but case, white space or the encoding of signs have this in common. 2³ is not 23."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def words(text: str) -> list[str]:
+    return _WORDS.findall(unicodedata.normalize("NFC", text).casefold())
+
+
+def digests(texts: Iterable[str]) -> np.ndarray:
+    """uint64 [texts], equal for texts that are the same."""
+    found = (hashlib.blake2b(same_text(text).encode(errors="replace"), digest_size=8).digest() for text in texts)
+    return np.frombuffer(b"".join(found), np.uint64)
+
+
+def repeated(of_parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """For the digests of each part, bool: the same digest came before, in this part or an earlier one."""
+    together = np.concatenate([*of_parts, np.zeros(0, np.uint64)])
+    again = np.ones(len(together), bool)
+    again[np.unique(together, return_index=True)[1]] = False
+    return np.split(again, np.cumsum([len(part) for part in of_parts])[:-1])
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Questions of an evaluation, to compare others with. Values are the questions' numbers."""
+
+    ngram: int
+    texts: Mapping[int, int]
+    runs: Mapping[int, int]
+
+    def match(self, text: str) -> int:
+        """The number of a question that has the same text, or a run of `ngram` words in common; -1 if none has."""
+        if (same := self.texts.get(hash(same_text(text)))) is not None:
+            return same
+        return next((self.runs[run] for run in _runs(words(text), self.ngram) if run in self.runs), -1)
+
+
+def held_out(questions: Sequence[str], ngram: int) -> HeldOut:
+    """What to compare with. Runs of which most words are an instruction that many questions share do not count."""
+    texts: dict[int, int] = {}
+    for number, text in enumerate(questions):
+        texts.setdefault(hash(same_text(text)), number)
+    runs: dict[int, int] = {}
+    half = -(-ngram // 2)
+    in_questions: Counter[int] = Counter()
+    for number in texts.values():  # a question that is listed twice shares nothing
+        in_questions.update(set(_runs(words(questions[number]), half)))
+    often = max(1, TEMPLATE_SHARE * len(texts))
+    for number in texts.values():
+        spelled = words(questions[number])
+        shared = np.zeros(len(spelled), bool)
+        for start, run in enumerate(_runs(spelled, half)):
+            if in_questions[run] > often:
+                shared[start : start + half] = True
+        for start, run in enumerate(_runs(spelled, ngram)):
+            if shared[start : start + ngram].sum() <= ngram - half:
+                runs.setdefault(run, number)
+    return HeldOut(ngram, texts, runs)
+
+
+def _runs(spelled: Sequence[str], length: int) -> Iterator[int]:
+    """A hash of each run of so many words."""
+    return (hash(tuple(spelled[start : start + length])) for start in range(len(spelled) - length + 1))

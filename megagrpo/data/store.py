@@ -1,0 +1,179 @@
+"""Prompts or examples outside of the driver's memory: columns in an Arrow file that is mapped, or in memory if few.
+
+Rows are written once, in batches, and made into objects one by one when they are asked for. A file is kept in the cache
+under a digest of all that its content follows from, so that a run which starts again reads nothing anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from megagrpo.errors import DataError, Problem
+
+AnyItem = TypeVar("AnyItem")
+Column = dict[str, Any]
+
+FORMAT = 2
+BATCH_ROWS = 1024
+BATCH_BYTES = 2**24
+IN_MEMORY_BYTES = 2**26
+"""Rows of one file that take more than this go to the disk."""
+
+
+@dataclass(frozen=True)
+class Form(Generic[AnyItem]):
+    """How items are kept: `schema` has the columns number (int64) and tokens (list of int32).
+
+    `item` gets a batch, a row of it and the item's id. `contents` gives what must be the same when a run continues, for
+    every row of a batch (Item.content).
+    """
+
+    schema: pa.Schema
+    item: Callable[[pa.RecordBatch, int, str], AnyItem]
+    contents: Callable[[pa.RecordBatch], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Stored(Generic[AnyItem]):
+    """The items of one source, in its order. `figures` are counts of what was read and left out."""
+
+    form: Form[AnyItem]
+    label: str
+    batches: Sequence[pa.RecordBatch]
+    starts: Sequence[int]  # row at which each batch begins, and the count of rows
+    figures: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def item(self, row: int) -> AnyItem:
+        """One item, made new."""
+        index = int(np.searchsorted(self.starts, row, side="right")) - 1
+        batch, at = self.batches[index], row - self.starts[index]
+        return self.form.item(batch, at, f"{self.label}:{batch.column('number')[at].as_py()}")
+
+    def names(self) -> Iterator[str]:
+        """Ids of all items."""
+        for batch in self.batches:
+            yield from (f"{self.label}:{number}" for number in batch.column("number").to_pylist())
+
+    def contents(self) -> Iterator[bytes]:
+        """What a fingerprint reads of all items."""
+        for batch in self.batches:
+            yield from self.form.contents(batch)
+
+
+class Cache:
+    """Files of rows under digests. Several processes may write the same one: the last to end wins; each is whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def find(self, key: str, form: Form[AnyItem], label: str) -> Stored[AnyItem] | None:
+        """What was stored under this key, if it was."""
+        try:
+            figures = json.loads((self.directory / f"{key}.json").read_text(encoding="utf-8"))
+            stored = _mapped(self.directory / f"{key}.arrow", form, label, figures)
+        except (OSError, ValueError, pa.ArrowException):
+            return None
+        for suffix in ("arrow", "json"):  # when it was last used, for clearing the folder
+            with contextlib.suppress(OSError):
+                os.utime(self.directory / f"{key}.{suffix}")
+        return stored
+
+    def begin(self) -> Path:
+        """A new temporary file. Raises DataError if the folder cannot be written."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.directory)
+        except OSError as error:
+            fix = "set data.cache to a folder with room for the data's size"
+            where = f"{self.directory}: rows cannot be kept there"
+            raise DataError(Problem(where, error.strerror or str(error), "a folder that can be written", fix)) from None
+        os.close(descriptor)
+        return Path(name)
+
+    def publish(self, part: Path, key: str, figures: Mapping[str, int]) -> Path:
+        """Gives a complete file its name."""
+        path, note = self.directory / f"{key}.arrow", part.with_suffix(".note")
+        note.write_text(json.dumps(dict(figures)), encoding="utf-8")
+        part.replace(path)
+        note.replace(path.with_suffix(".json"))
+        return path
+
+
+def digest(facts: Any) -> str:
+    """The key of what is made from these facts, which are JSON."""
+    text = json.dumps([FORMAT, facts], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def store(
+    records: Iterable[Column],
+    form: Form[AnyItem],
+    label: str,
+    cache: Cache,
+    key: Callable[[], str],
+    figures: Callable[[], Mapping[str, int]],
+) -> Stored[AnyItem]:
+    """Keeps records: in memory up to IN_MEMORY_BYTES, else in the cache. `figures` is asked for at the end.
+
+    Raises DataError if the cache cannot be written.
+    """
+    batches: list[pa.RecordBatch] = []
+    size = 0
+    incoming = _batches(records, form.schema)
+    for batch in incoming:
+        batches.append(batch)
+        size += batch.nbytes
+        if size > IN_MEMORY_BYTES:
+            break
+    else:
+        starts = [0, *accumulate(batch.num_rows for batch in batches)]
+        return Stored(form, label, batches, starts, dict(figures()))
+    part = cache.begin()
+    try:
+        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_file(file, form.schema) as writer:
+            while batches:
+                writer.write_batch(batches.pop(0))
+            for batch in incoming:
+                writer.write_batch(batch)
+        path = cache.publish(part, key(), figures())
+    except OSError as error:
+        where, fix = f"{cache.directory}: rows cannot be kept there", "make room, or set data.cache to another folder"
+        raise DataError(Problem(where, str(error), "room for the data's size", fix)) from None
+    finally:
+        part.unlink(missing_ok=True)
+    return _mapped(path, form, label, dict(figures()))
+
+
+def _batches(records: Iterable[Column], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    waiting: list[Column] = []
+    size = 0
+    for record in records:
+        waiting.append(record)
+        size += sum(len(value) for value in record.values() if isinstance(value, str | np.ndarray))
+        if len(waiting) == BATCH_ROWS or size > BATCH_BYTES:
+            yield pa.RecordBatch.from_pylist(waiting, schema)
+            waiting, size = [], 0
+    if waiting:
+        yield pa.RecordBatch.from_pylist(waiting, schema)
+
+
+def _mapped(path: Path, form: Form[AnyItem], label: str, figures: Mapping[str, int]) -> Stored[AnyItem]:
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+    starts = [0, *accumulate(batch.num_rows for batch in batches)]
+    return Stored(form, label, batches, starts, figures)

@@ -1,0 +1,114 @@
+"""Responses with their scores to metrics, named as in docs/metrics.md without `eval/SET/`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+from statistics import fmean
+
+import numpy as np
+
+from megagrpo.evaluation.responses import Response
+from megagrpo.evaluation.statistics import best_of, intervals, majority, means
+from megagrpo.recipe.schema.eval import evaluation_metric_names
+
+
+@dataclass(frozen=True)
+class PromptValues:
+    """What each prompt's responses give to each metric; the metric is the mean over prompts."""
+
+    prompts: tuple[str, ...]
+    sources: tuple[str, ...]
+    """Data source of each prompt."""
+    names: tuple[str, ...]
+    values: np.ndarray
+    """float64 [prompts, names], NaN where a prompt has too few scores."""
+
+
+def prompt_values(responses: Sequence[Response], samples_per_prompt: int) -> PromptValues:
+    """The values of one set's prompts, in the order in which they first occur. With n = samples_per_prompt:
+
+    - `mean@n`: mean score.
+    - `pass@k` for k = 1, 2, 4, … and n: probability that one of k responses is solved, without bias. pass@1 is the
+      correct rate.
+    - `best@k` for the same k above 1: expected best score of k responses, without bias.
+    - `maj@n`, if n > 1: whether the most frequent answer is solved. Responses without an answer vote with their text.
+
+    Responses without a score are left out. A prompt that occurs twice has the responses of both.
+    """
+    of_prompts: dict[str, list[Response]] = defaultdict(list)
+    for response in responses:
+        of_prompts[response.prompt_id].append(response)
+    names = evaluation_metric_names(samples_per_prompt)
+    rows = [_values(of_prompt, names) for of_prompt in of_prompts.values()]
+    return PromptValues(
+        tuple(of_prompts),
+        tuple(of_prompt[0].data_source for of_prompt in of_prompts.values()),
+        tuple(names),
+        np.array(rows, dtype=np.float64).reshape(len(rows), len(names)),
+    )
+
+
+def _values(responses: Sequence[Response], names: Sequence[str]) -> list[float]:
+    scored = [(response.score, response) for response in responses if response.score is not None]
+    scores, solved = [score for score, _ in scored], [float(response.solved) for _, response in scored]
+    found = []
+    for name in names:
+        kind, _, k = name.partition("@")
+        if len(scored) < (int(k) if kind in ("pass", "best") else 1):
+            found.append(nan)
+        elif kind == "mean":
+            found.append(fmean(scores))
+        elif kind == "maj":
+            found.append(majority(solved, [_answer(response) for _, response in scored]))
+        else:
+            found.append(best_of(solved if kind == "pass" else scores, int(k)))
+    return found
+
+
+def _answer(response: Response) -> str:
+    return response.response.strip() if response.answer is None else response.answer
+
+
+def evaluation_metrics(responses: Sequence[Response], samples_per_prompt: int) -> dict[str, float]:
+    """Metrics of one set's responses.
+
+    The means of `prompt_values`, each with the ends of its interval (`mean@4/low`, `mean@4/high`); the mean of each
+    part of the scores (`reward/PART`); and if there are several data sources, the same of each without intervals, such
+    as `SOURCE/mean@4`. `reward/errors` counts responses whose reward failed, `masked` those that the recipe leaves out;
+    `unscored_share` is the share of both, and of agents' rollouts that count 0 because they were late or failed;
+    `response_tokens/mean` and `response_tokens/truncated_share` are over all responses.
+    """
+    found = prompt_values(responses, samples_per_prompt)
+    ends = intervals(found.values)
+    metrics: dict[str, float] = {}
+    for name, mean, low, high in zip(found.names, means(found.values), *ends, strict=True):
+        metrics |= {name: float(mean), f"{name}/low": float(low), f"{name}/high": float(high)}
+    metrics |= _parts(responses)
+    sources = sorted(set(found.sources))
+    for source in sources if len(sources) > 1 else ():
+        of_source = found.values[[at == source for at in found.sources]]
+        metrics |= {f"{source}/{name}": float(m) for name, m in zip(found.names, means(of_source), strict=True)}
+        members = [response for response in responses if response.data_source == source]
+        metrics |= {f"{source}/{name}": value for name, value in _parts(members).items()}
+    metrics["reward/errors"] = float(sum(bool(response.error) for response in responses))
+    metrics["masked"] = float(sum(bool(response.masked) for response in responses))
+    metrics["unscored_share"] = _mean([bool(response.error or response.masked) for response in responses])
+    metrics["response_tokens/mean"] = _mean([response.tokens for response in responses])
+    metrics["response_tokens/truncated_share"] = _mean([response.finish == "length" for response in responses])
+    return metrics
+
+
+def _parts(responses: Sequence[Response]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for response in responses:
+        for name, value in response.parts.items():
+            if value is not None:
+                by_name[name].append(value)
+    return {f"reward/{name}": fmean(values) for name, values in by_name.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else nan

@@ -1,0 +1,220 @@
+"""What a configuration gives: options with their values and places, from command lines and YAML files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.importing.shell import UNKNOWN, Script, Word, read_script
+from megagrpo.recipe.yaml12 import parse
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+ELSEWHERE = re.compile(UNKNOWN + r"\$\{\w+\[[@*]\]\}")
+"""Arguments in an array that is set in another file."""
+EXPANSION = re.compile(UNKNOWN + r"(\$\(.*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|.*)", re.DOTALL)
+REFERENCES_MAX = 20
+"""References to references that are followed."""
+SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One option as it was written. line: from 1; of the last value, if it was given several times."""
+
+    name: str
+    value: Any
+    line: int
+
+    @property
+    def unknown(self) -> str:
+        """What only a shell, or another file, could tell about its value; empty if the value is known."""
+        return unknown_in(self.value)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """All that a file gives. notes: what a reader of the recipe must know about how it was read."""
+
+    path: Path
+    given: Mapping[str, Given]
+    notes: Sequence[str] = ()
+
+
+def unknown_in(value: Any) -> str:
+    if isinstance(value, str):
+        found = EXPANSION.search(value)
+        return found[1] if found else ""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(unknown_in, parts)), "")
+
+
+def read_text(path: Path) -> str:
+    """Raises RecipeError if there is no such file, or it is no text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise RecipeError(Problem(str(path), "bytes that are no UTF-8 text", "a script or a YAML file")) from None
+    except OSError as error:
+        given = (error.strerror or str(error)).lower()
+        raise RecipeError(Problem(str(path), given, "a script or a YAML file that can be read")) from None
+
+
+# --- command lines ----------------------------------------------------------------------------------------------------
+
+
+def command_line(
+    path: Path, is_program: Callable[[str], bool], set_to: Mapping[str, str], environment: Mapping[str, str], what: str
+) -> tuple[list[Word], list[str]]:
+    """The arguments of the last command of a script that runs the program, and notes. what: the command, for errors.
+
+    Raises RecipeError if there is none.
+    """
+    script = read_script(read_text(path), environment, set_to)
+    found = list(_arguments(script, is_program, environment, set_to))
+    if not found:
+        given = f"{len(script.commands)} commands, none of which runs it"
+        raise RecipeError(Problem(str(path), given, f"a command such as `{what}`"))
+    notes = []
+    if len(found) > 1:
+        notes.append(f"the script runs it {len(found)} times: this is the last, on line {found[-1][0]}")
+    for word in script.undecided:
+        notes.append(f"line {word.line} may change {word.text}, in a branch: what it was before counts (or --set it)")
+    return found[-1][1], notes
+
+
+def _arguments(
+    script: Script, is_program: Callable[[str], bool], environment: Mapping[str, str], set_to: Mapping[str, str]
+) -> Iterator[tuple[int, list[Word]]]:
+    for command in script.commands:
+        at = next((i for i, word in enumerate(command) if is_program(word.text)), None)
+        if at is not None:
+            yield command[at].line, command[at + 1 :]
+            continue
+        for word in command:  # bash -c "python ..."
+            if " " in word.text and any(is_program(part) for part in word.text.split()):
+                inner = read_script(word.text, environment, set_to)
+                for line, words in _arguments(inner, is_program, environment, set_to):
+                    yield line + word.line - 1, [replace(one, line=one.line + word.line - 1) for one in words]
+
+
+def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:
+    """`key=value`, `+key=value`, `++key=value`, `~key` and `--config-name=...` as options."""
+    given: dict[str, Given] = {}
+    for word in words:
+        name, equals, text = word.text.strip().partition("=")
+        bare = name.lstrip("+")
+        if not bare:
+            continue
+        value = value_of(text) if equals else None
+        given[bare] = Given(bare, value, word.line)
+    return given
+
+
+def flags(words: Sequence[Word]) -> dict[str, Given]:
+    """`--name value ...`, `--name=value` and `--name` (true) as options, named with underscores. `--no_name` is another
+    option. What stands before all flags is an option of its own."""
+    given: dict[str, Given] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word.text):
+            flag, equals, text = word.text[2:].partition("=")
+            name = flag.replace("-", "_")
+            given[name] = Given(name, value_of(text) if equals else True, word.line)
+        elif not word.text.strip():
+            continue
+        elif not name or ELSEWHERE.fullmatch(word.text):
+            given[word.text] = Given(word.text, None if name else word.text, word.line)
+        else:
+            before, value = given[name].value, value_of(word.text)
+            several = before if isinstance(before, list) else [before]
+            given[name] = Given(name, value if before is True else [*several, value], given[name].line)
+    return given
+
+
+def value_of(text: str) -> Any:
+    """The value that YAML 1.2, and so Hydra, gives a text: a number, true, false, null, a list or a mapping; else the
+    text."""
+    if text in ("True", "False"):
+        return text == "True"
+    if re.fullmatch(r"\d+(_\d+)+", text):
+        return int(text)
+    if UNKNOWN in text and not text.startswith("["):
+        return text
+    try:
+        found = parse(text, str).tree
+    except RecipeError:
+        return text
+    if isinstance(found, str) or (found is None and text.lower() not in ("null", "~")):
+        return text if found is None or "#" in text else found
+    return found if isinstance(found, int | float | list | dict) or found is None else text
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def yaml_options(path: Path) -> dict[str, Given]:
+    """The values of a YAML file by their dotted paths; `${...}` that refer to the same file are resolved.
+
+    Raises RecipeError if it is no YAML, or no mapping.
+    """
+    document = parse(read_text(path), lambda line: f"{path}:{line}")
+    if document.problems:
+        raise RecipeError([problem for _, problem in document.problems])
+    if not isinstance(document.tree, dict):
+        raise RecipeError(Problem(str(path), "no mapping", "a YAML file of options"))
+    tree = document.tree
+    return {
+        name: Given(name, _resolved(value, name, tree), document.lines.get(name, 1))
+        for name, value in _leaves(tree, "")
+    }
+
+
+def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _resolved(value: Any, name: str, tree: Mapping[str, Any], depth: int = 0) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item, name, tree, depth) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(item, f"{name}.{key}", tree, depth) for key, item in value.items()}
+    if not isinstance(value, str) or "${" not in value or depth > REFERENCES_MAX:
+        return value
+    if whole := REFERENCE.fullmatch(value):
+        return _referred(whole[1], name, tree, depth)
+
+    def put(found: re.Match[str]) -> str:
+        return str(_referred(found[1], name, tree, depth))
+
+    inner = REFERENCE.sub(put, value)
+    return _resolved(inner, name, tree, depth + 1)
+
+
+def _referred(expression: str, name: str, tree: Mapping[str, Any], depth: int) -> Any:
+    """`a.b`, `.b` beside this option (`..b` one above), `oc.select:a.b,default`, and the default of
+    `oc.env:NAME,default`; else it stays, as not known."""
+    resolver, _, rest = expression.rpartition(":")
+    path, comma, default = (rest if resolver else expression).partition(",")
+    path = path.strip()
+    if resolver.strip() == "oc.env" and comma:
+        return value_of(default.strip())
+    if resolver.strip() not in ("", "oc.select"):
+        return f"{UNKNOWN}${{{expression}}}"
+    up = len(path) - len(path.lstrip("."))
+    above = name.split(".")[:-up] if up else []
+    keys = [*above, *path.lstrip(".").split(".")]
+    found: Any = tree
+    for key in keys:
+        if not isinstance(found, dict) or key not in found:
+            return value_of(default.strip().strip("\"'")) if comma else f"{UNKNOWN}${{{expression}}}"
+        found = found[key]
+    return _resolved(found, ".".join(keys), tree, depth + 1)

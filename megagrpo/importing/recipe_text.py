@@ -1,0 +1,137 @@
+"""A translated recipe as YAML with comments, its own problems, and a report of what became of each option."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.importing.options import unknown_in
+from megagrpo.importing.rows import NotKnownError
+from megagrpo.importing.shell import UNKNOWN
+from megagrpo.importing.translate import Field, Kind, Outcome, Translation, tree_of
+from megagrpo.recipe.load import load
+from megagrpo.recipe.yaml12 import to_text
+from megagrpo.section import broken_rules
+
+COMMENT_AT, WIDTH = 44, 120
+SECRET = re.compile(r"(api_key|wandb_key|password|secret|auth_token|hf_token)$")
+TITLES: dict[Kind, str] = {
+    "missing": "No counterpart",
+    "unknown": "Not known",
+    "same": "Nothing to write: so it is here by default, or it has no effect",
+    "translated": "Translated",
+}
+
+
+def recipe_text(translation: Translation) -> str:
+    """YAML: the fields, each with what it comes from; below them, what has not been translated."""
+    source, title = translation.configuration.path.name, translation.framework.title
+    lines = [
+        "# yaml-language-server: $schema=recipe.schema.json",
+        "#",
+        f"# From {source}, a configuration of {title}. Behind each field is the option that it comes from.",
+    ]
+    lines += _comment("Read this first:", translation.notes)
+    sources = {field.path: field.source for field in translation.fields}
+    tree = tree_of({field.path: field for field in translation.fields})
+    lines += _mapping(tree, 0, sources)
+    for kind in ("missing", "unknown"):
+        listed = [f"{shown(one)}: {one.why}" for one in translation.of_kind(kind)]
+        lines += ["", *_comment(f"{TITLES[kind]}:", listed)[1:]] if listed else []
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def recipe_problems(path: Path) -> list[Problem]:
+    """What is wrong with the recipe by itself, without its model and data."""
+    try:
+        loaded = load(path)
+    except RecipeError as error:
+        return list(error.problems)
+    return [loaded.places.located(problem) for problem in broken_rules(loaded.recipe)]
+
+
+def report(translation: Translation, problems: Sequence[Problem], output: str) -> str:
+    """What became of the options, for a terminal."""
+    counts = {kind: len(translation.of_kind(kind)) for kind in TITLES}
+    path = translation.configuration.path
+    lines = [
+        f"{len(translation.outcomes)} options of {path}: {counts['translated']} translated, {counts['same']} with "
+        f"nothing to write, {counts['missing']} without counterpart, {counts['unknown']} not known"
+    ]
+    for kind in ("missing", "unknown", "same"):
+        of_kind = translation.of_kind(kind)
+        if of_kind:
+            lines += ["", f"{TITLES[kind]}:", *(_line(one, path) for one in of_kind)]
+    if translation.notes:
+        lines += ["", "Read this:", *(_wrapped(note, "  ") for note in translation.notes)]
+    if problems:
+        lines += ["", f"Problems of the recipe, which `megagrpo plan {output}` says too:"]
+        lines += [f"  {line}" for problem in problems for line in str(problem).splitlines()]
+    return "\n".join(lines)
+
+
+def shown(outcome: Outcome) -> str:
+    """OPTION=VALUE, without the values of what looks like a secret."""
+    value = "..." if SECRET.search(outcome.option.lower()) else outcome.value
+    text = str(value).replace(UNKNOWN, "").replace("\n", " ")
+    return f"{outcome.option}={text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _line(outcome: Outcome, path: Path) -> str:
+    text = f"{path.name}:{outcome.line} {shown(outcome)}: {outcome.why}"
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _comment(title: str, items: Sequence[str]) -> list[str]:
+    if not items:
+        return []
+    lines = ["#", f"# {title}"]
+    for item in items:
+        text = " ".join(item.replace(UNKNOWN, "").split())
+        wrapped = textwrap.wrap(
+            text, WIDTH - 4, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        lines += [f"#   {line}" for line in wrapped]
+    return lines
+
+
+def _mapping(tree: dict[str, Any], depth: int, sources: dict[str, str]) -> Iterator[str]:
+    indent = "  " * depth
+    for key, value in tree.items():
+        name = to_text({key: None}).partition(":")[0] if not key.isidentifier() else key
+        if isinstance(value, Field):
+            yield from _field(f"{indent}{name}:", value, depth)
+        else:
+            if depth == 0:
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _mapping(value, depth + 1, sources)
+
+
+def _field(start: str, field: Field, depth: int) -> Iterator[str]:
+    if unknown_in(field.value):
+        raise NotKnownError(f"{field.path} from {field.source}")
+    several = isinstance(field.value, dict) or (
+        isinstance(field.value, list) and any(isinstance(item, dict) for item in field.value)
+    )
+    if several and field.value:
+        yield _with_source(start, field.source)
+        text = to_text(field.value)
+        yield textwrap.indent(text, "  " * (depth + 1)).rstrip("\n")
+    elif isinstance(field.value, list | dict):
+        inner = ", ".join(to_text([item]).removeprefix("- ").strip() for item in field.value)
+        yield _with_source(f"{start} [{inner}]" if isinstance(field.value, list) else f"{start} {{}}", field.source)
+    else:
+        yield _with_source(f"{start} {to_text({'x': field.value}).removeprefix('x: ').rstrip()}", field.source)
+
+
+def _with_source(start: str, source: str) -> str:
+    return f"{start.ljust(COMMENT_AT - 1)} # {source}"

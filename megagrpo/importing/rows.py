@@ -1,0 +1,199 @@
+"""What a row of a framework's table says of one option, and the shapes that rows have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.importing.options import Given, unknown_in
+
+ABSENT = object()
+"""In place of a default: the option does nothing unless it is given."""
+OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled")
+"""What says that a thing is off."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Fields of the recipe, by dotted paths; `*` in one stands for the option's last name. note: how they differ from
+    what the option means there. source: what they are from, if not from this option alone."""
+
+    fields: Mapping[str, Any]
+    note: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """There is nothing to write, because it is so here already or the option has no effect."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """There is nothing like it here: why, and what to do."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Together:
+    """It is in what other options write: those that read it."""
+
+
+Answer = Write | Nothing | Missing | Together
+
+
+class NotKnownError(Exception):
+    """A value that cannot be understood: it depends on another machine or file, or has another type."""
+
+
+class Options:
+    """The options of a configuration over a framework's defaults, by name."""
+
+    def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any]) -> None:
+        self.given, self.defaults = given, defaults
+        self.read: set[str] = set()
+        """Names that were looked up."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.defaults, **self.given})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def any_below(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self.given)
+
+    def __getitem__(self, name: str) -> Any:
+        """None if it is neither given nor has a default. Raises NotKnownError if its value is not known."""
+        self.read.add(name)
+        found = self.given.get(name)
+        value = found.value if found else self.defaults.get(name)
+        if unknown := unknown_in(value):
+            raise NotKnownError(
+                f"the value needs {unknown}, which is not known here: give one of both by --set NAME=VALUE"
+            )
+        if value == "???":
+            raise NotKnownError("it has no value (???)")
+        return value
+
+    def whole(self, name: str) -> int:
+        return whole(self[name])
+
+    def number(self, name: str) -> float:
+        return number(self[name])
+
+    def true(self, name: str) -> bool:
+        return truth(self[name])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One option. answer: from its value and all options. fields: of the recipe, as pages name them; default: theirs,
+    which stands where the option is not given; said: what differs, for pages."""
+
+    answer: Callable[[Any, Options], Answer]
+    fields: str = ""
+    default: Any = ABSENT
+    said: str = ""
+
+
+Table = Mapping[str, Row]
+"""Rows by options; `prefix.*` stands for all options that begin so and have no row of their own."""
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise NotKnownError(f"{value!r} is no whole number")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """An integer stays one, so that recipes are read as they were written."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise NotKnownError(f"{value!r} is no number")
+    return value
+
+
+def truth(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no"):
+        return value.lower() in ("true", "1", "yes")
+    if value in (None, 0, 1):
+        return bool(value)
+    raise NotKnownError(f"{value!r} is neither true nor false")
+
+
+def text(value: Any) -> str:
+    if isinstance(value, list | dict | bool) or value is None:
+        raise NotKnownError(f"{value!r} is no text")
+    return str(value)
+
+
+def texts(value: Any) -> list[str]:
+    return [text(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def picked(choices: Mapping[Any, Any], value: Any) -> Any:
+    """What the value chooses; None if it is none of the choices, or no single value at all."""
+    return None if isinstance(value, list | dict) else choices.get(value)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def to(field: str, of: Callable[[Any], Any], default: Any = ABSENT, said: str = "", off: Collection[Any] = ()) -> Row:
+    """The field gets the value. off: values that write nothing."""
+
+    def answer(value: Any, _: Options) -> Answer:
+        return Nothing("not set") if _among(value, off) else Write({field: of(value)})
+
+    return Row(answer, field, default, said)
+
+
+def chosen(
+    field: str, choices: Mapping[Any, Any], otherwise: str, default: Any = ABSENT, said: str = "", notes: Any = None
+) -> Row:
+    """The field gets what is chosen by the value. otherwise: why there is no counterpart to other values."""
+
+    def answer(value: Any, _: Options) -> Answer:
+        found = picked(choices, value)
+        if found is None:
+            return Missing(otherwise)
+        fields = found if isinstance(found, dict) else {field: found}
+        return Write(fields, (notes or {}).get(value, ""))
+
+    return Row(answer, field, default, said)
+
+
+def together(fields: str, default: Any = ABSENT, said: str = "") -> Row:
+    """Other options read it."""
+    return Row(lambda value, _: Together(), fields, default, said)
+
+
+def always(why: str, besides: str = "", values: Collection[Any] = (True, None)) -> Row:
+    """So it is here always. Values other than `values`, if `besides` says why, have no counterpart."""
+
+    def answer(value: Any, _: Options) -> Answer:
+        return Nothing(why) if not besides or _among(value, values) else Missing(besides)
+
+    return Row(answer, said=why)
+
+
+def missing(why: str, off: Collection[Any] = OFF) -> Row:
+    """No counterpart, unless the value is among `off`."""
+
+    def answer(value: Any, _: Options) -> Answer:
+        empty = isinstance(value, list | dict) and not value
+        return Nothing("as here") if empty or _among(value, off) else Missing(why)
+
+    return Row(answer, said=why)
+
+
+def _among(value: Any, values: Collection[Any]) -> bool:
+    """True is not 1, and False is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)

@@ -1,0 +1,220 @@
+"""From a configuration to the fields of a recipe, with an outcome for every option that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import pydantic
+
+from megagrpo.importing.options import Configuration
+from megagrpo.importing.rows import ABSENT, Missing, NotKnownError, Options, Row, Table, Together, Write
+from megagrpo.importing.shell import UNKNOWN
+from megagrpo.recipe.schema import Recipe
+
+Kind = Literal["translated", "same", "missing", "unknown"]
+"""same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one option that was given."""
+
+    option: str
+    value: Any
+    line: int
+    kind: Kind
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of the recipe, by its dotted path. source: where its value is from."""
+
+    path: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What is known of one framework. rest: fields that no single option gives, from all options and the fields so far,
+    each with its reason."""
+
+    name: str
+    title: str
+    table: Table
+    rest: Callable[[Options, Mapping[str, Any]], Mapping[str, tuple[Any, str]]]
+
+    def row(self, option: str) -> Row | None:
+        if option in self.table:
+            return self.table[option]
+        ends = [at + 1 for at, character in enumerate(option) if character in "._"]
+        patterns = [f"{option[:end]}*" for end in reversed(ends)] + [f"*.{option.rpartition('.')[2]}"]
+        return next((self.table[pattern] for pattern in patterns if pattern in self.table), None)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A recipe's fields in the order of its schema, and what became of every option."""
+
+    framework: Framework
+    configuration: Configuration
+    fields: Sequence[Field]
+    outcomes: Sequence[Outcome]
+    notes: Sequence[str] = ()
+
+    def of_kind(self, *kinds: Kind) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.kind in kinds]
+
+
+@dataclass
+class _Written:
+    """Fields as rows write them: the first to write a field decides; lists are joined."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    readers: dict[str, set[str]] = field(default_factory=dict)
+    """Options that decided about each field."""
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, path: str, value: Any, source: str) -> str:
+        """Writes it, unless another value is there: then what that is from."""
+        before = self.values.get(path)
+        if path not in self.values:
+            self.values[path] = value
+        elif isinstance(before, list) and isinstance(value, list):
+            self.values[path] = before + [item for item in value if item not in before]
+        elif before != value:
+            return ", ".join(self.sources[path])
+        self.sources.setdefault(path, []).append(source)
+        return ""
+
+
+def translate(framework: Framework, configuration: Configuration, name: str) -> Translation:
+    """name: the recipe's, where the configuration gives none."""
+    given, written, answers = configuration.given, _Written(), dict[str, Write | Together | Outcome]()
+    defaults = {option: row.default for option, row in framework.table.items() if row.default is not ABSENT}
+    options = Options(given, defaults)
+    for option in sorted(options, key=lambda one: one not in given):  # what is given decides before defaults
+        options.read = set()
+        answered = _answer(framework, options, option)
+        if option in given:
+            answers[option] = answered
+        elif not isinstance(answered, Write):
+            continue
+        if isinstance(answered, Write):
+            source = answered.source or (option if option in given else f"{framework.title}'s default of {option}")
+            for path, value in answered.fields.items():
+                written.readers.setdefault(path, set()).update(options.read)
+                if (others := written.put(path, value, source)) and option in given:
+                    why = f"{others} gives {path} another value, which counts"
+                    answers[option] = Outcome(option, given[option].value, given[option].line, "missing", why)
+            if answered.note and option in given:
+                written.notes.append(f"{option}: {answered.note}")
+    try:
+        rest = framework.rest(options, written.values)
+    except NotKnownError as error:
+        rest = {}
+        written.notes.append(f"what depends on several options is left out: {error}")
+    for path, (value, why) in rest.items():
+        if path not in written.values:
+            written.put(path, value, why)
+            written.readers[path] = {option for option in given if option in why.split()}
+    if "name" not in written.values:
+        written.put("name", name, "the file's name")
+    kept = _without_defaults(written.values)
+    for option, answer in answers.items():
+        if isinstance(answer, Together):
+            paths = [path for path in kept if option in written.readers.get(path, ())]
+            answers[option] = Write(dict.fromkeys(paths))
+            for path in paths:
+                if not any(option in source.split() for source in written.sources[path]):
+                    written.sources[path].append(option)
+    outcomes = [_outcome(given[option].line, option, given[option].value, answers[option], kept) for option in given]
+    fields = [Field(path, value, ", ".join(written.sources[path])) for path, value in _in_order(kept)]
+    return Translation(framework, configuration, fields, outcomes, [*configuration.notes, *written.notes])
+
+
+def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings from dotted paths."""
+    tree: dict[str, Any] = {}
+    for path, value in fields.items():
+        *above, last = path.split(".")
+        section = tree
+        for key in above:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return tree
+
+
+def _answer(framework: Framework, options: Options, option: str) -> Write | Together | Outcome:
+    row = framework.row(option)
+    found = options.given.get(option)
+    line, value = (found.line, found.value) if found else (0, None)
+
+    def outcome(kind: Kind, why: str) -> Outcome:
+        return Outcome(option, value, line, kind, why)
+
+    if row is None:
+        elsewhere = "it is set in another file: look there, and add what it has"
+        unlisted = f"no such option of {framework.title} is known here"
+        return outcome("unknown", elsewhere if UNKNOWN in option else unlisted)
+    try:
+        answer = row.answer(options[option], options)
+    except NotKnownError as error:
+        return outcome("unknown", str(error))
+    if isinstance(answer, Write):
+        last = option.rpartition(".")[2]
+        fields = {path.replace("*", last): value for path, value in answer.fields.items()}
+        return Write(fields, answer.note, answer.source)
+    if isinstance(answer, Together):
+        return answer
+    return outcome("missing" if isinstance(answer, Missing) else "same", answer.why)
+
+
+def _outcome(
+    line: int, option: str, value: Any, answer: Write | Together | Outcome, kept: Mapping[str, Any]
+) -> Outcome:
+    if isinstance(answer, Outcome):
+        return answer
+    paths = list(answer.fields) if isinstance(answer, Write) else []
+    if stays := [path for path in paths if path in kept]:
+        return Outcome(option, value, line, "translated", ", ".join(stays))
+    why = f"{', '.join(paths)} is so by default" if paths else "it changes nothing here"
+    return Outcome(option, value, line, "same", why)
+
+
+def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those without which another recipe would be read. All, if they are none yet."""
+    whole = _recipe(fields)
+    kept = dict(fields)
+    if whole is None:
+        return kept
+    for path in fields:
+        fewer = {at: value for at, value in kept.items() if at != path}
+        if _recipe(fewer) == whole:
+            kept = fewer
+    return kept
+
+
+def _recipe(fields: Mapping[str, Any]) -> Recipe | None:
+    try:
+        return Recipe.model_validate(tree_of(fields))
+    except pydantic.ValidationError:
+        return None
+
+
+def _in_order(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """By the schema's order of sections, and of the fields in each."""
+
+    def place(path: str) -> list[int]:
+        places, model = list[int](), cast(Any, Recipe)
+        for key in path.split("."):
+            fields = getattr(model, "model_fields", {})
+            places.append(list(fields).index(key) if key in fields else len(fields))
+            model = fields[key].annotation if key in fields else None
+        return places
+
+    return sorted(fields.items(), key=lambda item: place(item[0]))

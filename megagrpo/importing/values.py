@@ -1,0 +1,64 @@
+"""What several frameworks say in the same way: names, entries of data, layouts, microbatches, warm-ups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from megagrpo.importing.rows import Answer, Missing, Write, text, whole
+
+FULL_RECOMPUTE = "full"
+MICROBATCH_TOKENS = 16384
+"""Most tokens that a number of responses in a microbatch becomes: results do not depend on it, memory does."""
+PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
+
+
+def run_name(value: Any) -> str:
+    """A name that a run may have: others' characters become underscores."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip("._-")[:100] or "imported"
+
+
+def set_name(path: str) -> str:
+    """A name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
+    file = PurePosixPath(path)
+    stem = file.name.split(".")[0]
+    named = file.parent.name if stem.lower() in PLAIN_NAMES and file.parent.name else stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", named).strip("_-") or "held_out"
+
+
+def data_entries(paths: Sequence[str], columns: Mapping[str, Any], amount: Any = None) -> list[dict[str, Any]]:
+    """Entries of data.train, or of a set's files. amount: rows of each; none or below 0: all."""
+    own: dict[str, Any] = {"columns": dict(columns)} if columns else {}
+    if amount is not None and (isinstance(amount, float) or whole(amount) > 0):
+        own["amount"] = amount
+    return [{"path": path, **own} for path in paths]
+
+
+def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | None = None) -> Answer:
+    """Data ranks and engines on `gpus` GPUs that both use in turn. sizes: of tensor, pipeline and context; engine: GPUs
+    of one engine. engines: if they have GPUs of their own."""
+    each = 1
+    for size in sizes.values():
+        each *= size
+    if gpus % each:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        return Missing(f"{gpus} GPUs are no multiple of {product}: give train.layout")
+    if engines is None and gpus % engine:
+        return Missing(f"{gpus} GPUs are no multiple of engines of {engine}: give rollout.engines")
+    return Write({"train.layout.data": gpus // each, "rollout.engines": engines or gpus // engine})
+
+
+def microbatches(longest: int) -> tuple[int, str]:
+    """Tokens of a microbatch that holds the longest sequence, and why."""
+    return max(longest, 8192), "as many as the longest sequence, at least"
+
+
+def warmup(share: float, steps: Any) -> Answer:
+    """Steps of a warm-up that is a share of all. steps: None if they are not known before the data is counted."""
+    if not share:
+        return Write({"train.optimizer.warmup_steps": 0})
+    if steps is None:
+        return Missing(f"a share of all steps ({share:g}): give their number in train.optimizer.warmup_steps")
+    return Write({"train.optimizer.warmup_steps": round(share * whole(steps))})

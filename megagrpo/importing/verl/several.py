@@ -1,0 +1,444 @@
+"""What several of verl's options say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megagrpo.importing.rows import (
+    OFF,
+    Answer,
+    Missing,
+    Nothing,
+    NotKnownError,
+    Options,
+    Row,
+    Write,
+    number,
+    picked,
+    text,
+    texts,
+    truth,
+    whole,
+)
+from megagrpo.importing.values import (
+    FULL_RECOMPUTE,
+    MICROBATCH_TOKENS,
+    data_entries,
+    layout_of,
+    microbatches,
+    set_name,
+    warmup,
+)
+
+ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+TRANSFORMER = f"{MEGATRON}.override_transformer_config"
+REWARDS: dict[str, list[dict[str, Any]]] = {
+    "openai/gsm8k": [{"function": "gsm8k"}],
+    "lighteval/MATH": [{"function": "strict_math"}],
+    "DigitalLearningGmbH/MATH-lighteval": [{"function": "strict_math"}],
+    "HuggingFaceH4/MATH-500": [{"function": "strict_math"}],
+    "math*": [{"function": "math"}],
+    "aime*": [{"function": "math"}],
+    "numina_*": [{"function": "math"}],
+    "searchR1_*": [{"function": "search_answer"}],
+}
+"""What default_compute_score of verl chooses by a row's data_source, but for programs and images."""
+ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
+MULTI_TURN = "turns with tools are an agent here: write an `agent` section, see docs/agents.md"
+WITH_IMAGES = "models here read text only"
+PACKED = "sequences are always packed without padding"
+VLLM = "engines are SGLang's: give arguments of its servers in rollout.sglang"
+
+
+def longest(options: Options) -> int:
+    return options.whole("data.max_prompt_length") + options.whole("data.max_response_length")
+
+
+def in_loss(options: Options) -> bool:
+    return options.true(f"{ACTOR}.use_kl_loss") and options.number(f"{ACTOR}.kl_loss_coef") > 0
+
+
+def in_reward(options: Options) -> bool:
+    used, coefficient = options.true("algorithm.use_kl_in_reward"), options.number("algorithm.kl_ctrl.kl_coef")
+    return used and coefficient > 0 and not in_loss(options)
+
+
+def is_megatron(options: Options) -> bool:
+    named = [options[name] for name in ("--config-name", f"{ACTOR}.strategy") if name in options]
+    return options.any_below(f"{MEGATRON}.") or any("megatron" in str(name) for name in named)
+
+
+def gpus(options: Options) -> int:
+    return options.whole("trainer.nnodes") * options.whole("trainer.n_gpus_per_node")
+
+
+def clip(side: str, field: str) -> Row:
+    def answer(value: Any, options: Options) -> Answer:
+        if options[f"{ACTOR}.policy_loss.loss_mode"] in ("sapo", "gpg", "kl_cov"):
+            return Nothing("this loss does not clip")
+        bound = number(options[f"{ACTOR}.clip_ratio"] if value is None else value)
+        return Write({field: min(bound, 1) if side == "low" else bound})
+
+    said = "ratios are at least 0, so 1 is as low as any larger bound" if side == "low" else ""
+    return Row(answer, field, 0.2, said)
+
+
+def dual_clip(value: Any, options: Options) -> Answer:
+    if options[f"{ACTOR}.policy_loss.loss_mode"] not in ("vanilla", "clip_cov"):
+        return Nothing("only its losses vanilla and clip_cov read it")
+    return Write({"algorithm.loss.dual_clip": number(value)})
+
+
+def of_loss(mode: str, field: str, default: Any) -> Row:
+    def answer(value: Any, options: Options) -> Answer:
+        used = options[f"{ACTOR}.policy_loss.loss_mode"] == mode
+        return Write({field: number(value)}) if used else Nothing(f"only its loss {mode} reads it")
+
+    return Row(answer, field, default)
+
+
+def kl_part(placement: str, field: str, default: Any) -> Row:
+    """coefficient or estimator, where the penalty is placed so."""
+
+    def answer(value: Any, options: Options) -> Answer:
+        used = in_loss(options) if placement == "loss" else in_reward(options)
+        if not used:
+            return Nothing(f"there is no KL penalty in the {placement}")
+        if field.endswith("coefficient"):
+            return Write({field: number(value)})
+        name = text(value)
+        found = ESTIMATORS.get(name.rstrip("+"))
+        if found is None:
+            return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
+        if found == "k1" and placement == "loss" and not name.endswith("+"):
+            return Missing("k1 has no gradient in expectation as a term of the loss; the recipe has k3")
+        through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
+        return Write({field: found, **through})
+
+    return Row(answer, field, default)
+
+
+def kl_in_reward(value: Any, options: Options) -> Answer:
+    if truth(value) and in_loss(options):
+        return Missing("the penalty has one place here: it is in the loss; or write algorithm.kl.placement: reward")
+    return Write({"algorithm.kl.placement": "reward"}) if in_reward(options) else Nothing("no penalty in the reward")
+
+
+def adaptive(value: Any, options: Options) -> Answer:
+    if not in_reward(options) or options["algorithm.kl_ctrl.type"] != "adaptive":
+        return Nothing("its coefficient is fixed")
+    return Write({"algorithm.kl.target": number(value)})
+
+
+def horizon(value: Any, options: Options) -> Answer:
+    if not in_reward(options) or options["algorithm.kl_ctrl.type"] != "adaptive":
+        return Nothing("its coefficient is fixed")
+    return Write({"algorithm.kl.horizon": whole(value)})
+
+
+def std(value: Any, options: Options) -> Answer:
+    if options["algorithm.adv_estimator"] not in ("grpo", "grpo_vectorized", "grpo_passk"):
+        return Nothing("only GRPO's advantages read it")
+    return Write({"algorithm.advantage.standard_deviation": "sample" if truth(value) else "none"})
+
+
+def discount(field: str) -> Row:
+    def answer(value: Any, options: Options) -> Answer:
+        names = ("gae", "reinforce_plus_plus") if field.endswith("discount") else ("gae",)
+        used = options["algorithm.adv_estimator"] in names
+        return Write({field: number(value)}) if used else Nothing("this advantage does not discount")
+
+    return Row(answer, field, 1.0)
+
+
+def of_critic(field: str, of: Any, default: Any) -> Row:
+    def answer(value: Any, options: Options) -> Answer:
+        used = options["algorithm.adv_estimator"] == "gae"
+        return Write({field: of(value)}) if used else Nothing("there is no critic: only gae has one")
+
+    return Row(answer, field, default)
+
+
+def minibatches(value: Any, options: Options) -> Answer:
+    batch, mini = options.whole("data.train_batch_size"), whole(value)
+    if batch % mini:
+        return Missing(f"{batch} prompts are no multiple of {mini}: minibatches have equal sizes here")
+    return Write({"algorithm.minibatches": batch // mini})
+
+
+def tokens_of_microbatch(value: Any, options: Options) -> Answer:
+    if not options.true(f"{ACTOR}.use_dynamic_bsz"):
+        return Nothing("use_dynamic_bsz is false, so it has no effect")
+    return Write({"train.tokens_per_microbatch": max(whole(value), -(-longest(options) // context(options)))})
+
+
+def responses_of_microbatch(value: Any, options: Options) -> Answer:
+    if options.true(f"{ACTOR}.use_dynamic_bsz"):
+        return Nothing("use_dynamic_bsz is true, so it has no effect")
+    most = longest(options)
+    tokens = max(most, min(most * whole(value), MICROBATCH_TOKENS))
+    note = f"microbatches are counted in tokens here, not in responses: {tokens}; results do not depend on it"
+    return Write({"train.tokens_per_microbatch": -(-tokens // context(options))}, note)
+
+
+def logprob_tokens(value: Any, options: Options) -> Answer:
+    passes = in_loss(options) or in_reward(options) or updates(options) > 1
+    if not options.true(f"{ACTOR}.use_dynamic_bsz") or not passes:
+        return Nothing("it would have no effect")
+    trained = max(options.whole(f"{ACTOR}.ppo_max_token_len_per_gpu"), -(-longest(options) // context(options)))
+    several = whole(value) // trained
+    if several < 2:
+        return Nothing("as many as with gradients, as here")
+    return Write({"train.logprob_tokens_per_microbatch": several * trained})
+
+
+def updates(options: Options) -> int:
+    """Optimizer steps of a step."""
+    mini = options.whole(f"{ACTOR}.ppo_mini_batch_size")
+    return options.whole("data.train_batch_size") // mini * options.whole(f"{ACTOR}.ppo_epochs")
+
+
+def context(options: Options) -> int:
+    if is_megatron(options):
+        return options.whole(f"{MEGATRON}.context_parallel_size")
+    return options.whole(f"{ACTOR}.ulysses_sequence_parallel_size")
+
+
+def nodes(value: Any, options: Options) -> Answer:
+    sizes = {"context": context(options)}
+    if is_megatron(options):
+        sizes["tensor"] = options.whole(f"{MEGATRON}.tensor_model_parallel_size")
+        sizes["pipeline"] = options.whole(f"{MEGATRON}.pipeline_model_parallel_size")
+    engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
+    found = layout_of(gpus(options), sizes, engine)
+    if not isinstance(found, Write):
+        return found
+    source = f"{gpus(options)} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
+    if is_megatron(options):
+        return Write(found.fields, source=source)
+    note = (
+        "verl's FSDP splits the weights over all GPUs; here every data rank has them whole, unless tensor or pipeline "
+        "split them: `megagrpo plan RECIPE --search` finds a layout that fits"
+    )
+    return Write(found.fields, note, source)
+
+
+def ulysses(value: Any, options: Options) -> Answer:
+    if whole(value) == 1:
+        return Nothing("sequences are not split, as here")
+    note = "sequences are split over context ranks, by attention in a ring: ranks need not divide the heads"
+    return Write({"train.layout.context": whole(value)}, note)
+
+
+def offloaded(part: str) -> Row:
+    def answer(value: Any, options: Options) -> Answer:
+        if not truth(value):
+            return Nothing("it stays on the GPU, as here")
+        if part == "reference" and not in_loss(options) and not in_reward(options):
+            return Nothing("without a KL penalty there is no reference policy here")
+        return Write({"train.offload": [part]})
+
+    return Row(answer, "train.offload")
+
+
+def engine(value: Any, options: Options) -> Answer:
+    name = text(value)
+    if name == "hf":
+        return Write({"rollout.engine": "transformers"})
+    note = (
+        "" if name == "sglang" else f"verl samples with {name}; here SGLang does: give its arguments in rollout.sglang"
+    )
+    return Write({"rollout.engine": "sglang"}, note)
+
+
+def memory_share(value: Any, options: Options) -> Answer:
+    note = "SGLang's share is of weights and keys and values together; lower it if `megagrpo plan` says it does not fit"
+    return Write({"rollout.sglang.mem_fraction_static": float(number(value))}, note)
+
+
+def train_files(value: Any, options: Options) -> Answer:
+    return Write({"data.train": data_entries(texts(value), columns(options), options["data.train_max_samples"])})
+
+
+def val_files(value: Any, options: Options) -> Answer:
+    if options.whole("trainer.test_freq") <= 0 and not options.true("trainer.val_before_train"):
+        return Nothing("it never evaluates: test_freq and val_before_train are off")
+    sets: dict[str, list[str]] = {}
+    for file in texts(value):
+        sets.setdefault(set_name(file), []).append(file)
+    amount = options["data.val_max_samples"]
+    named = {name: {"files": data_entries(files, columns(options), amount)} for name, files in sets.items()}
+    return Write({"eval.sets": named})
+
+
+def columns(options: Options) -> dict[str, Any]:
+    prompt, source = text(options["data.prompt_key"]), text(options["data.reward_fn_key"])
+    own = {"prompt": prompt} if prompt != "prompt" else {}
+    return own | ({"data_source": source} if source != "data_source" else {})
+
+
+def overlong_prompts(value: Any, options: Options) -> Answer:
+    if options.true("data.filter_overlong_prompts"):
+        return Nothing("filter_overlong_prompts leaves longer prompts out, as here")
+    kind = picked({"error": "error", "left": "truncate_left"}, value)
+    if kind is None:
+        return Missing("prompts are cut on the left here, left out, or an error: data.overlong_prompts")
+    return Write({"data.overlong_prompts": kind})
+
+
+def sampled(field: str, of: Any, default: Any) -> Row:
+    """A setting of evaluation that greedy decoding does not have."""
+
+    def answer(value: Any, options: Options) -> Answer:
+        greedy = (
+            not options.true(f"{ROLLOUT}.val_kwargs.do_sample")
+            or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0
+        )
+        return Nothing("evaluation is greedy") if greedy else Write({field: of(value)})
+
+    return Row(answer, field, default)
+
+
+def evaluated_each(value: Any, options: Options) -> Answer:
+    every = whole(value)
+    if every > 0:
+        return Write({"eval.every_steps": every})
+    if not options.true("trainer.val_before_train"):
+        return Nothing("it never evaluates: without eval.sets, as here")
+    return Write(
+        {"eval.every_steps": 10**9}, "verl evaluates before training only; here the last step is evaluated, too"
+    )
+
+
+def saved_each(value: Any, options: Options) -> Answer:
+    if whole(value) > 0:
+        return Write({"checkpoint.every_steps": whole(value)})
+    return Missing(
+        "a run saves its last step always, and can continue from its checkpoints: every 50 steps, unless said"
+    )
+
+
+def warmup_share(value: Any, options: Options) -> Answer:
+    given = options[f"{ACTOR}.optim.lr_warmup_steps"]
+    if number(value) == 0 or (given is not None and whole(given) >= 0):
+        return Nothing("lr_warmup_steps is given, or there is no warm-up")
+    return warmup(number(value), options["trainer.total_training_steps"])
+
+
+def length(value: Any, options: Options) -> Answer:
+    if options["trainer.total_training_steps"] is not None:
+        return Nothing("total_training_steps is given, and counts")
+    return Write({"train.total_epochs": whole(value)})
+
+
+def least_rate(value: Any, options: Options) -> Answer:
+    share = number(value or 0)
+    if not share:
+        return Nothing("0, as here")
+    return Write({"train.optimizer.min_lr": share * options.number(f"{ACTOR}.optim.lr")})
+
+
+def betas(value: Any, options: Options) -> Answer:
+    if not isinstance(value, list) or len(value) != 2:
+        raise NotKnownError(f"{value!r} is no pair of numbers")
+    return Write({"train.optimizer.beta1": number(value[0]), "train.optimizer.beta2": number(value[1])})
+
+
+def loggers(value: Any, options: Options) -> Answer:
+    project, fields, others = text(options["trainer.project_name"]), dict[str, Any](), list[str]()
+    for name in texts(value):
+        if name == "wandb":
+            fields["track.wandb.project"] = project
+        elif name == "mlflow":
+            fields["track.mlflow.experiment"] = project
+        elif name == "tensorboard":
+            fields["track.tensorboard"] = True
+        elif name not in ("console", "file"):
+            others.append(name)
+    if others and not fields:
+        return Missing(f"trackers here are MLflow, W&B, TensorBoard and files, not {', '.join(others)}")
+    if not fields:
+        return Nothing("console, files and MLflow are always there, as track says")
+    return Write(fields, f"no counterpart to {', '.join(others)}" if others else "")
+
+
+def reward_file(value: Any, options: Options) -> Answer:
+    name = options["custom_reward_function.name"] or options["reward.custom_reward_function.name"]
+    if value is None:
+        return Nothing("rewards by data_source")
+    return Write({"reward.functions": [{"function": f"{text(value)}:{text(name)}"}]})
+
+
+def overlong(field: str, of: Any) -> Row:
+    below = ("reward_model.reward_kwargs", "reward.reward_kwargs")
+
+    def answer(value: Any, options: Options) -> Answer:
+        on = [options[f"{prefix}.overlong_buffer_cfg.enable"] for prefix in below]
+        used = any(truth(one) for one in on if one is not None)
+        return Write({field: of(value)}) if used else Nothing("overlong_buffer_cfg.enable is false")
+
+    return Row(answer, field)
+
+
+def lora_rank(value: Any, options: Options) -> Answer:
+    return Write({"train.lora.rank": whole(value)}) if value else Nothing("no adapters")
+
+
+def lora_alpha(value: Any, options: Options) -> Answer:
+    rank = options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"]
+    return Write({"train.lora.alpha": number(value)}) if rank else Nothing("no adapters")
+
+
+def lora_targets(value: Any, options: Options) -> Answer:
+    rank = options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"]
+    if not rank or value == "all-linear":
+        return Nothing("all linear layers, as here" if rank else "no adapters")
+    fused = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]}
+    fused |= {"linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}
+    return Write({"train.lora.targets": [one for name in texts(value) for one in fused.get(name, [name])]})
+
+
+def importance(value: Any, options: Options) -> Answer:
+    if value in OFF:
+        return Nothing("no weights")
+    threshold = options["algorithm.rollout_correction.rollout_is_threshold"]
+    return Write({"algorithm.correction.weights": {"name": text(value), "high": number(threshold)}})
+
+
+def recompute(value: Any, options: Options) -> Answer:
+    if value in OFF:
+        return Nothing("nothing is computed again")
+    if value == "selective":
+        modules = options[f"{TRANSFORMER}.recompute_modules"] or ["core_attn"]
+        return Write({"train.recompute": {"modules": texts(modules)} if modules != ["core_attn"] else "selective"})
+    layers, method = options[f"{TRANSFORMER}.recompute_num_layers"], options[f"{TRANSFORMER}.recompute_method"]
+    return Write({"train.recompute": {"layers": whole(layers)} if method == "block" and layers else "full"})
+
+
+def checkpointing(value: Any, options: Options) -> Answer:
+    if is_megatron(options):
+        return Nothing("with Megatron recompute_granularity counts")
+    return Write({"train.recompute": FULL_RECOMPUTE}) if truth(value) else Nothing("nothing is computed again")
+
+
+def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {"cluster.device": ("cuda", "verl runs on GPUs")}
+    if fields.get("rollout.engine", "sglang") == "sglang":
+        found["rollout.engine"] = ("sglang", "what samples on GPUs")
+        found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
+    if "reward.functions" not in fields:
+        found["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")
+    tokens = fields.get("train.tokens_per_microbatch")
+    if tokens is None:
+        least = -(-longest(options) // context(options))
+        found["train.tokens_per_microbatch"] = microbatches(least)
+    return found

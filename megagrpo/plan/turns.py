@@ -1,0 +1,134 @@
+"""What an agent's rollouts do between answers, and what that makes of an engine's time: they wait for tools, and each
+turn reads what is new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megagrpo.plan.assumptions import Assumptions, Lengths
+from megagrpo.plan.communication import Seconds
+from megagrpo.plan.engine import POINTS, EngineSpeed
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.rollout import RolloutConfig
+
+HALVINGS = 40
+"""Times that the range is halved in which the number of answers that are decoded at once is looked for."""
+
+
+def keeps_prefixes(rollout: RolloutConfig) -> bool:
+    """Whether engines find in their cache what an earlier request has read: SGLang's radix cache."""
+    return rollout.engine != "transformers" and not (rollout.sglang.model_extra or {}).get("disable_radix_cache")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The rollouts on one engine, and their turns. Tokens and seconds are means over turns."""
+
+    conversations: float
+    """Rollouts that have begun and not ended."""
+
+    slots: float
+    """Answers that the engine decodes at once."""
+
+    tokens: float
+    """Sampled."""
+
+    new: float
+    """Tokens before an answer that no engine has seen: results of tools, and what the template writes around them."""
+
+    again: float
+    """Tokens before an answer whose keys and values are not in the engine's cache any more."""
+
+    history: float
+    """Tokens of a conversation when a turn begins."""
+
+    wait: float
+    """Seconds in which tools and the agent work, from an answer to the next request."""
+
+    reuse: float
+    """Share of the tokens of histories that are found in the cache."""
+
+    cached: float
+    """Conversations that the cache has room for, at most all."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, lengths: Lengths, assumed: Assumptions, engines: int, slots: float, cache_tokens: float
+    ) -> Turns | None:
+        """None without an agent. slots: of an engine. cache_tokens: what its cache holds; 0 if it keeps nothing from
+        one request to the next.
+
+        If not all conversations fit into the cache, the histories of those that fit are taken to be found.
+        """
+        if recipe.agent is None:
+            return None
+        of_engine = recipe.prompts_at_once * recipe.rollout.samples_per_prompt / engines
+        conversations = max(1.0, min(recipe.agent.rollouts_at_once / engines, of_engine))
+        turns, growth = lengths.turns, 1 + lengths.given
+        whole = lengths.prompt + lengths.response * growth
+        history = (lengths.prompt + whole) / 2
+        cached = min(conversations, cache_tokens / history)
+        reuse = assumed.prefix_share * cached / conversations
+        later = (turns - 1) / turns  # the first turn reads the prompt
+        return cls(
+            conversations=conversations,
+            slots=slots,
+            tokens=lengths.turn,
+            new=lengths.response * lengths.given / turns,
+            again=later * (1 - reuse) * history,
+            history=history,
+            wait=assumed.tool_seconds * later,
+            reuse=reuse,
+            cached=cached,
+        )
+
+    def pace(self, engine: EngineSpeed, running: float, context: float) -> tuple[float, float, float]:
+        """Seconds in which each of `running` conversations gets one sampled token, with `context` tokens before it: in
+        which it is decoded, in which the engine reads for other conversations, and in which it waits, for its tools or
+        for a place among what is decoded."""
+        read = self.read_seconds(engine) / self.tokens
+
+        def of_token(batch: float) -> float:
+            return engine.decode_seconds(batch, context) + batch * read
+
+        # As many are decoded as the others, which wait for tools, leave over: the more, the longer an answer takes.
+        low, high = 0.0, min(running, self.slots)
+        for _ in range(HALVINGS if self.wait else 0):
+            batch = (low + high) / 2
+            seconds = self.tokens * of_token(max(1.0, batch))
+            low, high = (batch, high) if running * seconds / (seconds + self.wait) > batch else (low, batch)
+        batch = max(1.0, high) if running > 1 else 1.0
+        decoded, reading = engine.decode_seconds(batch, context), batch * read
+        whole = max(running / batch * (decoded + reading), decoded + reading + self.wait / self.tokens)
+        return decoded, reading, whole - decoded - reading
+
+    def read_seconds(self, engine: EngineSpeed) -> float:
+        """What is new to the engine before a turn, behind a history."""
+        if not (tokens := self.new + self.again):
+            return 0.0
+        return engine.prefill_seconds(tokens, tokens**2 + 2 * tokens * max(0.0, self.history - self.again), 1)
+
+
+@lru_cache(maxsize=4096)
+def agents_seconds(engine: EngineSpeed, lengths: Lengths, turns: Turns, prompts: int, samples: int) -> Seconds:
+    """As `rollout_seconds` of plan/engine.py, for rollouts of several turns: full until no rollout waits, then the rest
+    of those that have begun."""
+    rollouts, growth = float(prompts * samples), 1 + lengths.given
+    running = min(rollouts, turns.conversations)
+    underway = lengths.prompt + growth * lengths.response_square / (2 * lengths.response)
+    steps = [(lengths.response * (rollouts - running) / running, running, underway)]
+    width = lengths.longest / POINTS
+    for point in range(POINTS):
+        decoded = (point + 0.5) * width
+        steps.append((width, max(1.0, running * lengths.alive(decoded)), lengths.prompt + growth * decoded))
+    seconds = {"prompts": engine.prefill_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2, prompts)}
+    for name, chosen in (("full batches", steps[:1]), ("last batch", steps[1:])):
+        paces = [(tokens, turns.pace(engine, alive, context)) for tokens, alive, context in chosen]
+        decoding, reading, waiting = (sum(tokens * pace[part] for tokens, pace in paces) for part in range(3))
+        seconds |= {
+            name: decoding,
+            "reading turns": seconds.get("reading turns", 0.0) + reading,
+            "waiting for tools": seconds.get("waiting for tools", 0.0) + waiting,
+        }
+    return seconds

@@ -1,0 +1,262 @@
+"""Each row's verifiers on the row's own ground truth: a right response must get full marks, and a wrong one must not.
+
+Right responses are made by the verifiers themselves (reward/solutions.py), as far as they can be. Wrong are an empty
+response, and the right responses of other rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megagrpo.data.files import place
+from megagrpo.data.locations import files_of
+from megagrpo.data.mixture import Mixture, file_labels, permutation
+from megagrpo.data.prompts import load_prompts
+from megagrpo.errors import DataError, MegagrpoError, Problem, brief
+from megagrpo.preflight.data import sources_of
+from megagrpo.progress import progress
+from megagrpo.recipe.defaults import own_rewards
+from megagrpo.recipe.schema import DataFileConfig, Recipe, RewardConfig, RewardFunctionConfig
+from megagrpo.recipe.schema.data import DecontaminateConfig
+from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
+from megagrpo.reward.scorer import Scorer
+from megagrpo.reward.solutions import FORM, Solution, solution_of
+from megagrpo.types import Group, Prompt, Sample
+
+AT_ONCE = 256
+WORKERS_MAX = 4
+SAMPLE, SAMPLE_SECONDS = 32, 30
+"""Prompts of a run that are checked at its start, and how long that may take."""
+FULL_MARKS = 1 - 1e-6
+OTHERS = 3
+"""Right responses of so many other rows are tried before a row is said to take a wrong one for right."""
+
+
+@dataclass
+class Checked:
+    """What was found. By function: `unchecked`, rows with which it is not called; `only_empty`, rows for which no right
+    response is known, so that an empty one alone is tried."""
+
+    rows: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: Counter[str] = field(default_factory=Counter)
+    only_empty: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)  # of prompts, in tokens
+
+    def lines(self) -> Iterator[str]:
+        """What was checked, in a line each."""
+        if self.lengths:
+            middle, longest = np.percentile(self.lengths, [50, 100])
+            yield f"{self.rows} rows checked, of {middle:.0f} tokens in the middle and {longest:.0f} at most"
+        for name, count in self.unchecked.items():
+            yield f"{name} is not called but in a run: {count} rows are not checked with it"
+        for name, count in self.only_empty.items():
+            yield f"{name} makes no right response of its own: {count} rows are checked with an empty one alone"
+
+
+class TimeIsUpError(MegagrpoError):
+    """A check has taken as long as it may."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """The check of data.train or of one evaluation set: what became of its files, and of its rows."""
+
+    name: str
+    mixture: Mixture[Prompt] | None  # None: files could not be read, as the problems say
+    checked: Checked
+
+
+def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None) -> Iterator[Section]:
+    """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all."""
+    asked = [file for files in recipe.eval.files_of_sets().values() for file in files]
+    held_out = [file for file in asked if sources_of([file])]  # others are named with their set
+    own = own_rewards(recipe)
+    sections: dict[str, tuple[list[DataFileConfig], RewardConfig, list[DataFileConfig] | None]]
+    sections = {"data.train": (recipe.data.train, recipe.reward, held_out)}
+    for name, files in recipe.eval.files_of_sets().items():
+        sections[f"eval.sets.{name}"] = (list(files), own.get(name, recipe.reward), None)
+    told = (recipe.data.decontaminate or DecontaminateConfig()).model_copy(update={"action": "report"})
+    data = recipe.data.model_copy(
+        update={"decontaminate": told if held_out or told.against else None, "deduplicate": False}
+    )
+    for name, (files, reward, against) in sections.items():
+        whole = [file.model_copy(update={"amount": "all", "weight": None}) for file in files]
+        try:
+            mixture = load_prompts(whole, tokenizer, data, recipe.seed, reward.source_problem, against)
+        except DataError as error:
+            yield Section(name, None, Checked(problems=list(error.problems)))
+            continue
+        if problems := static_problems(reward):
+            yield Section(name, mixture, Checked(problems=problems))
+            continue
+        yield Section(name, mixture, check_rows(mixture.items, reward, namer(files), rows=rows, seed=recipe.seed))
+
+
+def sample_warnings(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[str]:
+    """What a run should say of some of its prompts at its start; nothing if all is well."""
+    try:
+        checked = check_rows(prompts, reward, lambda name: f"prompt {name}", seconds=SAMPLE_SECONDS)
+    except TimeIsUpError:
+        yield f"warning: reward functions took more than {SAMPLE_SECONDS} s on their own ground truths: not all checked"
+        return
+    if checked.problems:
+        yield f"warning: {len(checked.problems)} of {checked.rows} prompts fail with their own ground truth, such as"
+        yield str(checked.problems[0])
+        yield "`megagrpo data check RECIPE` names all of them"
+
+
+def namer(files: Sequence[DataFileConfig]) -> Callable[[str], str]:
+    """How an error names the row of a prompt's id: its file and number."""
+    paths = [path for file in files for path in files_of(file.location)]
+    by_label = dict(zip(file_labels(paths), paths, strict=True))
+
+    def name(prompt: str) -> str:
+        label, _, number = prompt.rpartition(":")
+        return place(by_label[label], int(number)) if label in by_label else prompt
+
+    return name
+
+
+def check_rows(
+    prompts: Sequence[Prompt],
+    reward: RewardConfig,
+    where: Callable[[str], str],
+    *,
+    rows: int | None = None,
+    seed: int = 0,
+    seconds: float | None = None,
+) -> Checked:
+    """Checks so many rows, drawn by the seed, or all. `where` is how a problem names the row of a prompt's id.
+
+    Functions that ask models or servers, and a user's own, are not called. Raises RewardError if a function cannot be
+    loaded, TimeIsUpError after so many seconds.
+    """
+    checked = Checked()
+    solutions = _solutions(reward)
+    order = np.arange(len(prompts)) if rows is None else np.sort(permutation(len(prompts), seed)[:rows])
+    ends = None if seconds is None else time.monotonic() + seconds
+
+    def check_time() -> None:
+        if ends is not None and time.monotonic() > ends:
+            raise TimeIsUpError(Problem(f"after {checked.rows} rows", f"{seconds:g} s", "less time for each row"))
+
+    scorer = Scorer(_runnable(reward, solutions), 1, check=check_time) if any(solutions.values()) else None
+    try:
+        indices = iter(order.tolist())
+        with progress("checking rows", len(order)) as work:
+            while batch := [prompts[index] for index in islice(indices, AT_ONCE)]:
+                checked.rows += len(batch)
+                checked.lengths += [len(prompt.tokens) for prompt in batch]
+                for prompt in batch:
+                    in_list = solutions[str(reward.list_of(prompt.data_source))]
+                    checked.unchecked.update(name for name, solution in in_list.items() if solution is None)
+                if scorer is not None:
+                    _check_batch(checked, batch, reward, solutions, scorer, where)
+                work.advance(len(batch))
+    finally:
+        if scorer is not None:
+            scorer.close()
+    return checked
+
+
+def _solutions(reward: RewardConfig) -> dict[str, dict[str, Solution | None]]:
+    """How right responses are made, by list of functions and name."""
+    found: dict[str, dict[str, Solution | None]] = {where: {} for where in reward.lists()}
+    for spec in function_specs(reward):
+        found[_list_of(spec)][spec.name] = solution_of(spec)
+    return found
+
+
+def _list_of(spec: FunctionSpec) -> str:
+    return spec.where.rpartition("[")[0]
+
+
+def _runnable(reward: RewardConfig, solutions: Mapping[str, Mapping[str, Solution | None]]) -> RewardConfig:
+    """The reward with the functions alone that are called, by the names that they have in the whole."""
+
+    def kept(where: str) -> list[RewardFunctionConfig]:
+        named = zip(reward.lists().get(where, []), solutions.get(where, {}).items(), strict=True)
+        return [entry.model_copy(update={"name": name}) for entry, (name, solution) in named if solution]
+
+    by_source = {source: kept(f"reward.by_source.{source}") for source in reward.by_source}
+    workers = min(reward.workers, WORKERS_MAX)  # the recipe's are those of all nodes
+    changed = {"functions": kept("reward.functions"), "by_source": by_source, "failed_share_max": 1.0}
+    return reward.model_copy(update={**changed, "workers": workers})
+
+
+def _check_batch(
+    checked: Checked,
+    prompts: Sequence[Prompt],
+    reward: RewardConfig,
+    solutions: Mapping[str, Mapping[str, Solution | None]],
+    scorer: Scorer,
+    where: Callable[[str], str],
+) -> None:
+    lists = [str(reward.list_of(prompt.data_source)) for prompt in prompts]
+    forms = {(_list_of(spec), spec.name) for spec in function_specs(reward) if spec.function in FORM}
+    groups: list[Group] = []
+    asked: list[tuple[str, str | None, list[str], bool]] = []
+    for row, (prompt, in_list) in enumerate(zip(prompts, lists, strict=True)):
+        for name, solution in solutions[in_list].items():
+            if solution is None:
+                continue
+            right = _response(solution, prompt)
+            others = (
+                wrong
+                for other in (*range(row + 1, len(prompts)), *range(row))
+                if lists[other] == in_list and prompts[other].ground_truth != prompt.ground_truth
+                if (wrong := _response(solution, prompts[other])) not in (None, right)
+            )
+            wrongs = [] if right is None else [text for text in islice(others, OTHERS) if text is not None]
+            checked.only_empty.update([name] if right is None else [])
+            groups.append(_group(prompt, ["", *([] if right is None else [right]), *wrongs]))
+            asked.append((name, right, wrongs, (in_list, name) in forms))
+    scored = scorer.score_unshaped(groups) if groups else []
+    for group, (name, right, wrongs, form) in zip(scored, asked, strict=True):
+        checked.problems += _problems(group, name, right, wrongs, form, where(group.prompt.id))
+
+
+def _response(solution: Solution, prompt: Prompt) -> str | None:
+    try:
+        response = solution(prompt.ground_truth, prompt.extra_info)
+    except ValueError:  # a ground truth that it cannot use: the function says so itself
+        return prompt.ground_truth
+    if response is not None and "</think>" not in response and prompt.text.rstrip().endswith("<think>"):
+        return f"</think>{response}"
+    return response
+
+
+def _group(prompt: Prompt, responses: Sequence[str]) -> Group:
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
+    samples = (Sample(prompt.id, index, *nothing, "stop", text) for index, text in enumerate(responses))
+    return Group(prompt, tuple(samples))
+
+
+def _problems(
+    group: Group, name: str, right: str | None, others: Sequence[str], form: bool, where: str
+) -> Iterator[Problem]:
+    """What is wrong with one row for one function, at most one thing. The responses are an empty one, the right one if
+    any is known, and the others. `form`: an empty one may be right."""
+    truth = brief(group.prompt.ground_truth)
+    found = [score.parts.get(name) for score in group.scores]
+    marks = [mark or 0.0 for mark in found]
+    fix = "correct the row, or choose another function for its data_source"
+    if None in found[:2]:
+        error = group.scores[found.index(None)].error
+        yield Problem(f"{where}: {name} cannot use the ground truth {truth}", error, "a score", fix)
+    elif right is not None and marks[1] < FULL_MARKS:
+        given = f"{marks[1]:g} for {brief(right)}"
+        yield Problem(f"{where}: {name} does not take the ground truth {truth} for right", given, "1", fix)
+    elif marks[0] >= FULL_MARKS and not form:
+        yield Problem(f"{where}: {name} takes an empty response for right", f"{marks[0]:g}", "less than 1", fix)
+    elif others and all(mark >= FULL_MARKS for mark in marks[2:]):
+        given = f"1 for {brief(others[0])}, and the ground truth is {truth}"
+        yield Problem(f"{where}: {name} takes another row's answer for right", given, "less than 1", fix)

@@ -1,0 +1,276 @@
+"""What long work is under way, and how far it is: `with progress("reading train.parquet", 7473, "rows") as work:`.
+
+Work is told where it is done, at next to no cost, and shown by the display that the command has chosen: bars on a
+terminal, lines elsewhere, or none. A library that is used by itself shows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # rich is slow to import
+    from rich.live import Live
+    from rich.table import Table
+
+SHORT_SECONDS = 0.4
+"""Work that is over by then has no bar."""
+BAR_LOOK_SECONDS = 0.2
+LINE_LOOK_SECONDS = 1.0
+FIRST_LINE_SECONDS = 10.0
+"""Work that is over by then has no line. The second comes after twice as long, and so on."""
+LINE_SECONDS_MAX = 120.0
+BAR_CHARACTERS = 24
+PACE_SECONDS = 2.0
+"""Work that has taken less says nothing of the time left."""
+
+
+@dataclass(eq=False)
+class Work:
+    """One piece of work. Who does it counts `done` up; displays read it at any time."""
+
+    what: str
+    total: float | None = None
+    """None: not known."""
+    unit: str = ""
+    """Such as rows. bytes are shown as GB."""
+    done: float = 0
+    before: float = 0
+    """What was done before it began, which says nothing of its pace."""
+    began: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    within: Work | None = None
+    """The work of the same thread of which it is a part."""
+
+    def advance(self, count: float = 1) -> None:
+        """So much more is done."""
+        self.done += count
+
+    @property
+    def label(self) -> str:
+        """`evaluating › generating`."""
+        return f"{self.within.label} › {self.what}" if self.within else self.what
+
+    def figures(self, now: float) -> str:
+        """`12 of 40 rows, 0:07, 0:16 left`."""
+        seconds = now - self.began
+        parts = [text] if (text := self._amount()) else []
+        parts.append(clock(seconds))
+        new = self.done - self.before
+        if self.total is not None and 0 < new < self.total - self.before and seconds > PACE_SECONDS:
+            parts.append(f"{clock(seconds / new * (self.total - self.done))} left")
+        return ", ".join(parts)
+
+    def _amount(self) -> str:
+        if self.unit == "bytes":
+            return f"{self.done / 1e9:.2f} of {(self.total or 0) / 1e9:.2f} GB"
+        if self.total is None:
+            return f"{self.done:,.0f} {self.unit}".rstrip() if self.done else ""
+        return f"{self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip()
+
+
+class Display:
+    """Knows the works that are under way, and shows none of them."""
+
+    def __init__(self) -> None:
+        self.under_way: tuple[Work, ...] = ()
+        self._lock = threading.Lock()
+
+    def begin(self, work: Work) -> None:
+        with self._lock:
+            work.within = next((each for each in reversed(self.under_way) if each.thread == work.thread), None)
+            self.under_way = (*self.under_way, work)
+
+    def end(self, work: Work) -> None:
+        with self._lock:
+            self.under_way = tuple(each for each in self.under_way if each is not work)
+
+    def innermost(self) -> list[Work]:
+        """The works that have no part under way."""
+        works = self.under_way
+        whole = {each.within for each in works}
+        return [each for each in works if each not in whole]
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+
+
+class Looking(Display):
+    """Looks at the works a few times a second, in a thread, while there are any."""
+
+    look_seconds = LINE_LOOK_SECONDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._some, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: Work) -> None:
+        super().begin(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look_on, name="progress", daemon=True)
+            self._thread.start()
+        self._some.set()
+
+    def end(self, work: Work) -> None:
+        super().end(work)
+        if not self.under_way:
+            self._some.clear()
+
+    def look(self, now: float) -> None:
+        """Shows the works as they are."""
+
+    def close(self) -> None:
+        self._closed.set()
+        self._some.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look_on(self) -> None:
+        while not self._closed.is_set():
+            self._some.wait()
+            if not self._closed.wait(self.look_seconds):
+                self.look(time.monotonic())
+
+
+class Lines(Looking):
+    """A line on work that takes long: after ten seconds, then ever more seldom, and at its end."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+        self._next: dict[Work, float] = {}
+        """Seconds of each work at which its next line is due."""
+
+    def look(self, now: float) -> None:
+        for work in self.innermost():
+            seconds, due = now - work.began, self._next.get(work, FIRST_LINE_SECONDS)
+            if seconds >= due:
+                self._next[work] = due + min(due, LINE_SECONDS_MAX)
+                self._say(f"{work.label}: {work.figures(now)}")
+
+    def end(self, work: Work) -> None:
+        super().end(work)
+        if self._next.pop(work, None) is not None:
+            self._say(f"{work.label}: ended after {clock(time.monotonic() - work.began)}")
+
+
+class Bars(Looking):
+    """Bars at the bottom of a terminal, which are gone when the work is done."""
+
+    look_seconds = BAR_LOOK_SECONDS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: Live | None = None
+        self._drawing = threading.Lock()
+
+    def look(self, now: float) -> None:
+        with self._drawing:
+            if self._live is None and any(now - work.began > SHORT_SECONDS for work in self.under_way):
+                self._live = self._begun()
+            if self._live is not None:
+                self._live.refresh()
+
+    def end(self, work: Work) -> None:
+        super().end(work)
+        if not self.under_way:
+            with self._drawing:
+                self._stop()
+
+    def close(self) -> None:
+        super().close()
+        with self._drawing:
+            self._stop()
+
+    def _begun(self) -> Live:
+        from rich.console import Console
+        from rich.live import Live
+
+        live = Live(
+            get_renderable=lambda: bars(self.innermost(), time.monotonic()),
+            console=Console(file=sys.stderr),
+            auto_refresh=False,
+            transient=True,
+            # What is printed meanwhile goes above the bars, but not into another stream.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        live.start()
+        return live
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def bars(works: Sequence[Work], now: float) -> Table:
+    """A row for each: its name, a bar, and its figures."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    table.add_column(width=BAR_CHARACTERS)
+    table.add_column(no_wrap=True)
+    for work in works:
+        known = bool(work.total)
+        bar = ProgressBar(total=work.total or None, completed=work.done, width=BAR_CHARACTERS, pulse=not known)
+        table.add_row(Text(work.label), bar, Text(work.figures(now), "dim"))
+    return table
+
+
+_displays: list[Display] = []
+
+
+@contextmanager
+def shown_by(display: Display) -> Iterator[None]:
+    """Inside, `display` shows the work that begins, instead of the display around it."""
+    _displays.append(display)
+    try:
+        yield
+    finally:
+        _displays.remove(display)
+        display.close()
+
+
+@contextmanager
+def progress(what: str, total: float | None = None, unit: str = "", done: float = 0) -> Iterator[Work]:
+    """Around long work: `done` of `total` are done before it begins. The block counts up what it gets."""
+    work = Work(what, total, unit, done, done)
+    if not _displays:
+        yield work
+        return
+    display = _displays[-1]
+    display.begin(work)
+    try:
+        yield work
+    finally:
+        display.end(work)
+
+
+def is_terminal(stream: object) -> bool:
+    """Whether something can be drawn in place there. FORCE_COLOR makes colours, not a terminal."""
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def usual_display() -> Display:
+    """Bars on standard error, or lines if that is no terminal."""
+    if is_terminal(sys.stderr):
+        return Bars()
+    return Lines(lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def clock(seconds: float) -> str:
+    """90.4 as 1:30, 3700 as 1:01:40."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,194 @@
+"""The reference of a recipe's fields: docs/reference/recipe.md and docs/reference/sft.md.
+
+`python -m megagrpo.recipe.reference` writes them. A section that several fields have is described where it comes first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megagrpo.recipe.problems import Expected
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.section import FILE_AND_FUNCTION
+
+DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
+FILES: dict[type[AnyRecipe], Path] = {Recipe: DIRECTORY / "recipe.md", SftRecipe: DIRECTORY / "sft.md"}
+TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
+    Recipe: ("Fields of a recipe", "For `megagrpo train`. [Recipes](../recipes.md) says how they are written."),
+    SftRecipe: (
+        "Fields of a recipe of kind sft",
+        "For [`megagrpo sft`](../sft.md). Recipes for `megagrpo train` have [other fields](recipe.md).",
+    ),
+}
+ITEM, NAME = "[]", ".NAME"
+"""How the path of a list's item, and of a mapping's value, goes on."""
+UNBOUNDED = re.compile(r" (and )?of at (most|least) (-?1000000000(\.0)?|9223372036854775807)\b")
+"""Bounds that no value reaches."""
+
+
+def reference(recipe_class: type[AnyRecipe]) -> str:
+    """The page, in Markdown: each field with its path as its anchor, then type, default and meaning."""
+    title, beginning = TITLES[recipe_class]
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            f"{beginning} Every field with its type, its default and its meaning, in the order in which",
+            "data flows. On the command line a field is set by its path: `train.layout.tensor=4`; items of lists are",
+            "counted from 0. Made from the code by `python -m megagrpo.recipe.reference`.",
+            "",
+            *_Page(recipe_class).lines(recipe_class),
+        ]
+    )
+
+
+class _Page:
+    def __init__(self, recipe_class: type[AnyRecipe]) -> None:
+        self.places: dict[type[BaseModel], str] = {recipe_class: ""}
+        """Where a section is described."""
+        self.anchors: set[str] = set()
+
+    def lines(self, section: type[BaseModel]) -> Iterator[str]:
+        yield from self._fields(section, "")
+        for name in section.model_fields:
+            yield from self._below(name, Expected(section).below(name), level=2)
+
+    def _fields(self, section: type[BaseModel], path: str, chosen_by: str = "") -> Iterator[str]:
+        """A list of the fields, but for the one that chose the section and has one value."""
+        for name, info in section.model_fields.items():
+            at = f"{path}.{name}" if path else name
+            expected = Expected(info.annotation, tuple(info.metadata))
+            if name == chosen_by and len(get_args(info.annotation)) == 1:
+                continue
+            facts = [_type(at, expected), _default(info)]
+            yield f"- {self._anchor(at, expected)}**`{at}`** · {' · '.join(filter(None, facts))}"
+            if info.description:
+                yield f"  <br>{_text(info.description)}"
+        yield ""
+
+    def _anchor(self, path: str, expected: Expected) -> str:
+        """The first field with a path; one whose heading has that name needs none."""
+        if path in self.anchors or (_slug(path) == path and list(_sections(expected))):
+            return ""
+        self.anchors.add(path)
+        return f'<a id="{path}"></a>'
+
+    def _below(self, path: str, expected: Expected | None, level: int) -> Iterator[str]:
+        """The sections that stand at a path, each with a heading, and those inside them."""
+        if expected is None:
+            return
+        for suffix, found in _sections(expected):
+            at = path + suffix
+            members = found.choice[1] if found.choice else {}
+            if not members:
+                (section,) = _models(found)
+                yield from self._section(at, section, f"{'#' * level} `{at}`", min(level + 1, 3))
+                continue
+            yield from (f"{'#' * level} `{at}`", "")
+            key = found.choice[0].key if found.choice else ""
+            yield from (f"One of {len(members)}, chosen by `{key}`; a name alone is that one with its defaults.", "")
+            for name, section in members.items():
+                heading = f"{'#' * (level + 1)} `{at}`: `{name}`"
+                yield from self._section(at, section, heading, level + 1, chosen_by=key)
+
+    def _section(
+        self, path: str, section: type[BaseModel], heading: str, level: int, chosen_by: str = ""
+    ) -> Iterator[str]:
+        yield from (heading, "")
+        if section in self.places:
+            first = self.places[section]
+            yield from (f"The fields of [`{first}`](#{_slug(first)}).", "")
+            return
+        self.places[section] = path
+        yield from (paragraph for each in _paragraphs(section) for paragraph in (each, ""))
+        yield from self._fields(section, path, chosen_by)
+        for name in section.model_fields:
+            yield from self._below(f"{path}.{name}", Expected(section).below(name), level)
+
+
+def _sections(expected: Expected) -> Iterator[tuple[str, Expected]]:
+    """What of the type is a section, or one of several, with what a path to it ends in."""
+    if expected.choice or _models(expected):
+        yield "", expected
+    elif expected.is_list and (item := expected.below("0")):
+        yield from ((ITEM + suffix, found) for suffix, found in _sections(item))
+    elif expected.is_mapping and (value := expected.below("NAME")):
+        yield from ((NAME + suffix, found) for suffix, found in _sections(value))
+
+
+def _models(expected: Expected) -> list[type[BaseModel]]:
+    return [a for a in expected.alternatives if isinstance(a, type) and issubclass(a, BaseModel)]
+
+
+def _type(path: str, expected: Expected) -> str:
+    """In words; a section is a link to its description."""
+    found = list(_sections(expected))
+    if not found:
+        return _plain(expected)
+    suffix, section = found[0]
+    anchor = f"#{_slug(path + suffix)}"
+    if section.choice:
+        kinds = [f"one of {', '.join(f'`{name}`' for name in section.choice[1])} ([each]({anchor}))"]
+    else:
+        plain = [a for a in section.alternatives if a is not type(None) and a not in _models(section)]
+        kinds = [*(_plain(Expected(a)) for a in plain), f"a [section]({anchor})"]
+    kind = " or ".join(kinds)
+    for end, words in ((ITEM, "a list, each "), (NAME, "by name, each ")):
+        if suffix.endswith(end):
+            kind, suffix = words + kind, suffix.removesuffix(end)
+    return kind + (" or null" if type(None) in expected.alternatives else "")
+
+
+def _plain(expected: Expected) -> str:
+    """Type and bounds of what is no section."""
+    words = _text(expected.words())
+    for each in expected.alternatives:
+        if get_origin(each) is Literal:
+            values = list(map(str, get_args(each)))
+            said = values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+            words = words.replace(_text(said), ", ".join(f"`{value}`" for value in values))
+    words = UNBOUNDED.sub("", words)
+    words = re.sub(r"of at least (\S+) and of at most (\S+)", r"from \1 to \2", words)
+    return re.sub(r"\b\d{5,}\b", lambda number: f"{int(number[0]):,}", words)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**required**"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        name = next((getattr(value, key) for key in ("name", "kind", "level") if key in type(value).model_fields), None)
+        return f"default `{name}`" if name else ""
+    return f"default `{json.dumps(value, ensure_ascii=False)}`".replace('`"', "`").replace('"`', "`")
+
+
+def _paragraphs(section: type[BaseModel]) -> list[str]:
+    return [_text(" ".join(text.split())) for text in inspect.cleandoc(section.__doc__ or "").split("\n\n") if text]
+
+
+def _text(words: str) -> str:
+    """A docstring as Markdown: pages that it names become links; what stands in backquotes stays as it is."""
+    words = " ".join(words.split()).replace(FILE_AND_FUNCTION, "FILE.py:FUNCTION")
+    parts = words.split("`")
+    parts[::2] = (re.sub(r"[\\*|[]", r"\\\g<0>", part).replace("<", "&lt;") for part in parts[::2])
+    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", "`".join(parts))
+
+
+def _slug(path: str) -> str:
+    """The anchor of the path's heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w-]", "", path).lower()
+
+
+if __name__ == "__main__":
+    for recipe_class, file in FILES.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(reference(recipe_class), encoding="utf-8")
+        print(file)

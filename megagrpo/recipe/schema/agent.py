@@ -1,0 +1,164 @@
+"""agent: what asks the policy, if a response is more than one answer to a prompt. See docs/agents.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megagrpo.errors import Problem
+from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.section import FILE_AND_FUNCTION, Count, Seconds, Section, Tokens
+
+KINDS = ("tools", "function", "verifiers", "openenv", "reasoning_gym")
+
+
+class VerifiersConfig(Section):
+    """An environment of the verifiers package, in an interpreter that has it (agent.python). Rows are made by
+    `megagrpo prepare verifiers`. See docs/agents_environments.md."""
+
+    environment: str
+    """Its name, as in vf.load_environment (0.2) or of its task set (0.3 and later), or FILE.py:FUNCTION, which returns
+    an environment, a task set or a list of tasks."""
+
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the environment, or the task set's settings."""
+
+    harness: str | dict[str, Any] = "null"
+    """0.3 and later: the program that does the task, by name or as {id: NAME, ...}. null: the conversation and the
+    task's tools."""
+
+    runtime: dict[str, Any] = {"type": "subprocess"}
+    """0.3 and later: where the harness runs, such as {type: docker}. A harness that runs the policy's commands should
+    not run in a subprocess."""
+
+
+class OpenEnvConfig(Section):
+    """An OpenEnv server, asked by its generic client in an interpreter that has it (agent.python)."""
+
+    url: str
+    """Such as http://host:8000."""
+
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of `reset`. The row's seed, and its extra_info.reset, are added."""
+
+    observation: str | None = None
+    """What the policy is told: a field of the observation, or FILE.py:FUNCTION of an observation. null: its only text,
+    else all of it as JSON."""
+
+    action: str | None = None
+    """What becomes of an answer: the action's field that gets its text, or FILE.py:FUNCTION of the text, which returns
+    an action. null: the last JSON object in the answer."""
+
+    timeout_seconds: Seconds = 60.0
+    """Longest time of a step."""
+
+
+class ReasoningGymConfig(Section):
+    """Tasks of reasoning-gym as conversations: a wrong answer is said to be wrong, and may be given again. Rows are
+    those of data.train: [{reasoning_gym: TASK}]."""
+
+    attempts_max: Count = 3
+    """Answers until a right one."""
+
+    counts: Literal["last", "best"] = "last"
+    """The answer that is scored."""
+
+    extract: Literal["tags", "last_line", "either"] = "tags"
+    """The answer in a response: in <answer>…</answer>, its last line, or either."""
+
+    wrong: str = "That is not right. Try again, and give your answer in the same form."
+    """What the policy is told of a wrong answer."""
+
+    isolation: Literal["auto", "bubblewrap", "seccomp", "none"] = "auto"
+    """What surrounds the scorers of answers, as in the reward function reasoning_gym."""
+
+
+class AgentConfig(Section):
+    """What asks the policy: one of tools, function, verifiers, openenv and reasoning_gym."""
+
+    tools: list[str | ToolConfig] = []
+    """The built-in loop: the policy may call these tools, turn after turn, until it answers without a call."""
+
+    function: Annotated[str, Field(pattern=FILE_AND_FUNCTION)] | None = None
+    """FILE.py:FUNCTION, `async def rollout(task, endpoint)`: any program that asks an OpenAI-compatible endpoint.
+    Returns a reward, a mapping with one, or None."""
+
+    verifiers: VerifiersConfig | None = None
+    openenv: OpenEnvConfig | None = None
+    reasoning_gym: ReasoningGymConfig | None = None
+
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+    python: str | None = None
+    """Interpreter that runs the agent, if it needs packages of an environment of its own. null: the run's."""
+
+    environment: list[str] = []
+    """Names of environment variables that agents see beside harmless ones such as PATH, for example a token."""
+
+    processes: Count = 1
+    """Processes that run agents, each with many rollouts. One that dies costs the rollouts in it."""
+
+    rollouts_at_once: Count = 256
+    """Rollouts that have begun and not ended. Others wait. Those that stand still while engines get weights leave room
+    for others: once they go on, there may be up to twice as many for a while."""
+
+    turns_max: Count = 20
+    """Most answers of the policy in a rollout."""
+
+    tokens_max: Tokens | None = None
+    """Most tokens of a conversation, all of its turns and what stands between them.
+    null: data.prompt_tokens_max + rollout.response_tokens_max. rollout.response_tokens_max is for one answer."""
+
+    timeout_seconds: Seconds = 1800.0
+    """Longest time of a rollout, tools included."""
+
+    turn_timeout_seconds: Seconds | None = None
+    """Longest time of one answer of the policy, waits for an engine included. A rollout with a longer one is late.
+    null: as long as the rollout."""
+
+    when_late: Literal["mask", "score"] = "mask"
+    """What becomes of a rollout that takes longer. mask: it is not trained on. score: it ends as it is, truncated, and
+    reward functions score it."""
+
+    when_failed: Literal["mask", "score"] = "mask"
+    """What becomes of a rollout whose agent raises, whose process ends, or that an engine gives up on. mask: it is not
+    trained on. score: it ends as it is, truncated, and reward functions score it. A step in which all fail ends the run
+    in any case."""
+
+    parser: str = "auto"
+    """How the policy writes tool calls: hermes or llama3 of megagrpo, or a name that SGLang has, such as qwen25,
+    mistral, deepseekv3 or glm45. auto: what the chat template shows."""
+
+    history: Literal["template", "append"] = "template"
+    """Reasoning of earlier turns that the chat template leaves out. template: it is left out, and the conversation goes
+    on in a new branch. append: it is kept, in one branch."""
+
+    template_arguments: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking: false."""
+
+    @property
+    def tool_configs(self) -> list[ToolConfig]:
+        """The tools, each written out."""
+        return [ToolConfig(name=tool) if isinstance(tool, str) else tool for tool in self.tools]
+
+    @property
+    def kind(self) -> str:
+        """The one of KINDS that is given."""
+        return next(name for name in KINDS if getattr(self, name))
+
+    def rules(self) -> Iterator[Problem]:
+        chosen = [name for name in KINDS if getattr(self, name)]
+        if len(chosen) != 1:
+            given = ", ".join(chosen) or "none of them"
+            yield Problem(KINDS[0] if not chosen else chosen[-1], given, f"one of {', '.join(KINDS)}", "keep one")
+        if self.arguments and not self.function:
+            yield Problem("arguments", "given, without function", "nothing: they are its own", "remove them")
+        if self.python and self.tools:
+            given, needed = f"{self.python}, with tools", "null: the built-in loop runs in the run's environment"
+            yield Problem("python", given, needed, "remove it")
+        if self.python and self.reasoning_gym:
+            given, needed = f"{self.python}, with reasoning_gym", "null: answers are scored in the run's sandbox"
+            yield Problem("python", given, needed, "remove it")

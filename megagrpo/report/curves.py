@@ -1,0 +1,191 @@
+"""The curves of a page: the five that tell a run's health, with the rules that fire, and every other metric."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megagrpo.recipe.schema.rollout import AlertName
+from megagrpo.report.embed import Columns, Part
+from megagrpo.report.rules import HELD_OUT, RULES, firings
+from megagrpo.report.run import RunRead, starts_of
+from megagrpo.track.metrics import metric_of
+
+KEPT = np.float32  # seven digits are more than a curve shows
+
+
+@dataclass(frozen=True)
+class Health:
+    """A curve to look at first. metric: matches whole names; several matches are drawn into one chart."""
+
+    title: str
+    metric: str
+    healthy: str
+    lacking: str  # what to say if no step has it
+    log: bool = False
+
+
+GRADIENTS = Health(
+    "Gradient norm",
+    "grad_norm",
+    "Healthy: it stays within a factor of ten; single spikes come back at once. A climb, or spikes that come more"
+    " often, precede a collapse.",
+    "No step has trained yet.",
+    log=True,
+)
+HEALTH = {
+    "grpo": (
+        GRADIENTS,
+        Health(
+            "KL from the reference policy",
+            "kl/mean",
+            "Healthy: it grows slowly, levels off, and the reward grows with it. Growth without reward is drift.",
+            "This run has no reference policy to compare with (algorithm.kl).",
+            log=True,
+        ),
+        Health(
+            "Reward",
+            "reward/mean",
+            "Healthy: it rises, then levels off below what is possible. A jump is more often a hole in the reward than"
+            " a discovery.",
+            "No step has scored responses yet.",
+        ),
+        Health(
+            "Response length",
+            "response_tokens/mean",
+            "Healthy: it changes slowly and stays well below the limit. Length that grows without held-out score is"
+            " padding; a fall to almost nothing is a collapse.",
+            "No step has sampled yet.",
+        ),
+        Health(
+            "Held-out score",
+            HELD_OUT.pattern,
+            "Healthy: it rises with the reward. If it falls, or stays, while the reward rises, the policy learns the"
+            " training prompts or the reward's holes.",
+            "No evaluation yet: eval.sets and eval.every_steps give one.",
+        ),
+    ),
+    "sft": (
+        Health("Loss", "loss/tokens", "Healthy: it falls fast, then slowly.", "No step has trained yet."),
+        Health(
+            "Held-out loss",
+            "eval/loss",
+            "Healthy: it falls with the loss. Once it rises, further steps only learn the examples by heart.",
+            "No evaluation yet: this recipe has no held-out conversations.",
+        ),
+        GRADIENTS,
+        Health("Learning rate", "lr", "It follows train.optimizer's schedule.", "No step has trained yet."),
+    ),
+}
+
+
+def curve_parts(runs: Sequence[RunRead]) -> list[Part]:
+    """What to look at first, and every metric."""
+    kind = str(runs[0].recipe.get("kind", "grpo"))
+    health = [vars(curve) for curve in HEALTH.get(kind, HEALTH["grpo"])]
+    first = Part(
+        "health",
+        "Health",
+        data={"runs": _runs(runs), "metrics": _metrics(runs), "health": {"curves": health}, "firings": _fired(runs)},
+        scripts=("curves.js",),
+    )
+    described = {name: _described(name) for name in sorted({name for run in runs for name in run.metrics})}
+    return [first, Part("metrics", "All metrics", data={"meanings": described}, scripts=("curves.js",))]
+
+
+def _runs(runs: Sequence[RunRead]) -> Columns:
+    """The figures to read first."""
+    return {"runs": [_summary(run, label) for run, label in zip(runs, labels(runs), strict=True)]}
+
+
+def labels(runs: Sequence[RunRead]) -> list[str]:
+    """What each run is called in the page: its name, or its directory where several have the same name."""
+    names = [run.name for run in runs]
+    return [str(run.directory) if names.count(run.name) > 1 else run.name for run in runs]
+
+
+def _summary(run: RunRead, label: str) -> Mapping[str, Any]:
+    total = run.recipe.get("train", {}).get("total_steps") if isinstance(run.recipe.get("train"), dict) else None
+    scores = [name for name in run.metrics if HELD_OUT.fullmatch(name)]
+    heads = [("reward/mean", "reward"), ("loss/tokens", "loss"), ("eval/loss", "held-out loss")]
+    heads += [(name, name) for name in scores[:3]] + [("tokens_per_second", "tokens/s")]
+    known = {title: run.known(name)[1] for name, title in heads}
+    return {
+        "name": label,
+        "directory": str(run.directory),
+        "step": int(run.steps[-1]) if len(run.steps) else 0,
+        "total": total if isinstance(total, int) else None,
+        "began": _finite(run.times[:1]),
+        "last": _finite(run.times[-1:]),
+        "starts": _started_again(run),
+        "figures": {title: [float(values[0]), float(values[-1])] for title, values in known.items() if len(values)},
+    }
+
+
+def _started_again(run: RunRead) -> list[int]:
+    """Steps with which the run, or its lost training ranks, were started again."""
+    steps, restarts = run.known("restarts")
+    of_ranks = steps[np.diff(restarts, prepend=0.0) > 0]
+    return sorted({*of_ranks.tolist(), *(start.first for start in starts_of(run)[1:] if start.first is not None)})
+
+
+def _finite(values: np.ndarray) -> float | None:
+    """The first value, if there is one and it is finite."""
+    return float(values[0]) if len(values) and np.isfinite(values[0]) else None
+
+
+def _metrics(runs: Sequence[RunRead]) -> Columns:
+    """Every metric of every run, by the run's place."""
+    return {
+        str(number): {
+            "steps": run.steps,
+            "values": {name: _short(values) for name, values in run.metrics.items()},
+        }
+        for number, run in enumerate(runs)
+    }
+
+
+def _short(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return values.astype(KEPT)
+
+
+def _fired(runs: Sequence[RunRead]) -> Columns:
+    """Where rules fire, by run and rule, and what each of these rules means."""
+    found = [
+        {"run": number, "rule": firing.rule, "first": firing.first, "last": firing.last}
+        for number, run in enumerate(runs)
+        for firing in firings(run.steps, run.metrics)
+    ]
+    told = {one["rule"] for one in found}
+    names = sorted({name for run in runs for name in run.metrics})
+    return {
+        "firings": found,
+        "rules": {
+            name: {
+                "title": rule.title,
+                "meaning": rule.meaning,
+                "remedy": rule.remedy,
+                "reads": read_by(name, names),
+            }
+            for name, rule in RULES.items()
+            if name in told
+        },
+        "known": [rule.title for name, rule in RULES.items() if read_by(name, names)],
+    }
+
+
+def read_by(rule: AlertName, names: Iterable[str]) -> list[str]:
+    """Those of these metrics that a rule reads."""
+    patterns = [re.sub(r"\\{\w+\\}", "[^/]+", re.escape(read)) for read in RULES[rule].reads]
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def _described(name: str) -> list[str]:
+    """Unit and meaning of a metric."""
+    found = metric_of(name)
+    return [found.unit, found.meaning] if found else ["", ""]

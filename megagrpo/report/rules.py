@@ -1,0 +1,289 @@
+"""When a run looks ill: rules over its metrics, as data. The table of docs/health.md is made from them.
+
+The same rules mark steps in `megagrpo report` and, by `rollout.alerts`, warn or stop while a run goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megagrpo.recipe.schema.rollout import AlertName
+
+Series = Mapping[str, np.ndarray]
+"""Metrics by name: float64 [steps], NaN where a step has no such metric."""
+
+HELD_OUT = re.compile(r"eval/[^/]+/mean@\d+")
+
+SHORT, LONG = 5, 20
+"""Known values of a metric that a mean is over: of one that jumps, and of one that is noisy."""
+KL_GROWTH, KL_LEAST = 2.0, 0.01
+ENTROPY_LEFT = 0.2
+LENGTH_GROWTH = 2.0
+TRUNCATED_SHARE = 0.2
+SIGNAL_SHARE = 0.1
+MISMATCH_K3 = 0.01
+OLD_SHARE, EFFECTIVE_SHARE = 0.5, 0.8
+HELD_OUT_LOSS, EVALUATIONS = 0.02, 3
+ERRORS_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sign of illness.
+
+    holds: of a run's series, bool [steps]: whether it holds at each step, from the steps up to it alone.
+    """
+
+    title: str
+    reads: tuple[str, ...]  # metrics that it looks at, as track/metrics.py names them
+    meaning: str  # when it holds, with its thresholds
+    remedy: str  # what to do
+    holds: Callable[[Series], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Firing:
+    """A rule holds from `first` to `last` step."""
+
+    rule: AlertName
+    first: int
+    last: int
+
+
+def firings(steps: np.ndarray, series: Series) -> Sequence[Firing]:
+    """Runs of neighbouring steps at which a rule holds, by rule and step. steps: int64 [steps], rising."""
+    found = []
+    for name, rule in RULES.items():
+        holds = np.concatenate([[False], rule.holds(series), [False]]).astype(np.int8)
+        begins, ends = np.flatnonzero(np.diff(holds) == 1), np.flatnonzero(np.diff(holds) == -1) - 1
+        found += [Firing(name, int(steps[b]), int(steps[e])) for b, e in zip(begins, ends, strict=True)]
+    return found
+
+
+def trailing_mean(values: np.ndarray, count: int, back: int = 0) -> np.ndarray:
+    """Mean of the last `count` known values at each step, after leaving out the `back` newest ones.
+
+    values: float64 [steps]; what is not finite is unknown. Returns float64 [steps], NaN before so many are known.
+    """
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(values[known])])
+    ends = np.cumsum(known) - back
+    there = ends >= count
+    means = np.full(len(values), np.nan)
+    means[there] = (sums[ends[there]] - sums[ends[there] - count]) / count
+    return means
+
+
+def _column(series: Series, name: str) -> np.ndarray:
+    """NaN at every step where the run has no such metric."""
+    return series[name] if name in series else np.full(len(next(iter(series.values()), [])), np.nan)
+
+
+def _mean(series: Series, name: str, count: int, back: int = 0) -> np.ndarray:
+    return trailing_mean(_column(series, name), count, back)
+
+
+def _gradient_not_finite(series: Series) -> np.ndarray:
+    return (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0)
+
+
+def _reward_no_higher(series: Series) -> np.ndarray:
+    return _mean(series, "reward/mean", LONG) <= _mean(series, "reward/mean", LONG, back=LONG)
+
+
+def _kl_without_reward(series: Series) -> np.ndarray:
+    now, before = _mean(series, "kl/mean", LONG), _mean(series, "kl/mean", LONG, back=LONG)
+    return (now > KL_LEAST) & (now > KL_GROWTH * before) & _reward_no_higher(series)
+
+
+def _entropy_collapse(series: Series) -> np.ndarray:
+    entropy = _column(series, "entropy")
+    known = entropy[np.isfinite(entropy)][:SHORT]
+    if len(known) < SHORT or known.mean() <= 0:
+        return np.zeros(len(entropy), bool)
+    return trailing_mean(entropy, SHORT) < ENTROPY_LEFT * known.mean()
+
+
+def _length_explosion(series: Series) -> np.ndarray:
+    now, before = (_mean(series, "response_tokens/mean", LONG, back) for back in (0, LONG))
+    return (now > LENGTH_GROWTH * before) & _reward_no_higher(series)
+
+
+def _truncated(series: Series) -> np.ndarray:
+    return _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE
+
+
+def _no_signal(series: Series) -> np.ndarray:
+    return _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE
+
+
+def _mismatch(series: Series) -> np.ndarray:
+    return _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3
+
+
+def _staleness(series: Series) -> np.ndarray:
+    old = _mean(series, "staleness/above_1_share", SHORT) > OLD_SHARE
+    return old & (_mean(series, "rollout_ratio/effective_share", SHORT) < EFFECTIVE_SHARE)
+
+
+def _overfitting(series: Series) -> np.ndarray:
+    """At an evaluation, and from it to the next."""
+    reward = _mean(series, "reward/mean", SHORT)
+    found = np.zeros(len(reward), bool)
+    for name, values in series.items():
+        if HELD_OUT.fullmatch(name):
+            found |= _below_its_best(values, reward)
+    return found
+
+
+def _below_its_best(scores: np.ndarray, reward: np.ndarray) -> np.ndarray:
+    """Where a set's newest score is below its best, and the reward above that of then. Both: float64 [steps]."""
+    evaluations = np.flatnonzero(np.isfinite(scores))
+    best, holds = 0, [False]
+    for number, step in enumerate(evaluations, 1):
+        if number == 1 or scores[step] > scores[best]:
+            best = int(step)
+        lost = scores[step] < scores[best] - HELD_OUT_LOSS
+        holds.append(bool(number >= EVALUATIONS and lost and reward[step] > reward[best]))
+    return np.repeat(holds, np.diff([0, *evaluations, len(scores)]))
+
+
+def _reward_errors(series: Series) -> np.ndarray:
+    return _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE
+
+
+RULES: dict[AlertName, Rule] = {
+    "gradient_not_finite": Rule(
+        "the gradient was not finite",
+        ("skipped_steps", "critic/skipped_steps"),
+        "An optimizer step was not taken, because the loss or the gradient was NaN or infinite.",
+        "One such step does no harm. If they come again: lower `train.optimizer.lr`, look at `logprob_difference/max` "
+        "for tokens that trainer and engines see differently, and train the step again with `megagrpo replay`.",
+        _gradient_not_finite,
+    ),
+    "kl_without_reward": Rule(
+        "KL grows without reward",
+        ("kl/mean", "reward/mean"),
+        f"The policy's divergence from the reference has grown to more than {KL_GROWTH:g} times what it was, mean of "
+        f"{LONG} steps against the {LONG} before, and the reward is no higher.",
+        "The policy wanders. Lower `train.optimizer.lr`, raise `algorithm.kl.coefficient`, or go back to a checkpoint "
+        "before it began. Read responses of then and now side by side: a reward that can be cheated looks like this.",
+        _kl_without_reward,
+    ),
+    "entropy_collapse": Rule(
+        "entropy collapses",
+        ("entropy",),
+        f"The policy's entropy, mean of {SHORT} steps, is below {ENTROPY_LEFT:.0%} of that of its first {SHORT} steps.",
+        "Responses to a prompt become the same, and groups lose their signal. Raise the upper clip bound (DAPO's "
+        "clip-higher, docs/algorithms.md), keep `rollout.temperature` at 1, or add harder prompts. At the end of a "
+        "task that is solved it is no illness.",
+        _entropy_collapse,
+    ),
+    "length_explosion": Rule(
+        "responses grow without reward",
+        ("response_tokens/mean", "reward/mean"),
+        f"Responses are more than {LENGTH_GROWTH:g} times as long, mean of {LONG} steps against the {LONG} before, and "
+        "the reward is no higher.",
+        "Look at the longest responses: they often repeat themselves. Penalise length (`reward.overlong`), use an "
+        "aggregation that does not favour long responses (docs/algorithms.md), or mask truncated ones.",
+        _length_explosion,
+    ),
+    "truncated": Rule(
+        "many responses are cut off",
+        ("response_tokens/truncated_share",),
+        f"More than {TRUNCATED_SHARE:.0%} of the responses reach `rollout.response_tokens_max`, mean of {SHORT} steps.",
+        "Raise `rollout.response_tokens_max` if the responses are on their way to an answer. If they repeat "
+        "themselves, penalise length (`reward.overlong`); `reward.truncated: mask` leaves them out.",
+        _truncated,
+    ),
+    "no_signal": Rule(
+        "groups teach nothing",
+        ("groups/with_signal_share",),
+        f"Fewer than {SIGNAL_SHARE:.0%} of the groups have rewards that differ, mean of {LONG} steps.",
+        "The prompts are all too easy or all too hard. Choose others, use `rollout.dynamic_sampling`, set solved "
+        "prompts aside (`data.no_resampling_pass_rate`), or sample more responses for each. If the reward is 0 "
+        "everywhere, `megagrpo data check` shows whether the reward can be had at all.",
+        _no_signal,
+    ),
+    "mismatch": Rule(
+        "trainer and engines disagree",
+        ("logprob_difference/k3",),
+        f"The divergence between the trainer's and the engines' logprobs of the same tokens (k3) is above "
+        f"{MISMATCH_K3:g} nats per token, mean of {SHORT} steps.",
+        "docs/mismatch.md says what causes it and how to find the tokens. Switch on `algorithm.correction`, or lower "
+        "the precision's gap: `rollout.quantization: null`, the same dtype on both sides.",
+        _mismatch,
+    ),
+    "staleness": Rule(
+        "samples are too old",
+        ("staleness/above_1_share", "rollout_ratio/effective_share"),
+        f"More than {OLD_SHARE:.0%} of the tokens are more than one version old, and their importance weights keep "
+        f"less than {EFFECTIVE_SHARE:.0%} of the samples' worth, mean of {SHORT} steps.",
+        "Lower `schedule.max_staleness`, or give engines more devices so that samples wait less (docs/schedules.md). "
+        "`algorithm.correction` bounds the weights.",
+        _staleness,
+    ),
+    "overfitting": Rule(
+        "reward without held-out gain",
+        ("reward/mean", "eval/{set}/mean@{k}"),
+        f"A held-out set's score is more than {HELD_OUT_LOSS:g} below its best, at one of at least {EVALUATIONS} "
+        "evaluations, while the training reward is higher than it was then.",
+        "The policy learns the training prompts, or to please the reward. Keep the best checkpoint "
+        "(`checkpoint.keep_best`), stop there (`eval.early_stopping`), add prompts, and read held-out responses of "
+        "both steps.",
+        _overfitting,
+    ),
+    "reward_errors": Rule(
+        "rewards fail",
+        ("reward/errors_share",),
+        f"More than {ERRORS_SHARE:.0%} of the samples have no reward, because a reward function raised or timed out, "
+        f"mean of {SHORT} steps.",
+        "The samples' `error` says why (`megagrpo report`, filter by error). Mend the function, raise "
+        "`reward.timeout_seconds`, or give it more workers.",
+        _reward_errors,
+    ),
+}
+
+
+def as_markdown() -> str:
+    """docs/health.md."""
+    lines = [
+        "# Is the run healthy?",
+        "",
+        "Ten rules look at a run's [metrics](metrics.md). `megagrpo report` marks the steps at which one holds. While "
+        "a run goes on, it warns when one begins to hold; a recipe may also end the run there, or switch a rule off:",
+        "",
+        "```yaml",
+        "rollout:",
+        "  alerts: {mismatch: stop, entropy_collapse: 'off'}",
+        "```",
+        "",
+        "`stop` saves a checkpoint of the step, then ends the run with an error, "
+        "[exit code](clusters.md#how-a-run-ends) 3. The same command continues after that step. It remembers the steps "
+        "before, so that the rule may end it again at the next one: change what was wrong, or let the rule warn, as "
+        "with `rollout.alerts.mismatch=warn` on the command line.",
+        "",
+        "The metric `alerts` counts the rules that hold. A mean is over the last known values of a metric; a rule is "
+        "silent until there are enough.",
+    ]
+    for name, rule in RULES.items():
+        reads = ", ".join(f"`{metric}`" for metric in rule.reads)
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{rule.title[:1].upper()}{rule.title[1:]}. Reads {reads}.",
+            "",
+            f"**When.** {rule.meaning}",
+        ]
+        lines += ["", f"**What to do.** {rule.remedy}"]
+    lines += ["", "Written by `python -m megagrpo.report.rules` from `megagrpo/report/rules.py`."]
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines)) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

@@ -1,0 +1,128 @@
+"""What a run's directory says: its metrics by step as arrays, its recipe, versions and starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megagrpo.errors import Problem, ReportError
+
+
+@dataclass(frozen=True)
+class RunRead:
+    """A run, as far as it has come.
+
+    metrics: float64 [steps] by name, NaN where a step has no such metric; `steps` has the numbers of the steps, int64
+    [steps], rising. times: seconds since 1970, float64 [steps].
+    """
+
+    directory: Path
+    name: str
+    steps: np.ndarray
+    times: np.ndarray
+    metrics: Mapping[str, np.ndarray]
+    recipe: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    starts: int
+
+    def known(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps that have this metric, and its finite values; both empty if none has."""
+        values = self.metrics.get(name)
+        if values is None:
+            return np.empty(0, np.int64), np.empty(0)
+        there = np.isfinite(values)
+        return self.steps[there], values[there]
+
+
+def read_run(directory: Path) -> RunRead:
+    """The run in `directory`, also while it goes on. Raises ReportError if there is none."""
+    require_directory(directory)
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        needed = "the directory of a run that has started: each writes metrics.jsonl"
+        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
+    entries: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            entries[int(entry["step"])] = entry
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue  # a line that is still being written, or was cut off
+    steps = sorted(entries)
+    names = sorted({name for entry in entries.values() for name in entry} - {"step", "time"})
+    recipe = read_yaml(directory / "recipe.yaml")
+    return RunRead(
+        directory,
+        str(recipe.get("name", directory.name)),
+        np.array(steps, np.int64),
+        _column(entries, steps, "time"),
+        {name: _column(entries, steps, name) for name in names},
+        recipe,
+        read_json(directory / "environment.json"),
+        len(list(directory.glob("recipe.*.yaml"))),
+    )
+
+
+def require_directory(directory: Path) -> None:
+    """Raises ReportError."""
+    if not directory.is_dir():
+        given = "no such directory" if not directory.exists() else "a file"
+        needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
+        raise ReportError(Problem(str(directory), given, needed))
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run. first: its first step; None if it has finished none."""
+
+    number: int
+    first: int | None
+    recipe: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+
+def starts_of(run: RunRead) -> list[Start]:
+    """Every start, from the numbered copies that it has left."""
+    found = []
+    for number in range(1, run.starts + 1):
+        environment = read_json(run.directory / f"environment.{number}.json")
+        try:
+            began = datetime.strptime(str(environment.get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        except ValueError:
+            began = np.nan
+        later = run.steps[run.times >= began]
+        first = int(later[0]) if len(later) else None
+        found.append(Start(number, first, read_yaml(run.directory / f"recipe.{number}.yaml"), environment))
+    return found
+
+
+def _column(entries: Mapping[int, Mapping[str, Any]], steps: list[int], name: str) -> np.ndarray:
+    values = [entries[step].get(name) for step in steps]
+    return np.array([v if isinstance(v, int | float) else np.nan for v in values], np.float64)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a file; empty if there is none."""
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}

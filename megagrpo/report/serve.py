@@ -1,0 +1,183 @@
+"""A report that follows a run: the page, and what has changed since, on loopback, for those who know the token."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from megagrpo.errors import MegagrpoError, Problem, ReportError
+from megagrpo.report.embed import Part, digest, encode
+from megagrpo.report.page import page_of, parts
+from megagrpo.report.run import RunRead, read_run
+from megagrpo.track.rollout_files import ROLLOUTS
+
+LIVE_SAMPLES = 5_000
+"""Samples of a page that is made anew after every step."""
+READ = ("*.json*", "*.yaml", "eval/*/responses.jsonl")
+NEWEST = 8  # files of a folder that has some for each step
+LOOPBACK = "127.0.0.1"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class LiveReport:
+    """The newest report of some runs. It is made anew when one of their files has changed."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories, self._lock = directories, Lock()
+        self._seen: list[object] | None = None
+        self._runs: list[RunRead] = []
+        self._parts: list[Part] = []
+        self._columns: dict[str, bytes] = {}
+        self._late: dict[str, bytes] = {}
+        self._late_before: dict[str, bytes] = {}  # for pages that have not asked since
+        self._html: dict[str, str] = {}
+
+    def page(self) -> bytes:
+        """Raises ReportError."""
+        with self._lock:
+            self._refresh()
+            return page_of(self._parts, self._runs, live=True).encode(errors="replace")
+
+    def changes(self) -> bytes:
+        """Digests of all columns, and what parts without a script contain, for page.js. Raises ReportError."""
+        with self._lock:
+            self._refresh()
+            columns = {name: digest(encoded) for name, encoded in self._columns.items()}
+            return json.dumps({"data": columns, "html": self._html}).encode(errors="replace")
+
+    def columns(self, name: str) -> bytes | None:
+        """Columns as embed.encode has made them; None if there are none of this name."""
+        with self._lock:
+            self._refresh()
+            return self._columns.get(name) or self._late.get(name) or self._late_before.get(name)
+
+    def _refresh(self) -> None:
+        seen = [mark for directory in self._directories for mark in _marks(directory)]
+        if seen == self._seen:
+            return
+        runs = [read_run(directory) for directory in self._directories]
+        made = parts(runs, LIVE_SAMPLES)
+        self._runs, self._parts, self._late_before = runs, made, self._late
+        self._columns = {name: encode(columns) for part in made for name, columns in part.data.items()}
+        self._late = {name: encoded for part in made for name, encoded in part.late.items()}
+        self._html = {part.anchor: part.html for part in made if not part.scripts}
+        self._seen = seen
+
+
+def _marks(directory: Path) -> list[object]:
+    """What tells whether a report would be another: name, time and size of files.
+
+    Files by step may be thousands, and are not written twice unless the run goes back: then later names are missing.
+    The names of all, and time and size of the newest, are enough.
+    """
+    paths, names = [path for pattern in READ for path in directory.glob(pattern)], list[list[str]]()
+    for folder in (ROLLOUTS, "evaluations"):
+        try:
+            names.append(sorted(os.listdir(directory / folder)))
+        except FileNotFoundError:
+            names.append([])  # the run writes none, or none yet
+        paths += [directory / folder / name for name in names[-1][-NEWEST:]]
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue  # replaced at this moment
+        found.append((str(path), status.st_mtime_ns, status.st_size))
+    return [str(directory), *names, sorted(found)]
+
+
+def serve(directories: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
+    """Serves the report of these runs until Ctrl-C. port 0: a free one. Raises ReportError, also if there is no run."""
+    live = LiveReport(directories)
+    live.changes()
+    with server_of(live, port) as server:
+        token = server.token
+        say(f"http://{LOOPBACK}:{server.server_port}/?token={token}")
+        say("It follows the run. From another machine, forward the port by ssh. Ctrl-C ends it.")
+        server.serve_forever()
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Answers those who know the token, and who call it by its own address."""
+
+    daemon_threads = True
+
+    def __init__(self, live: LiveReport, port: int) -> None:
+        self.live, self.token = live, secrets.token_urlsafe(32)
+        super().__init__((LOOPBACK, port), _Handler)
+
+
+def server_of(live: LiveReport, port: int) -> ReportServer:
+    """A server that listens. Raises ReportError if the port is taken."""
+    try:
+        return ReportServer(live, port)
+    except OSError as error:
+        given, fix = (error.strerror or str(error)).lower(), "another --port, or none: then it takes a free one"
+        raise ReportError(Problem(f"--port {port}", given, "a port of loopback that is free", fix)) from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    timeout = 30  # seconds for a request to come
+
+    def do_GET(self) -> None:
+        try:
+            asked, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, b"no address\n")
+            return
+        # A page from elsewhere whose name leads to loopback sends its own name as the host. The port may be another:
+        # that from which ssh forwards.
+        if host not in (LOOPBACK, "localhost"):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"not this server's address\n")
+            return
+        token = parse_qs(asked.query).get("token", [""])[0]
+        if not secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
+            self._answer(HTTPStatus.FORBIDDEN, b"the address that megagrpo report printed has a token\n")
+            return
+        live = self.server.live
+        answers: dict[str, tuple[str, Callable[[], bytes | None]]] = {
+            "/": ("text/html; charset=utf-8", live.page),
+            "/changes": ("application/json", live.changes),
+        }
+        if asked.path.startswith("/data/"):
+            name = unquote(asked.path.removeprefix("/data/"))
+            answers[asked.path] = ("application/octet-stream", partial(live.columns, name))
+        kind, make = answers.get(asked.path, ("text/plain", lambda: None))
+        try:
+            body = make()
+        except (MegagrpoError, OSError) as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
+            return
+        if body is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"there is no such thing\n")
+        else:
+            self._answer(HTTPStatus.OK, body, kind)
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        try:
+            self.send_response(status)
+            for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # its reader has gone
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a terminal that follows a run has other things to show."""

@@ -1,0 +1,160 @@
+"""Where a run's time and memory go: seconds by phase, idle shares, weight syncs, and what its plan predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from megagrpo.plan.units import byte_text, second_text
+from megagrpo.report.curves import labels
+from megagrpo.report.embed import Part
+from megagrpo.report.run import RunRead, read_json
+from megagrpo.track.sink import PLAN_FILE
+
+WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_sync")
+"""Phases that seconds/step includes, in their order; the others come on top of it."""
+MEMORY = "memory/allocated_max/"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart of this part. metric: matches whole names."""
+
+    title: str
+    metric: str
+    sentence: str
+    unit: str = ""
+
+
+CURVES = (
+    Curve(
+        "Idle shares",
+        "(trainer|engines)/idle_share",
+        "Healthy: one of the two is near 0. If both are high, something else is slow, such as rewards.",
+    ),
+    Curve("Tokens per second", "tokens_per_second", "Prompt and response tokens of a step over its seconds."),
+    Curve(
+        "Weight sync",
+        "seconds/weight_sync",
+        "Time in which the new weights go to the engines and digests are compared.",
+        "s",
+    ),
+    Curve("Bytes of a weight sync", "weights/sync_bytes", "What training ranks send to engines.", "bytes"),
+    Curve(
+        "Engines that serve",
+        "engines/serving",
+        "Fewer than the recipe's: engines were lost. They come back after a sync that is verified.",
+    ),
+    Curve(
+        "Restarts of ranks", "restarts", "So often lost training ranks were started again, by each start of the run."
+    ),
+    Curve(
+        "Memory of tensors",
+        f"{MEMORY}.+",
+        "Most that tensors took at a time on the training rank that had most. Torch's cache, CUDA, NCCL and engines"
+        " come on top.",
+        "bytes",
+    ),
+)
+
+
+def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
+    """Curves of time and memory, and both beside what the plan predicted."""
+    named = zip(runs, labels(runs), strict=True)
+    phases = {}
+    for number, run in enumerate(runs):
+        steps, seconds = phases_of(run)
+        phases[str(number)] = {
+            "steps": steps,
+            "seconds": {name: values.astype(np.float32) for name, values in seconds.items()},
+        }
+    curves = Part(
+        "time",
+        "Time and memory",
+        data={"timing": {"curves": list(map(vars, CURVES)), "runs": phases}},
+        scripts=("timing.js",),
+    )
+    return [curves, Part("plan", "Beside the plan", "".join(_html(run, label, len(runs) > 1) for run, label in named))]
+
+
+def phases_of(run: RunRead) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Steps with seconds/step, int64 [n], and their seconds by phase, each float64 [n].
+
+    What no phase of the step tells is "other"; phases that come on top of seconds/step are last.
+    """
+    there = np.isfinite(run.metrics.get("seconds/step", np.full(len(run.steps), np.nan)))
+    spent = {
+        name.removeprefix("seconds/"): np.nan_to_num(values[there], posinf=0.0)
+        for name, values in run.metrics.items()
+        if name.startswith("seconds/")
+    }
+    whole = spent.pop("step", np.empty(0))
+    phases = {name: spent.pop(name) for name in WITHIN_STEP if name in spent}
+    phases["other"] = np.maximum(whole - sum(phases.values(), np.zeros(len(whole))), 0.0)
+    return run.steps[there], phases | {f"{name}, after the step": values for name, values in spent.items()}
+
+
+def _html(run: RunRead, label: str, several: bool) -> str:
+    """One run's seconds and memory beside its plan, and what the plan says of it."""
+    plan = read_json(run.directory / PLAN_FILE)
+    heads = "<th>phase</th><th class=number>seconds, median</th><th class=number>planned</th>"
+    heads += "<th class=number>tensors of a rank, most</th><th class=number>planned</th>"
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td class=number>{cell}</td>' for cell in cells)}</tr>"
+        for name, *cells in _against_plan(run, plan)
+    )
+    table = f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    told = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(str(text))}</dd>" for name, text in _mapping(plan.get("summary")).items()
+    )
+    summary = f"<details><summary>The plan</summary><dl>{told}</dl></details>" if told else ""
+    return (
+        f"{f'<h3>{escape(label)}</h3>' if several else ''}{table if rows else ''}"
+        f"<p class='soft small'>{' '.join(_notes(run, plan))}</p>{summary}"
+    )
+
+
+def _against_plan(run: RunRead, plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each phase: its name, and seconds and a training rank's tensors in bytes as measured and as planned."""
+    phases = _mappings(_mapping(plan.get("time")).get("phases"))
+    seconds = {str(phase.get("phase")): phase.get("seconds") for phase in phases}
+    held: dict[str, int] = {}
+    for kind in _mappings(plan.get("memory")):
+        for phase in _mappings(kind.get("phases")):
+            of_rank = [part.get("bytes") for part in _mappings(phase.get("parts")) if part.get("of_rank")]
+            if size := sum(size for size in of_rank if isinstance(size, int)):
+                held[str(phase.get("phase"))] = max(held.get(str(phase.get("phase")), 0), size)
+    measured = [name.removeprefix("seconds/") for name in run.metrics if name.startswith("seconds/")]
+    for name in dict.fromkeys((*WITHIN_STEP, *seconds, *held, *sorted(measured))):
+        known, peak = run.known(f"seconds/{name}")[1], run.known(f"{MEMORY}{name}")[1]
+        if not (len(known) or name in seconds or name in held):
+            continue
+        planned = seconds.get(name)
+        yield (
+            name,
+            second_text(float(np.median(known))) if len(known) else "–",
+            second_text(float(planned)) if isinstance(planned, int | float) else "–",
+            byte_text(int(peak.max())) if len(peak) else "–",
+            byte_text(held[name]) if name in held else "–",
+        )
+
+
+def _notes(run: RunRead, plan: Mapping[str, Any]) -> Iterator[str]:
+    if not plan:
+        yield f"There is no plan beside this run ({PLAN_FILE})."
+    elif not plan.get("time"):
+        yield "The plan predicts no seconds on CPUs, unless <code>--calibrate</code> gives it measured ones."
+    if not any(name.startswith(MEMORY) for name in run.metrics):
+        yield "Memory is measured on GPUs only: this run has none of it."
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: object) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,0 +1,186 @@
+r"""Where the answer of a response is, and texts as question-answering benchmarks compare them.
+
+All of it takes time linear in the length of the text, whatever the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+import unicodedata
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megagrpo.boxed import BOX, last_boxed
+
+_FINAL_ANSWER = re.compile(r"(?i)\bfinal answer is\b *:?")
+_MATHEMATICAL = re.compile(r"[\d\\$]")
+_SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
+_LAST_STOP = re.compile(r"[.!]\Z")
+_HOPE = re.compile(r"(?i)I hope it is correct")
+
+
+def after_thinking(response: str, prompt_text: str = "") -> str:
+    """What follows the reasoning: the text after the last `</think>`, and before a `<think>` that is not closed.
+
+    If the prompt ends in `<think>`, the response begins in its reasoning: nothing follows that if it is not closed.
+
+    >>> after_thinking("<think>3? no</think>It is 4."), after_thinking("It is 4."), after_thinking("<think>is it 3")
+    ('It is 4.', 'It is 4.', '')
+    >>> after_thinking("It is 4.", "User: 2 + 2?\\n<think>\\n"), after_thinking("Hm.</think>It is 4.", "<think>")
+    ('', 'It is 4.')
+    """
+    if "</think>" not in response and prompt_text.rstrip().endswith("<think>"):
+        return ""
+    return response.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer that a text ends with: its last `\boxed{…}`, or what its last "final answer is" names, the later one.
+
+    The second is Minerva's form, "Final Answer: The final answer is X. I hope it is correct.", to the end of the
+    line or sentence. Words alone, as in "the final answer is correct", do not outdo a box. None if there is neither.
+
+    >>> final_answer("Final Answer: The final answer is $x=4$. I hope it is correct.")
+    '$x=4$'
+    >>> final_answer(r"The final answer is \boxed{4}."), final_answer("It is 4.")
+    ('4', None)
+    >>> final_answer("The final answer is **42**. It took 3."), final_answer(r"\boxed{4} The final answer is so.")
+    ('42', '4')
+    """
+    start = -1
+    for found in _FINAL_ANSWER.finditer(text):
+        start = found.end()
+    if start < 0 or BOX.search(text, start):
+        return last_boxed(text)
+    hope = _HOPE.search(text, start)
+    stated = text[start : hope.start()] if hope else text[start:].lstrip(" *\n\t").partition("\n")[0]
+    stated = _SENTENCE_END.split(stated, maxsplit=1)[0].strip(" *\n\t")
+    stated = _LAST_STOP.sub("", stated).strip(" *\n\t")
+    box = last_boxed(text)
+    return box if box is not None and not _MATHEMATICAL.search(stated) else stated or None
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """The stripped text of the last `<tag>…</tag>`, None if there is none.
+
+    >>> tagged("<answer>no</answer> <answer> Paris </answer>", "answer"), tagged("Paris </answer>", "answer")
+    ('Paris', None)
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    start = text.rfind(opening, 0, max(text.rfind(closing), 0))
+    return None if start < 0 else text[start + len(opening) : text.find(closing, start)].strip()
+
+
+_FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(```+)([^`]*)")
+_PYTHON = re.compile(r"(?:py|python)[0-9.]*|")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What stands between two lines of fences."""
+
+    label: str
+    """The first word behind the fence, in lower case: mostly a language. Empty if there is none."""
+    text: str
+    """Its lines, without as much white space before them as the fence has."""
+
+
+def blocks(text: str) -> list[Block]:
+    r"""The fenced blocks of a text, also of its list items, in their order; only those that are closed.
+
+    >>> blocks("1. So:\n   ```JSON title=x\n   {}\n   ```\nand ```this``` is none")
+    [Block(label='json', text='{}\n')]
+    """
+    found: list[Block] = []
+    lines: list[str] | None = None
+    fence, label, indent = "", "", 0
+    for line in text.splitlines(keepends=True):
+        if lines is None:
+            if opening := _FENCE.fullmatch(line.rstrip()):
+                lines, fence, indent = [], opening[2], len(opening[1])
+                label = (opening[3].split() or [""])[0].lower()
+        elif line.strip().startswith(fence) and not line.strip().strip("`"):
+            found.append(Block(label, "".join(lines)))
+            lines = None
+        else:
+            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+    return found
+
+
+def last_program(text: str) -> str | None:
+    r"""The last of `blocks` that is Python, or that names no language; None if there is none.
+
+    >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
+    'second\n'
+    """
+    return next((block.text for block in reversed(blocks(text)) if _PYTHON.fullmatch(block.label)), None)
+
+
+class _Punctuation(dict[int, int | None]):
+    """For str.translate: every character of Unicode's punctuation, and of ASCII's symbols, is left out."""
+
+    def __missing__(self, code: int) -> int | None:
+        character = chr(code)
+        left_out = character in string.punctuation or unicodedata.category(character).startswith("P")
+        self[code] = None if left_out else code
+        return self[code]
+
+
+_PUNCTUATION = _Punctuation()
+_ARTICLES = frozenset({"a", "an", "the"})
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[-./:^*+=\u2212\u2013\u2044]+(?=\d)")
+_PARTING = re.compile(r"(?<=\d)[^\w\s,'\u2019\ue000-\ue0ff]+(?=\d)")  # what else stands between digits, as in (5)(3)
+_NUMBER_MINUS = re.compile(r"(?<![\w)])[-\u2212\u2013](?=[.$]?\d)")
+_ONE_SIGN = str.maketrans("\u2212\u2013\u2044", "--/")
+_KEPT = str.maketrans({sign: chr(0xE000 + ord(sign)) for sign in "-./:^*+="})  # private characters are no punctuation
+_BACK = str.maketrans({kept: chr(sign) for sign, kept in _KEPT.items()})
+
+
+def squad_words(text: str) -> list[str]:
+    """The words of a text as SQuAD compares them: lower case, without punctuation and articles.
+
+    Unlike SQuAD's own, numbers keep their minus and the signs between digits (3.5 is not 35, nor 5/6 56) but for commas
+    and apostrophes, and a text of articles alone keeps them. Other signs vanish, as there: C++ and C# are C.
+
+    >>> squad_words("The  Beatles' 1st U.S. tour!"), squad_words("-3.50 $"), squad_words("A")
+    (['beatles', '1st', 'us', 'tour'], ['-3.50'], ['a'])
+    >>> squad_words("5/6 at 1:30, 1990–1995, C++")
+    ['5/6', 'at', '1:30', '1990-1995', 'c']
+    """
+    text = unicodedata.normalize("NFKC", text).lower()
+    text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, text))
+    words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
+    return [word for word in words if word not in _ARTICLES] or words
+
+
+def _kept(sign: re.Match[str]) -> str:
+    return sign.group().translate(_ONE_SIGN).translate(_KEPT)
+
+
+@lru_cache(maxsize=65536)
+def accepted_answers(ground_truth: str) -> tuple[str, ...]:
+    """The texts of which any is right: the ground truth, or those of a JSON list, also as Search-R1's {"target": […]}.
+
+    ValueError if there is none.
+
+    >>> accepted_answers("Paris"), accepted_answers('["NYC", "New York"]'), accepted_answers('{"target": "Paris"}')
+    (('Paris',), ('NYC', 'New York'), ('Paris',))
+    """
+    answers: Any = [ground_truth]
+    try:
+        value = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and "target" in value:
+        value = value["target"] if isinstance(value["target"], list) else [value["target"]]
+    if isinstance(value, list):
+        answers = value
+    if not all(isinstance(answer, str | int | float) for answer in answers):
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} is a list of something other than texts")
+    answers = [str(answer) for answer in answers if str(answer).strip()]
+    if not answers:
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} has no answer")
+    return tuple(answers)

@@ -1,0 +1,78 @@
+"""Answers of judges that are known already, in a file of the run's directory: nothing is asked and paid for twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from megagrpo.errors import Problem, RewardError
+
+FILE = "judge_cache.sqlite"
+WAIT_SECONDS = 30.0
+"""For another process that writes."""
+WRITE_SECONDS = 1.0
+"""Between two writes: each waits for the disk."""
+
+
+class AnswerCache:
+    """Texts by the content of what was asked. Several processes may have one open; each answer is there whole or not at
+    all, and those of the last second only once `write` was called. For one thread. Raises RewardError if the file
+    cannot be read or written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._new: dict[bytes, str] = {}
+        self._written = time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = sqlite3.connect(self._path, timeout=WAIT_SECONDS, isolation_level=None)
+            self._file.execute("PRAGMA synchronous = NORMAL")
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def get(self, key: bytes) -> str | None:
+        if key in self._new:
+            return self._new[key]
+        try:
+            row = self._file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+        return row[0] if row else None
+
+    def put(self, key: bytes, text: str) -> None:
+        self._new[key] = text
+        if time.monotonic() > self._written + WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Brings everything to the file."""
+        if not self._new:
+            return
+        try:
+            with self._file:
+                self._file.execute("BEGIN IMMEDIATE")
+                self._file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", self._new.items())
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+        self._new.clear()
+        self._written = time.monotonic()
+
+    def close(self) -> None:
+        try:
+            self.write()
+        finally:
+            self._file.close()
+
+    def _error(self, error: sqlite3.Error) -> RewardError:
+        fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
+        return RewardError(Problem(f"{self._path}: the answers of judges", str(error), "a file to write", fix))
+
+
+def key_of(identity: str, body: dict[str, Any]) -> bytes:
+    """identity: the endpoint, or the model's directory. body: all that is sent to it."""
+    return hashlib.sha256(json.dumps([identity, body], sort_keys=True).encode()).digest()

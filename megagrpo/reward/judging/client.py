@@ -1,0 +1,329 @@
+"""One judge: a model that is asked over an OpenAI-compatible endpoint, again if it fails, within a step's budget."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from megagrpo.errors import brief
+from megagrpo.reward.judging.arguments import Arguments
+from megagrpo.reward.judging.cache import AnswerCache, key_of
+from megagrpo.section import Count, NonNegativeFloat, Number, PositiveFloat, PositiveInt, Seconds, Section
+
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""HTTP statuses after which a later request may succeed."""
+BACKOFF_SECONDS_MAX = 60.0
+CHARACTERS_PER_TOKEN = 4
+"""Where a server does not say how many tokens it has used."""
+OWNED = ("model", "messages", "n", "stream", "stream_options")
+SAMPLING = {"temperature": 0.0, "max_tokens": 1024}
+Read = TypeVar("Read")
+
+
+class JudgeError(ValueError):
+    """There is no verdict: what is scored is masked, and counted as an error."""
+
+
+class OverBudgetError(JudgeError):
+    """The step's budget is spent."""
+
+
+class BudgetConfig(Section):
+    """What a judge may cost in a step of training (or in an evaluation). What is under way is finished."""
+
+    tokens: PositiveInt | None = None
+    """Most tokens of prompts and answers together."""
+
+    cost: PositiveFloat | None = None
+    """In the currency of `price`."""
+
+    seconds: Seconds | None = None
+    """In which this judge is waited for."""
+
+    then: Literal["mask"] | Number = "mask"
+    """For responses beyond it. mask: they are left out and counted. A number: their score."""
+
+
+class PriceConfig(Section):
+    """Per million tokens."""
+
+    input: NonNegativeFloat
+    output: NonNegativeFloat
+
+
+class AskConfig(Arguments):
+    """How a judge is asked: arguments that judge, judge_pairs and judge_ranking share."""
+
+    model: str
+    """The model's name at `url`; without it, the name of a generative model of reward.models."""
+
+    url: str | None = None
+    """An OpenAI-compatible endpoint up to and with its version, such as https://api.openai.com/v1."""
+
+    api_key_variable: str | None = None
+    """Environment variable with the endpoint's API key. It is read when the run starts."""
+
+    system: str | None = None
+    """A message of the system, before the rubric."""
+
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the request, such as temperature (0 by default), max_tokens (1024), seed or response_format. null
+    removes one."""
+
+    concurrency: Count = 32
+    """Requests at once."""
+
+    retries: Annotated[int, Field(ge=0, le=100)] = 4
+    """How often a request is repeated that failed, or whose answer has no verdict."""
+
+    backoff_seconds: Seconds = 1.0
+    """Wait before the first repetition; twice as long before each other one. Retry-After is respected."""
+
+    timeout_seconds: Seconds = 120.0
+    """Longest time of one request."""
+
+    price: PriceConfig | None = None
+    """For budget.cost, and the metric of it."""
+
+    budget: BudgetConfig = BudgetConfig()
+    """What a step may cost."""
+
+    cache: bool = True
+    """Answers are kept in the run's directory: what has been asked once is not asked again."""
+
+    def check(self) -> None:
+        """Raises ValueError."""
+        if self.url is None and self.api_key_variable is not None:
+            raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url {self.url!r}: it begins with http:// or https://")
+        if self.url is not None and ("?" in self.url or urlsplit(self.url).username is not None):
+            raise ValueError("url has a query or a password: errors would show it; api_key_variable is for keys")
+        if taken := sorted(self.sampling.keys() & set(OWNED)):
+            raise ValueError(f"sampling has {taken[0]}, which is not yours to set")
+        if self.budget.cost is not None and self.price is None:
+            raise ValueError("budget.cost needs price: {input: ..., output: ...}, per million tokens")
+
+    def body(self, text: str) -> dict[str, Any]:
+        """The request that asks `text`."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        default = {key: value for key, value in SAMPLING.items() if not (key == "max_tokens" and self._limits)}
+        fields = {key: value for key, value in {**default, **self.sampling}.items() if value is not None}
+        return {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **fields}
+
+    @property
+    def _limits(self) -> bool:
+        return "max_completion_tokens" in self.sampling
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an endpoint answered: `answer` is its JSON if the status is 200."""
+
+    status: int
+    answer: Any = None
+    text: str = ""
+    """The beginning of any other answer."""
+    retry_after: float | None = None
+
+
+class Endpoint(Protocol):
+    """Where requests go. `identity` says which model answers."""
+
+    identity: str
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        """Raises OSError if there is no answer, and of those TimeoutError if it is late."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Answer(Generic[Read]):
+    """An answer, and what was read in it."""
+
+    read: Read
+    text: str
+    metrics: Mapping[str, float]
+
+
+class Judge:
+    """Asks one endpoint for one reward function. For one event loop."""
+
+    def __init__(self, config: AskConfig, endpoint: Endpoint, cache: AnswerCache | None) -> None:
+        self.config = config
+        self._endpoint, self._cache = endpoint, cache if config.cache else None
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._asked: dict[bytes, asyncio.Task[Answer[Any]]] = {}
+        """Questions that are under way."""
+        self._not_before = 0.0
+        """From when on the server wants requests again, on time.monotonic's clock."""
+        self._active, self._since, self._seconds = 0, 0.0, 0.0
+        """Questions that are waited for; since when there are any; seconds of earlier ones in this step."""
+        self.spent: defaultdict[str, float] = defaultdict(float)
+
+    def new_step(self) -> dict[str, float]:
+        """What the step has spent. The next one has a budget of its own."""
+        spent = {"seconds": self._waited(), **self.spent}
+        self.spent.clear()
+        self._seconds, self._since = 0.0, time.monotonic()
+        return spent
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def ask(self, text: str, read: Callable[[str], Read]) -> Answer[Read]:
+        """The verdict that `read` finds in the answer to `text`; read raises ValueError if there is none.
+
+        Raises OverBudgetError, or JudgeError if no answer came, or none that can be read.
+        """
+        body = self.config.body(text)
+        if self._cache is None:
+            async with self._waiting():
+                return await self._answer(body, read)
+        key = key_of(self._endpoint.identity, body)
+        if (asked := self._asked.get(key)) is not None:  # equal questions at one time are one request
+            answer: Answer[Read] = await asked
+            self.spent["cached"] += 1
+            return replace(answer, metrics={})
+        if (known := self._cache.get(key)) is not None:
+            try:
+                found = read(known)
+            except ValueError:  # another rule for verdicts wrote it
+                pass
+            else:
+                self.spent["cached"] += 1
+                return Answer(found, known, {})
+        self._asked[key] = asyncio.create_task(self._answer(body, read))
+        try:
+            async with self._waiting():
+                answer = await self._asked[key]
+        finally:
+            del self._asked[key]
+        self._cache.put(key, answer.text)
+        return answer
+
+    async def _answer(self, body: dict[str, Any], read: Callable[[str], Read]) -> Answer[Read]:
+        tokens, failure, attempt = 0.0, "", 0
+        for attempt in range(self.config.retries + 1):
+            if attempt:
+                self.spent["retries"] += 1
+                await asyncio.sleep(self._backoff(attempt))
+            async with self._slots:
+                await asyncio.sleep(min(max(0.0, self._not_before - time.monotonic()), self._seconds_left()))
+                self._require_budget()
+                reply = await self._reply(body)
+            if isinstance(reply, str):
+                failure = reply
+                continue
+            if reply.status != 200:
+                failure = f"HTTP {reply.status}: {brief(reply.text)}"
+                if reply.status not in RETRIED:
+                    break
+                self._not_before = max(self._not_before, time.monotonic() + (reply.retry_after or 0.0))
+                continue
+            if (text := text_of(reply.answer)) is None:
+                failure = f"no chat completion: {brief(reply.text)}"
+                continue
+            tokens += self._count(body, text, reply.answer)
+            if (ended := reply.answer["choices"][0].get("finish_reason")) not in ("stop", None):
+                self.spent["unreadable"] += 1
+                failure = f"its answer ended by {brief(ended)}, not by itself: {brief(text[-200:])}"
+                continue
+            try:
+                found = read(text)
+            except ValueError as error:
+                self.spent["unreadable"] += 1
+                failure = f"no verdict in {brief(text[-200:])}: {error}"
+                continue
+            return Answer(found, text, {"tokens": tokens})
+        self.spent["failed"] += 1
+        times = f" ({attempt + 1} times)" if attempt else ""
+        raise JudgeError(f"{self.config.model} at {self._endpoint.identity} gave no verdict{times}: {failure}")
+
+    async def _reply(self, body: dict[str, Any]) -> Reply | str:
+        """What the endpoint answers, or why it does not."""
+        self.spent["requests"] += 1
+        left = max(1e-3, self._seconds_left())
+        try:
+            return await self._endpoint.post(body, min(self.config.timeout_seconds, left))
+        except TimeoutError:
+            if left <= self.config.timeout_seconds:
+                raise self._over("seconds", self.config.budget.seconds) from None
+            return f"no answer in {self.config.timeout_seconds:g} s"
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _backoff(self, attempt: int) -> float:
+        longest = min(BACKOFF_SECONDS_MAX, self.config.backoff_seconds * 2 ** (attempt - 1))
+        return min(random.uniform(0.5, 1.0) * longest, self._seconds_left())
+
+    def _count(self, body: dict[str, Any], text: str, answer: Any) -> float:
+        """Tokens of a request and its answer, which it adds to what is spent."""
+        usage = answer.get("usage")
+        sent = sum(len(message["content"]) for message in body["messages"])
+        used = [
+            _tokens(usage, name, characters)
+            for name, characters in (("prompt_tokens", sent), ("completion_tokens", len(text)))
+        ]
+        self.spent["input_tokens"] += used[0]
+        self.spent["output_tokens"] += used[1]
+        if (price := self.config.price) is not None:
+            self.spent["cost"] += (used[0] * price.input + used[1] * price.output) / 1e6
+        return sum(used)
+
+    def _require_budget(self) -> None:
+        budget, spent = self.config.budget, self.spent
+        if budget.tokens is not None and spent["input_tokens"] + spent["output_tokens"] >= budget.tokens:
+            raise self._over("tokens", budget.tokens)
+        if budget.cost is not None and spent["cost"] >= budget.cost:
+            raise self._over("cost", budget.cost)
+        if self._seconds_left() <= 0:
+            raise self._over("seconds", budget.seconds)
+
+    def _over(self, what: str, limit: float | None) -> OverBudgetError:
+        return OverBudgetError(f"the step's budget is spent: {what} {limit or 0:g}")
+
+    def _waited(self) -> float:
+        return self._seconds + (time.monotonic() - self._since if self._active else 0.0)
+
+    def _seconds_left(self) -> float:
+        limit = self.config.budget.seconds
+        return float("inf") if limit is None else limit - self._waited()
+
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        if not self._active:
+            self._since = time.monotonic()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._seconds += time.monotonic() - self._since
+
+
+def text_of(answer: Any) -> str | None:
+    """The text of a chat completion; None if it is none."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _tokens(usage: Any, name: str, characters: int) -> int:
+    found = usage.get(name) if isinstance(usage, dict) else None
+    if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
+        return found
+    return -(-characters // CHARACTERS_PER_TOKEN)

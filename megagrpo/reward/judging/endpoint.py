@@ -1,0 +1,52 @@
+"""A server at a URL, which judges are asked on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from megagrpo.reward.judging.client import Reply
+from megagrpo.reward.retry_after import retry_after
+
+ANSWER_BYTES_MAX = 4 << 20
+SHOWN_MAX = 300
+
+
+class HttpEndpoint:
+    """A server at a URL. concurrency: most connections to it, 0 for any number. proxies: whether to use those that the
+    environment names."""
+
+    def __init__(self, url: str, api_key: str | None, concurrency: int, *, proxies: bool = True) -> None:
+        self.identity, self._api_key = url, api_key
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connector = aiohttp.TCPConnector(limit=concurrency)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=proxies)
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        timeout = aiohttp.ClientTimeout(timeout_seconds)
+        data = bytearray()
+        try:
+            # A redirection could take the key elsewhere.
+            async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
+                async for chunk in response.content.iter_any():
+                    data += chunk
+                    if len(data) > ANSWER_BYTES_MAX:
+                        return Reply(response.status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
+        except aiohttp.ClientError as error:
+            if isinstance(error, OSError):
+                raise
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        try:
+            answer = json.loads(data) if response.status == 200 else None
+        except (ValueError, RecursionError):
+            answer = None
+        text = data.decode(errors="replace")
+        shown = text.replace(self._api_key, "***") if self._api_key else text
+        return Reply(response.status, answer, shown[:SHOWN_MAX], retry_after(response.headers.get("Retry-After")))
+
+    async def close(self) -> None:
+        await self._session.close()

@@ -1,0 +1,109 @@
+"""What a judge is asked: a text with {{variables}}, which the row and the response fill in. No code runs in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megagrpo.reward.answer_text import after_thinking
+
+VARIABLE = re.compile(r"\{\{\s*([A-Za-z_][\w.-]*)\s*\}\}")
+EXTRA_INFO = "extra_info."
+FILES = (".txt", ".md")
+OF_ROW = ("question", "prompt", "ground_truth", "data_source", "ability")
+"""Variables that every rubric may have, besides `fence` and extra_info.NAME."""
+
+
+def fence_of(texts: Collection[str]) -> str:
+    """A word that the texts cannot have in them, since it follows from them; the same for the same texts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        digest.update(hashlib.blake2b(text.encode(errors="surrogatepass")).digest())
+    return f"text-{digest.hexdigest()}"
+
+
+class Rubric:
+    """A template. `text`: itself, or the path of a file that ends in .txt or .md.
+
+    own: variables that show responses, of which one at least must be in it. ValueError says what is wrong with it.
+    Braces of other kinds, as in JSON or LaTeX, are text. What is filled in is never read as a variable. {{fence}} is a
+    word that no response has in it.
+    """
+
+    def __init__(self, text: str, own: Collection[str]) -> None:
+        self.text = _read(text)
+        self.variables = frozenset(VARIABLE.findall(self.text))
+        known = ("fence", *OF_ROW, *own)
+        if wrong := sorted(name for name in self.variables if name not in known and not name.startswith(EXTRA_INFO)):
+            raise ValueError(f"{{{{{wrong[0]}}}}} is not one of {', '.join(known)}, extra_info.NAME")
+        if not self.variables & set(own):
+            needed = " or ".join(f"{{{{{name}}}}}" for name in own)
+            raise ValueError(f"the rubric has no {needed}: it must show the judge what to score")
+
+    def shown(self, responses: Sequence[str], prompt_text: str) -> list[str]:
+        """The responses that a comparison shows: whole ones if the text names {{response...}}, else what follows the
+        reasoning."""
+        if any(name.startswith("response") for name in self.variables):
+            return list(responses)
+        return [after_thinking(response, prompt_text) for response in responses]
+
+    def filled(self, row: Mapping[str, Any], own: Mapping[str, str]) -> str:
+        """The text for a row (arguments of a reward function). ValueError if the row lacks what the text names."""
+        own = {"fence": fence_of(own.values()), **own}
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            return own[name] if name in own else of_row(name, row)
+
+        return VARIABLE.sub(value, self.text)
+
+
+def of_row(name: str, row: Mapping[str, Any]) -> str:
+    """A variable's value. Raises ValueError if the row lacks it."""
+    match name:
+        case "question":
+            return last_question(row["prompt"])
+        case "prompt":
+            return "\n\n".join(f"{message['role']}: {_content(message)}" for message in row["prompt"])
+    if not name.startswith(EXTRA_INFO):
+        return str(row[name])
+    value: Any = row["extra_info"]
+    for key in name.removeprefix(EXTRA_INFO).split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise ValueError(f"the row has no {name}, which the rubric names")
+        value = value[key]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the user said last. Raises ValueError if no message is the user's."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            return _content(message)
+    raise ValueError("the prompt has no message of the user, whose {{question}} the rubric names")
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; of a list of parts, those that are text."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def is_file(rubric: str) -> bool:
+    """Whether it is a file's path, and not the text."""
+    return "\n" not in rubric and rubric.endswith(FILES)
+
+
+def _read(text: str) -> str:
+    if not is_file(text):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the rubric {text} cannot be read: {error}") from None

@@ -1,0 +1,26 @@
+"""How long a server that is busy asks to be left alone."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+
+RETRY_AFTER_SECONDS_MAX = 300.0
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds that a Retry-After header asks for: a number, or a date. None if it says neither.
+
+    >>> retry_after("7"), retry_after("Thu, 01 Jan 1970 00:00:00 GMT"), retry_after("soon"), retry_after("1e9")
+    (7.0, 0.0, None, 300.0)
+    """
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX) if seconds == seconds else None

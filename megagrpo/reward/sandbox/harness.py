@@ -1,0 +1,498 @@
+"""What runs inside a sandbox: a small process that forks one child for each program, limits it, and says how it ended.
+
+It runs from its source text with no package beside it, so it imports the standard library only, and the module that
+its user has it preload. It reads neither programs nor what they print: those are files whose descriptors it passes to
+the child. Nothing that a child says is believed beyond "these are the bytes that the program wrote"; what they should
+have been is not in the sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
+DESCRIPTORS_MAX = 64
+LINE_BYTES_MAX = 16 << 20
+"""Longest message of the other side that a program or a test reads."""
+MESSAGE_BYTES_MAX = 1 << 17
+"""Longest request for a job."""
+WORK_DIRECTORY = "/box"
+
+# What programs import most: imported once here, so that each child has them. LiveCodeBench gives function tests these
+# names without an import.
+COMMON_NAMES = """
+from typing import *
+from collections import *
+from heapq import *
+from bisect import *
+from itertools import *
+from functools import *
+from math import *
+from string import *
+from random import *
+from operator import *
+from copy import *
+import bisect, collections, copy, datetime, decimal, fractions, functools, heapq, io, itertools, json, math, operator
+import os, queue, random, re, statistics, string, sys, threading, time, typing
+"""
+
+IMPORTED_FIRST = """
+abc argparse array ast asyncio base64 bdb binascii calendar cmath cmd code codecs codeop collections.abc colorsys
+concurrent.futures configparser contextlib contextvars csv ctypes dataclasses difflib dis doctest email encodings enum
+errno faulthandler fileinput fnmatch gc getopt glob graphlib gzip hashlib hmac html html.parser http importlib
+importlib.util inspect keyword linecache locale logging lzma marshal mmap multiprocessing numbers opcode optparse
+os.path pathlib pdb pickle pickletools pkgutil platform posixpath pprint profile reprlib resource runpy sched secrets
+select selectors shelve shlex shutil signal socket ssl stat stringprep struct subprocess symtable sysconfig tempfile
+textwrap timeit token tokenize trace traceback tracemalloc types unicodedata unittest unittest.mock urllib
+urllib.parse urllib.request uuid warnings weakref xml xml.etree xml.etree.ElementTree zipfile zlib zoneinfo
+"""
+"""Modules of the standard library that define what they have when they are imported, and do nothing else. They are
+imported outside of the filter, where others could start a program, as `antigravity` does."""
+
+_system = ctypes.CDLL(None, use_errno=True)
+
+
+ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
+"""What a program must not raise in a test: `all(map(...))` would take it for the end."""
+
+
+class ProgramEndedError(BaseException):
+    """The program is dead, or sent what is no message. No Exception, so that a test does not take it for one."""
+
+
+class _Filter(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def main() -> None:
+    """Serves the socket whose number is the first argument until its other end is closed."""
+    config = json.loads(sys.argv[2])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS_MAX, DESCRIPTORS_MAX))
+    sys.path.extend(config["packages"])
+    common: dict[str, Any] = {}
+    exec(compile(COMMON_NAMES, "common.py", "exec"), common)  # the first `compile` of a process takes a millisecond
+    for name in dir(builtins):
+        common.pop(name, None)  # math's and operator's pow takes no modulus
+    if config["preload"]:
+        preloaded = _module("preloaded", {})
+        exec(compile(config["preload"], "preloaded.py", "exec"), vars(preloaded))
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    gc.collect()
+    gc.freeze()
+    control.send(b"ready")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 8)
+        if not message:
+            return
+        if not descriptors:
+            continue  # a program was to be killed that had ended by itself
+        request = json.loads(message)
+        if request["prepare"]:
+            preloaded.prepare(*request["prepare"])
+        child = os.fork()
+        if child == 0:
+            _run(request, descriptors, config, common)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _answer(control, child, woken)
+
+
+def _answer(control: socket.socket, child: int, woken: int) -> None:
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    ended, status = 0, 0
+    while not ended:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if woken in ready:
+            os.read(woken, 4096)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        elif not control.recv(4096):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            sys.exit()
+        else:
+            os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, 0)
+    control.send(json.dumps({"status": os.waitstatus_to_exitcode(status), "clean": _clean()}).encode())
+
+
+def _clean() -> bool:
+    """Whether programs left no file."""
+    try:
+        with os.scandir(WORK_DIRECTORY) as files:  # there may be millions
+            return next(files, None) is None
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+# --- the child: limits, then the program ------------------------------------------------------------------------------
+
+
+def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
+    """Runs one job and ends the process. Descriptors: the job, where its errors go, and one or two sockets."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        job = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
+        os.dup2(descriptors[1], 1)
+        os.dup2(descriptors[1], 2)
+        channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
+        _close_all_but(descriptors[2:])
+        _limit(request, config)
+        if config["imports_first"]:
+            _import_first(job["source"])
+        _confine(config)
+        sys.argv[:] = ["program.py"]
+        MODES[request["mode"]](job, channels, common)
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException:  # noqa: BLE001  (a program can raise anything)
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _end(code: int) -> None:
+    try:
+        _finish_program()
+    except BaseException:  # noqa: BLE001
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _finish_program() -> None:
+    """What Python does at the end of a program."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _close_all_but(kept: list[int]) -> None:
+    for first, last in itertools.pairwise([2, *sorted(kept), DESCRIPTORS_MAX]):
+        os.closerange(first + 1, last)
+
+
+def _import_first(source: str) -> None:
+    """Imports the modules of IMPORTED_FIRST that the source names: later no file can be opened."""
+    allowed = set(IMPORTED_FIRST.split())
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            if name in allowed:
+                with contextlib.suppress(ImportError):  # the program meets it again
+                    __import__(name)
+
+
+def _limit(request: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Before anything reads the program."""
+    limits = {
+        resource.RLIMIT_CPU: request["cpu_seconds"],
+        resource.RLIMIT_AS: config["memory_bytes"],
+        resource.RLIMIT_FSIZE: config["output_bytes"],
+    }
+    if config["threads"]:
+        limits[resource.RLIMIT_NPROC] = config["threads"]
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+
+
+def _confine(config: Mapping[str, Any]) -> None:
+    """Another user, if that is possible, who dies with the harness, under the filter of system calls."""
+    if config["user"]:
+        os.setgroups([])
+        os.setresgid(config["user"], config["user"], config["user"])
+        os.setresuid(config["user"], config["user"], config["user"])
+    parent = os.getppid()
+    _system.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    instructions = bytes.fromhex(config["filter"])
+    if instructions:
+        program = _Filter(len(instructions) // 8, instructions)
+        if _system.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _system.prctl(
+            PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
+        ):
+            raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _module(name: str, names: Mapping[str, Any]) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    vars(module).update({"__name__": name, "__builtins__": builtins})
+    sys.modules[name] = module
+    return module
+
+
+def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
+    """Runs the program as a script each time that the channel brings its standard input, output and error.
+
+    Answers 1, or 0 after an exception. One process for all saves most of the time that a short program takes.
+    """
+    code = compile(job["source"], "program.py", "exec")
+    recursion = sys.getrecursionlimit()
+    while True:
+        _, files, _, _ = socket.recv_fds(channels[0], 1, 3)
+        if len(files) < 3:
+            return
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        opened: list[Any] = [
+            open(number, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+            for number, mode in enumerate("rww")
+        ]
+        sys.stdin, sys.stdout, sys.stderr = opened
+        sys.setrecursionlimit(recursion)
+        finished = _finished(code)
+        opened[1].flush()  # the program may have put another object in its place
+        channels[0].send(b"1" if finished else b"0")
+
+
+def _finished(code: types.CodeType) -> bool:
+    """Runs a script to its end; whether without an exception."""
+    finished = True
+    try:
+        exec(code, vars(_module("__main__", {})))
+    except SystemExit:
+        pass  # graders of programming contests do not look at the exit code
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        finished = False
+    try:
+        _finish_program()
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        finished = False
+    return finished
+
+
+def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
+    """The program as a module, whose functions are called by messages on a socket: one line of JSON each way."""
+    module = _module("program", common)
+    exec(compile(job["source"], "program.py", "exec"), vars(module))
+    objects: list[object] = []
+    with channels[0].makefile("rb") as requests:
+        while line := requests.readline(LINE_BYTES_MAX):
+            request = json.loads(line)
+            try:
+                answer = {"value": encode(_done(request, module, objects), objects)}
+            except Exception as raised:  # noqa: BLE001
+                answer = {"raised": type(raised).__name__, "text": str(raised)[:200]}
+            _send(channels[0], answer)
+
+
+def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
+    target = request["object"]
+    found: Any = _named(module, target) if isinstance(target, str) else objects[target]
+    match request["do"]:
+        case "call":
+            arguments, named = (decode(request[name], objects.__getitem__) for name in ("arguments", "named"))
+            return found(*arguments, **named)
+        case "attribute":
+            return getattr(found, request["name"])
+        case "set":
+            setattr(found, request["name"], decode(request["value"], objects.__getitem__))
+            return None
+        case "item":
+            return found[decode(request["key"], objects.__getitem__)]
+        case "length":
+            return len(found)
+        case _:
+            return list(found)
+
+
+def _named(module: types.ModuleType, name: str) -> object:
+    """A function of the program, or a method of its class Solution, as LeetCode has it."""
+    if "Solution" in vars(module) and name not in vars(module):
+        return getattr(module.Solution(), name)
+    return getattr(module, name)
+
+
+# --- tests that are code: in another sandbox than the program's -------------------------------------------------------
+
+
+def _run_tests(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
+    """Runs each test, with the program's functions at the other end of a socket. Answers 1 or 0 for each,
+    and e for one in which the program ended.
+
+    Only data comes back from the program, or an object that stays there: equal to nothing but itself.
+    """
+    verdicts, program = channels
+    connection = Connection(program)
+    names: dict[str, Any] = {name: Remote(connection, name) for name in job["names"]}
+    exec(compile(job["source"], "setup.py", "exec"), names)
+    for test in job["tests"]:
+        passed = ended = False
+        try:
+            exec(compile(test, "test.py", "exec"), dict(names))
+            passed = True
+        except ProgramEndedError:
+            ended = True
+        except (Exception, SystemExit):  # noqa: BLE001
+            traceback.print_exc()
+        verdicts.send(b"e" if ended else b"1" if passed else b"0")
+        if ended:
+            return
+
+
+class Connection:
+    """Asks the program, a line of JSON at a time. Raises ProgramEndedError, or what the program's function raised."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.answers = channel.makefile("rb")
+
+    def ask(self, request: Mapping[str, Any]) -> object:
+        try:
+            _send(self.channel, request)
+            line = self.answers.readline(LINE_BYTES_MAX)
+            answer = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(answer, dict) and "value" in answer:
+                return decode(answer["value"], lambda number: Remote(self, number))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ProgramEndedError from error
+        if not isinstance(answer, dict):
+            raise ProgramEndedError
+        kind = getattr(builtins, str(answer.get("raised")), None)
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, ENDS_A_LOOP):
+            kind = RuntimeError
+        raise kind(str(answer.get("text")))
+
+
+class Remote:
+    """Something in the program: by its name there, or by its number among what the program has returned."""
+
+    def __init__(self, connection: Connection, number: str | int) -> None:
+        self._connection = connection
+        self._number = number
+
+    def _ask(self, do: str, **more: object) -> Any:
+        return self._connection.ask({"do": do, "object": self._number, **more})
+
+    def __call__(self, *arguments: object, **named: object) -> object:
+        return self._ask("call", arguments=encode(list(arguments)), named=encode(named))
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("attribute", name=name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("_connection", "_number"):
+            super().__setattr__(name, value)
+        else:
+            self._ask("set", name=name, value=encode(value))
+
+    def __getitem__(self, key: object) -> object:
+        return self._ask("item", key=encode(key))
+
+    def __len__(self) -> int:
+        return int(self._ask("length"))
+
+    def __iter__(self) -> Any:
+        return iter(self._ask("list"))
+
+
+# --- values as JSON ---------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any, objects: list[object] | None = None) -> object:
+    """A value as JSON: lists and plain values as they are, others as {kind: what it consists of}.
+
+    What is no data joins `objects`, and its number there is sent. Without them: TypeError.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Remote):
+        return {"object": value._number}
+    if isinstance(value, (bool, int, float, str)):
+        kinds = (kind for kind in (bool, int, float, str) if isinstance(value, kind))
+        return next(kinds)(value)
+    if isinstance(value, list):
+        return [encode(item, objects) for item in value]
+    for name, kind in KINDS.items():
+        if isinstance(value, kind):
+            items = value.items() if name == "dict" else value
+            return {name: [encode(list(item) if name == "dict" else item, objects) for item in items]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if hasattr(value, "tolist"):  # numpy
+        return encode(value.tolist(), objects)
+    if objects is None:
+        raise TypeError(f"a {type(value).__name__} cannot be sent to the program")
+    objects.append(value)
+    return {"object": len(objects) - 1}
+
+
+KINDS: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+
+
+def decode(value: Any, object_of: Callable[[Any], object]) -> Any:
+    """The value that `encode` made JSON of. ValueError for any other JSON."""
+    if isinstance(value, list):
+        return [decode(item, object_of) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError("no value")
+    ((name, content),) = value.items()
+    try:
+        if name in KINDS:
+            return KINDS[name](decode(item, object_of) for item in content)
+        if name == "bytes":
+            return bytes.fromhex(content)
+        return complex(*content) if name == "complex" else object_of(content)
+    except (TypeError, IndexError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+MODES: Mapping[str, Callable[[Mapping[str, Any], list[socket.socket], Mapping[str, Any]], None]] = {
+    "scripts": _run_scripts,
+    "calls": _serve_calls,
+    "tests": _run_tests,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Programs in a sandbox: as scripts with standard input and output, as functions to call, or under tests that are code.
+
+A process serves one program for as long as it lives, and is started again when the program ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.reward.sandbox.harness import decode, encode
+from megagrpo.reward.sandbox.sandbox import Mode, Sandbox, memory_file, read_and_close
+
+REASON_BYTES_MAX = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one run or call came to."""
+
+    failure: str = ""
+    """Why it failed, a line; empty if it ended by itself without an error."""
+    value: Any = None
+    """What it printed, or what the function returned: lists and plain data. Objects of other kinds are `Opaque`."""
+
+
+class Opaque:
+    """What a function returned and is no data: equal to nothing."""
+
+
+class Program:
+    """A program in a sandbox, which runs until `deadline` at most, on time.monotonic's clock.
+
+    Use it as a context: on leaving, its process is dead. `prepare` are arguments for the sandbox's preloaded module.
+    """
+
+    def __init__(self, sandbox: Sandbox, source: str, *, deadline: float, prepare: Sequence[str] = ()) -> None:
+        self.sandbox = sandbox
+        self.deadline = deadline
+        self.source = source
+        self.prepare = prepare
+        self.runs = 0
+        """How often the process that runs now has run it. A failure may come from what an earlier run left."""
+        self._channel: socket.socket | None = None
+        self._errors = -1
+        sandbox.renew()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kills the process, if there is one."""
+        if self._channel is not None:
+            self._end(0.0)
+
+    def run(self, stdin: str, seconds: float) -> Ran:
+        """Runs it as a script. The value is what it printed: text."""
+        channel = self._ready("scripts")
+        files = [memory_file(stdin.encode(errors="replace")), memory_file(b""), memory_file(b"")]
+        failure = ""
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        try:
+            channel.settimeout(_left(deadline))
+            socket.send_fds(channel, [b"x"], files)
+            if (said := channel.recv(1)) != b"1":
+                failure = "failed" if said == b"0" else self._end(_left(deadline))
+        except TimeoutError:
+            self.stop()
+            failure = "took too long"
+        except OSError:
+            failure = self._end(_left(deadline))
+        os.close(files[0])
+        most = self.sandbox.limits.output_bytes
+        output, errors = (read_and_close(file, most) for file in files[1:])
+        if max(len(output), len(errors)) >= most:  # a file ends at the limit: this one was cut
+            return Ran("printed too much")
+        if failure == "failed":
+            failure = _last_line(errors)
+        return Ran(failure, output.decode(errors="replace"))
+
+    def call(self, name: str, arguments: Sequence[object], seconds: float) -> Ran:
+        """Calls one of its functions, or a method of its class `Solution`. The value is what that returned."""
+        request = {"do": "call", "object": name, "arguments": encode(list(arguments)), "named": encode({})}
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        channel = self._ready("calls")
+        try:
+            channel.settimeout(_left(deadline))
+            channel.sendall(json.dumps(request).encode() + b"\n")
+            line = self._line(channel, deadline)
+        except TimeoutError:
+            self.stop()
+            return Ran("took too long")
+        except OSError:
+            line = b""
+        if line is None:
+            self.stop()
+            return Ran("returned too much")
+        if not line:
+            return Ran(self._end(_left(deadline)) or "ended")
+        return self._answer(line)
+
+    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
+        """One answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
+        parts: list[bytes] = []
+        length = 0
+        while length < self.sandbox.limits.output_bytes:
+            channel.settimeout(_left(deadline))
+            data = channel.recv(1 << 16)
+            parts.append(data)
+            length += len(data)
+            if not data or data.endswith(b"\n"):
+                return b"".join(parts) if data else b""
+        return None
+
+    def _answer(self, line: bytes) -> Ran:
+        try:
+            answer = json.loads(line)
+            if "value" in answer:
+                return Ran(value=decode(answer["value"], lambda _: Opaque()))
+            return Ran(f"{answer['raised']}: {answer['text']}"[:REASON_BYTES_MAX])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.stop()
+            return Ran("sent what is no answer")
+
+    def _ready(self, mode: Mode) -> socket.socket:
+        """The channel to the process, which is started if there is none."""
+        if self._channel is None:
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                seconds = _cpu_seconds(self.deadline)
+                self._errors = self.sandbox.start(mode, {"source": self.source}, [theirs], seconds, self.prepare)
+            self.runs = 0
+        self.runs += 1
+        return self._channel
+
+    def _end(self, seconds: float) -> str:
+        """Waits for the end of the process; why it ended, empty if by itself."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+        try:
+            status = self.sandbox.finish(seconds)
+        finally:
+            errors = read_and_close(self._errors, self.sandbox.limits.output_bytes)
+        return _end_words(status, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTests:
+    """Tests that are Python: each passes if it raises nothing."""
+
+    setup: str
+    """Run first, once."""
+    names: tuple[str, ...]
+    """What in them is the program's: functions or classes."""
+    tests: tuple[str, ...]
+
+
+def verdicts(
+    sandboxes: tuple[Sandbox, Sandbox], source: str, given: CodeTests, *, seconds: float, deadline: float
+) -> Iterator[Ran]:
+    """What each test came to. The program runs in the first sandbox; the tests, which it must not see, in the second.
+
+    Tests run one after another in one process; after one that took too long, or in which the program ended, the rest
+    go on in others. Each has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
+    """
+    of_program, of_tests = sandboxes
+    of_program.renew()
+    of_tests.renew()
+    done = 0
+    while done < len(given.tests) and time.monotonic() < deadline:
+        with contextlib.ExitStack() as stack:
+            ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
+            asks, answers = (stack.enter_context(end) for end in socket.socketpair())
+            job = {"source": given.setup, "names": list(given.names), "tests": list(given.tests[done:])}
+            jobs: tuple[tuple[Sandbox, Mode, dict[str, Any], list[socket.socket]], ...] = (
+                (of_program, "calls", {"source": source}, [answers]),
+                (of_tests, "tests", job, [theirs, asks]),
+            )
+            for sandbox, mode, what, channels in jobs:
+                stack.callback(os.close, sandbox.start(mode, what, channels, _cpu_seconds(deadline)))
+                stack.callback(sandbox.finish)
+                for channel in channels:
+                    channel.close()
+            verdict = b"1"
+            while verdict in (b"1", b"0") and done < len(given.tests) and (left := deadline - time.monotonic()) > 0:
+                ours.settimeout(min(seconds, left))
+                try:
+                    verdict = ours.recv(1)
+                except TimeoutError:
+                    verdict = b"late"
+                done += 1
+                yield Ran({b"1": "", b"late": "took too long"}.get(verdict, "failed"))
+
+
+def _left(deadline: float) -> float:
+    return max(0.0001, deadline - time.monotonic())  # 0 would mean not to wait at all
+
+
+def _cpu_seconds(deadline: float) -> int:
+    return math.ceil(max(0.0, deadline - time.monotonic())) + 1
+
+
+def _end_words(status: int, errors: bytes) -> str:
+    if status == -signal.SIGXCPU:
+        return "took too long"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return _last_line(errors) if status else ""
+
+
+def _last_line(errors: bytes) -> str:
+    lines = errors[-REASON_BYTES_MAX:].decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "failed"

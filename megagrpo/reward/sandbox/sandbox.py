@@ -1,0 +1,267 @@
+"""Runs Python programs that no one has read: with a time limit, no network, and no files but their own.
+
+A Sandbox is one process (harness.py) that forks a child for each program. Around it is a bubblewrap container
+(namespaces of its own: processes, mounts, network, IPC, host name; only the interpreter and system libraries to read,
+and an empty directory in memory to write), or, where no namespaces can be had, nothing but what every child has in
+both: resource limits and a seccomp filter. That filter allows no new process, so there is no fork bomb and no daemon:
+a program is one process, dead when `finish` returns. Without a container it allows no file to be opened either.
+
+Inputs, programs and outputs are files in memory, which the child gets as descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megagrpo.errors import Problem, RewardError
+from megagrpo.reward.sandbox import harness
+from megagrpo.reward.sandbox.harness import WORK_DIRECTORY
+from megagrpo.reward.sandbox.seccomp import filter_bytes
+
+Isolation = Literal["auto", "bubblewrap", "seccomp", "none"]
+Mode = Literal["scripts", "calls", "tests"]
+
+START_SECONDS = 30.0
+END_SECONDS = 10.0
+THREADS = 32
+"""Threads of a program, where the kernel counts them for the program alone; otherwise it may start none."""
+USERS_FROM = 0x70000000
+"""Where this process is root, programs run as users from this number on, which depends on the process's own."""
+_numbers = itertools.count()
+STDERR_BYTES_MAX = 2000
+SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIRECTORY, "TMPDIR": WORK_DIRECTORY, "LANG": "C.UTF-8",
+               "PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8", "PYTHONDONTWRITEBYTECODE": "1",
+               "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+               "MALLOC_ARENA_MAX": "1"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may take. Wall-clock and CPU seconds are given to each run."""
+
+    memory_bytes: int = 1 << 30
+    """How much address space it has."""
+    output_bytes: int = 4 << 20
+    """How long standard output, standard error, and each file may be."""
+    disk_bytes: int = 64 << 20
+    """How long all its files together may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to isolate, as it was found to work here."""
+
+    isolation: Literal["bubblewrap", "seccomp", "none"]
+    user_namespace: bool = False
+    other_user: bool = False
+    threads: bool = False
+
+    def __str__(self) -> str:
+        words = {True: "with a user namespace", False: "as root"}[self.user_namespace]
+        return f"bubblewrap {words}" if self.isolation == "bubblewrap" else self.isolation
+
+
+class Sandbox:
+    """One harness and what surrounds it. Not for several threads. Raises RewardError if it does not start."""
+
+    def __init__(self, kind: Kind, limits: Limits, packages: Sequence[str] = (), preload: str = "") -> None:
+        """packages: directories that programs may import from. preload: the source of a module `preloaded`, run once
+        with a function `prepare`, whose work every program finds done."""
+        self.kind = kind
+        self.limits = limits
+        self.packages = tuple(packages)
+        self.preload = preload
+        self._clean = True
+        self._process: subprocess.Popen[bytes] | None = None
+        # Two sandboxes of one process are not the same user either: one may run the tests of the other's program.
+        self._user = USERS_FROM + 8 * os.getpid() + next(_numbers) % 8 if kind.other_user else 0
+        self._start()
+
+    def renew(self) -> None:
+        """Starts it anew if it ended, or if programs left files: a program of another response must not see them."""
+        if not self._clean:
+            self.close()
+        if self._process is None:
+            self._start()
+
+    def start(
+        self,
+        mode: Mode,
+        job: Mapping[str, Any],
+        channels: Sequence[socket.socket],
+        cpu_seconds: int,
+        prepare: Sequence[str] = (),
+    ) -> int:
+        """Begins a job with these sockets; harness.MODES says what it does with them. One job at a time.
+
+        prepare: arguments of the preloaded module's function of that name, which is called before, outside of the job.
+        Returns the file that it writes its errors to.
+        """
+        if self._process is None:
+            self._start()
+        files = [memory_file(json.dumps(job).encode()), memory_file(b"")]
+        request = {"mode": mode, "cpu_seconds": cpu_seconds, "prepare": prepare}
+        with contextlib.suppress(OSError):  # it ended just now: `finish` will say so
+            sent = [*files, *(channel.fileno() for channel in channels)]
+            socket.send_fds(self._control, [json.dumps(request).encode()], sent)
+        os.close(files[0])
+        return files[1]
+
+    def finish(self, seconds: float = 0.0) -> int:
+        """The status of the job that runs: 0, 1 after an exception, or minus the signal that killed it.
+
+        It is killed after `seconds`, and dead on return. RewardError if the harness is gone, which no program can do:
+        then nothing is known of the program.
+        """
+        answer = self._answer(seconds)
+        if answer is None:
+            with contextlib.suppress(OSError):
+                self._control.send(b"kill")
+            answer = self._answer(END_SECONDS)
+        if answer is None:
+            self.close()
+            given = f"{self.kind}: its process ended, or does not answer"
+            raise RewardError(Problem("the sandbox of programs", given, "a process that is left alone"))
+        self._clean = self._clean and answer["clean"]
+        return answer["status"]
+
+    def _answer(self, seconds: float) -> dict[str, Any] | None:
+        self._control.settimeout(max(0.0001, seconds))
+        try:
+            return json.loads(self._control.recv(4096) or "null")
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """Ends it with everything in it."""
+        if self._process is None:
+            return
+        self._control.close()  # the harness ends, and with it, as the first of its namespace, all others
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = None
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        said = memory_file(b"")
+        try:
+            self._process = subprocess.Popen(
+                self._command(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+            theirs.close()
+            self._control.settimeout(START_SECONDS)
+            ready = self._control.recv(4096) == b"ready"
+        except OSError as error:
+            os.write(said, str(error).encode())
+            ready = False
+        finally:
+            theirs.close()
+            reason = read_and_close(said, STDERR_BYTES_MAX).decode(errors="replace").strip()
+        self._clean = True
+        if not ready:
+            self.close()
+            raise refusal(self.kind.isolation, [f"{self.kind}: {reason or 'it did not start'}"])
+
+    def _command(self, control: int) -> list[str]:
+        kind, limits = self.kind, self.limits
+        contained = kind.isolation == "bubblewrap"
+        threads = kind.threads
+        instructions = b"" if kind.isolation == "none" else filter_bytes(files=contained, threads=threads)
+        config = {
+            "memory_bytes": limits.memory_bytes,
+            "output_bytes": limits.output_bytes,
+            "threads": THREADS if threads else 0,
+            "user": self._user,
+            "filter": instructions.hex(),
+            "imports_first": kind.isolation == "seccomp",
+            "packages": self.packages,
+            "preload": self.preload,
+        }
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        inside = [interpreter, "-s", "-S", "-P", "-c", _harness_source(), str(control), json.dumps(config)]
+        return [*self._container(), *inside] if contained else inside
+
+    def _container(self) -> list[str]:
+        prefixes = [] if Path(sys.base_prefix).is_relative_to("/usr") else [sys.base_prefix]
+        shared = (*SYSTEM, *prefixes, *self.packages)
+        # bwrap makes those that it needs itself, but for its own user only.
+        parents = sorted({parent for path in (*shared, *DEVICES) for parent in Path(path).parents} - {Path("/")})
+        directories = [part for path in parents for part in ("--perms", "755", "--dir", str(path))]
+        binds = [part for path in shared for part in ("--ro-bind-try", path, path)]
+        devices = [part for path in DEVICES for part in ("--dev-bind", path, path)]
+        # As root, no user namespace: in one all would be the same user, whose processes the kernel does not count.
+        # The harness may then become other users and kill their processes, and nothing else that root may.
+        capabilities = [part for name in ("SETUID", "SETGID", "KILL") for part in ("--cap-add", f"CAP_{name}")]
+        return [
+            shutil.which("bwrap") or "bwrap",
+            *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
+            *(["--unshare-user"] if self.kind.user_namespace else capabilities),
+            *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+            *directories,
+            *binds,
+            *devices,
+            *("--perms", "1777", "--size", str(self.limits.disk_bytes), "--tmpfs", WORK_DIRECTORY),
+            *("--chdir", WORK_DIRECTORY, "--remount-ro", "/"),
+        ]
+
+
+def memory_file(content: bytes) -> int:
+    """The descriptor of a file that is in memory only."""
+    file = os.memfd_create("sandbox")
+    written = 0
+    while written < len(content):
+        written += os.pwrite(file, content[written:], written)
+    return file
+
+
+def read_and_close(file: int, most: int) -> bytes:
+    """The first `most` bytes of a file."""
+    try:
+        return os.pread(file, most, 0)
+    finally:
+        os.close(file)
+
+
+@lru_cache
+def _harness_source() -> str:
+    return Path(harness.__file__).read_text()
+
+
+def installed_packages() -> list[str]:
+    """The directories of the packages that are installed here, for programs that may import them."""
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def refusal(isolation: Isolation, refused: Sequence[str]) -> RewardError:
+    """The error that says why there is no sandbox here, and what to do."""
+    given = f"isolation: {isolation}, which does not work here ({'; '.join(refused)})"
+    needed = "bubblewrap 0.7 or later that can make namespaces, or seccomp, with libseccomp.so.2"
+    fix = "apt-get install bubblewrap libseccomp2, or isolation: none where a container that you trust holds all"
+    return RewardError(Problem("the sandbox of programs", given, needed, fix))

@@ -1,0 +1,1 @@
+"""One file a verifier: `make(**arguments)` gives the function that scores a response."""

@@ -1,0 +1,157 @@
+"""Programs that a response writes, run in a sandbox against the tests of the ground truth.
+
+What the tests expect is never in the sandbox of the program: outputs and values are compared here, and tests that are
+code run in a second sandbox, which asks the first for what the program's functions return.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megagrpo.reward.answer_text import after_thinking, last_program
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.sandbox.kinds import checked_kind
+from megagrpo.reward.sandbox.programs import Program, verdicts
+from megagrpo.reward.sandbox.sandbox import Isolation, Kind, Limits, Sandbox, installed_packages
+from megagrpo.reward.verifiers.code.tests import CallTest, ScriptTest, Tests, read_tests, same_output, same_value
+
+CREDITS = ("all", "share")
+PROGRAMS = ("block", "response")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of `make` that say how a program is run."""
+
+    test_seconds: float
+    seconds: float
+    tolerance: float
+    stop_at_failure: bool
+
+
+def make(
+    credit: str = "all",
+    threshold: float = 0.0,
+    tests_max: int | None = None,
+    test_seconds: float = 4.0,
+    seconds: float = 8.0,
+    memory_mib: int = 1024,
+    program: str = "block",
+    packages: bool = False,
+    tolerance: float = 1e-6,
+    isolation: Isolation = "auto",
+) -> RewardCallable:
+    r"""1.0 if the response's program passes all tests (`credit: all`), or the share that it passes (`share`), which
+    counts as 0 below `threshold`.
+
+    The program is the last fenced block of Python after the reasoning, or the whole response. Of more than `tests_max`
+    tests, the same ones are taken each time. Each test has `test_seconds`, all together have `seconds`: tests that are
+    not reached have failed; keep that below reward.timeout_seconds. `packages`: the program may import what is
+    installed, such as numpy. ValueError for arguments that cannot be, or if this machine has no such isolation.
+
+    >>> code = make()
+    >>> right = "```python\nprint(int(input()) + 1)\n```"
+    >>> code(right, '{"inputs": ["1", "2"], "outputs": ["2", "3"]}')["score"]
+    1.0
+    >>> make("share")(right, '{"inputs": ["1", "2"], "outputs": ["2", "4"]}')
+    {'score': 0.5, 'passed': 1, 'tests': 2, 'failure': 'test 2: wrong'}
+    >>> code("```python\ndef double(x): return 2 * x\n```", '["assert double(4) == 8"]')["score"]
+    1.0
+    """
+    _check(credit, threshold, tests_max, program)
+    if min(test_seconds, seconds, memory_mib) <= 0 or tolerance < 0:
+        raise ValueError("test_seconds, seconds and memory_mib have to be more than 0, tolerance at least 0")
+    sandboxes = _Sandboxes(checked_kind(isolation), Limits(memory_bytes=memory_mib << 20), packages)
+    settings = Settings(test_seconds, seconds, tolerance, stop_at_failure=credit == "all")
+
+    def code(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
+        tests = _read(ground_truth, tests_max)
+        source = last_program(after_thinking(response, prompt_text)) if program == "block" else response
+        if source is None:
+            return {"score": 0.0, "passed": 0, "tests": tests.count, "failure": "no program"}
+        passed, failure = 0, ""
+        for number, result in enumerate(results(sandboxes, tests, source, settings), 1):
+            passed += not result
+            if result and not failure:
+                failure = f"test {number}: {result}"
+        share = passed / tests.count
+        score = float(passed == tests.count) if credit == "all" else share * (share >= threshold)
+        return {"score": score, "passed": passed, "tests": tests.count, "failure": failure}
+
+    return code
+
+
+def _check(credit: str, threshold: float, tests_max: int | None, program: str) -> None:
+    for name, value, allowed in (("credit", credit, CREDITS), ("program", program, PROGRAMS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}, not {', '.join(allowed)}")
+    if not 0 <= threshold <= 1 or (threshold and credit == "all"):
+        raise ValueError("threshold is a share from 0 to 1, with credit: share")
+    if tests_max is not None and tests_max < 1:
+        raise ValueError("tests_max is at least 1")
+
+
+@lru_cache(maxsize=64)
+def _read(ground_truth: str, tests_max: int | None) -> Tests:
+    tests = read_tests(ground_truth)
+    return tests if tests_max is None else tests.sample(tests_max, ground_truth)
+
+
+class _Sandboxes:
+    """The sandbox of programs and the one of tests, each started when it is first needed."""
+
+    def __init__(self, kind: Kind, limits: Limits, packages: bool) -> None:
+        self.kind = kind
+        self.limits = limits
+        self.packages = installed_packages() if packages else []
+        self._started: dict[str, Sandbox] = {}
+
+    def __getitem__(self, name: str) -> Sandbox:
+        if name not in self._started:
+            self._started[name] = Sandbox(self.kind, self.limits, self.packages)
+        return self._started[name]
+
+
+def results(sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings) -> Iterator[str]:
+    """For each test why it failed, empty if it passed; ends early if that is asked for, or when time is up."""
+    for name in ("program", "tests") if tests.code is not None else ("program",):
+        sandboxes[name].renew()  # the time that a sandbox takes to start is not the program's
+    deadline = time.monotonic() + settings.seconds
+    whole = f"{tests.prefix}\n{source}" if tests.prefix else source
+    for failure in _all_results(sandboxes, tests, whole, settings, deadline):
+        yield failure
+        if (failure and settings.stop_at_failure) or time.monotonic() > deadline:
+            return
+
+
+def _all_results(
+    sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings, deadline: float
+) -> Iterator[str]:
+    if tests.code is not None:
+        pair = sandboxes["program"], sandboxes["tests"]
+        for ran in verdicts(pair, source, tests.code, seconds=settings.test_seconds, deadline=deadline):
+            yield ran.failure
+        return
+    given: tuple[ScriptTest | CallTest, ...] = tests.scripts or tests.calls
+    with Program(sandboxes["program"], source, deadline=deadline) as program:
+        for test in given:
+            failure = _failure(program, test, settings)
+            if failure and program.runs != 1:  # it may come from what an earlier test left in the process
+                program.stop()
+                failure = _failure(program, test, settings)
+            yield failure
+
+
+def _failure(program: Program, test: ScriptTest | CallTest, settings: Settings) -> str:
+    if isinstance(test, ScriptTest):
+        ran = program.run(test.stdin, settings.test_seconds)
+        return ran.failure or _wrong(same_output(ran.value, test.stdout, settings.tolerance))
+    ran = program.call(test.name, test.arguments, settings.test_seconds)
+    return ran.failure or _wrong(any(same_value(ran.value, one, settings.tolerance) for one in test.expected))
+
+
+def _wrong(right: bool) -> str:
+    return "" if right else "wrong"

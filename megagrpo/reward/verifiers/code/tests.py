@@ -1,0 +1,279 @@
+"""Tests of programs as public data sets write them, and when an output or a value is the expected one.
+
+No format is unpickled: LiveCodeBench's private tests have to be converted to JSON first.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from hashlib import sha256
+from itertools import zip_longest
+from typing import Any
+
+from megagrpo.reward.sandbox.programs import CodeTests
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptTest:
+    """What a program reads, and what it should print."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallTest:
+    """A call of one of the program's functions, and what it may return."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    expected: tuple[Any, ...]
+    """Any of these is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """All tests of one problem: of one of the three kinds."""
+
+    scripts: tuple[ScriptTest, ...] = ()
+    calls: tuple[CallTest, ...] = ()
+    code: CodeTests | None = None
+    prefix: str = ""
+    """What comes before the program, such as the beginning of the function that the prompt asks to complete."""
+
+    @property
+    def count(self) -> int:
+        return len(self.scripts) + len(self.calls) + (len(self.code.tests) if self.code else 0)
+
+    def sample(self, most: int, seed: str) -> Tests:
+        """At most so many of them, in their order; the same for the same seed text."""
+        if self.count <= most:
+            return self
+        number = int.from_bytes(sha256(seed.encode(errors="replace")).digest()[:8])
+        kept = sorted(random.Random(number).sample(range(self.count), most))
+        if self.code is not None:
+            return replace(self, code=replace(self.code, tests=tuple(self.code.tests[index] for index in kept)))
+        if self.calls:
+            return replace(self, calls=tuple(self.calls[index] for index in kept))
+        return replace(self, scripts=tuple(self.scripts[index] for index in kept))
+
+
+def read_tests(ground_truth: str) -> Tests:
+    """The tests that a ground truth in one of these forms of JSON describes. ValueError for anything else.
+
+    TACO, APPS, verl: `{"inputs": [...], "outputs": [...], "fn_name"?}`, or with `assert_case`, a list of asserts.
+    LiveCodeBench: `{"public_test_cases", "private_test_cases", "metadata": {"func_name"}}`, or a list of
+    `{"input", "output", "testtype", "metadata"}`. open-instruct: a list of asserts, or of `{"input", "output",
+    "fn_name"?}`. HumanEval: `{"prompt", "entry_point", "test"}`. MBPP: `{"test_list", "test_setup_code"}`.
+    """
+    try:
+        given = json.loads(ground_truth)
+    except (ValueError, RecursionError):
+        # A single test is often written as it is.
+        given = [ground_truth] if ground_truth.lstrip().startswith("assert ") else None
+    try:
+        tests = _tests(given)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the ground truth is no tests of a program: {type(error).__name__} {error}") from None
+    if tests is None or tests.count == 0:
+        raise ValueError("the ground truth has no tests of a program")
+    return tests
+
+
+def _tests(given: Any) -> Tests | None:
+    if isinstance(given, list):
+        if all(isinstance(test, str) for test in given):
+            return Tests(code=code_tests("", given))
+        return _from_cases(given, None)
+    if not isinstance(given, dict):
+        return None
+    if given.get("assert_case"):
+        return Tests(code=code_tests("", given["assert_case"]), prefix=given.get("import_prefix") or "")
+    if "inputs" in given:
+        return _from_columns(given)
+    if "public_test_cases" in given or "private_test_cases" in given:
+        cases = [*_cases(given.get("public_test_cases")), *_cases(given.get("private_test_cases"))]
+        return _from_cases(cases, _function_of(given))
+    if "entry_point" in given:
+        test = f"{given['test']}\ncheck({given['entry_point']})"
+        return Tests(code=code_tests("", [test]), prefix=given.get("prompt", ""))
+    if "test_list" in given:
+        setup = "\n".join([*given.get("test_imports", []), given.get("test_setup_code", "")])
+        return Tests(code=code_tests(setup, [*given["test_list"], *given.get("challenge_test_list", [])]))
+    return None
+
+
+def _from_columns(given: Mapping[str, Any]) -> Tests:
+    inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    if not name:
+        return Tests(scripts=tuple(ScriptTest(_text(stdin), _text(stdout)) for stdin, stdout in pairs))
+    return Tests(calls=tuple(_call(name, arguments, output) for arguments, output in pairs))
+
+
+def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
+    scripts, calls = [], []
+    for case in cases:
+        function = name or _function_of(case)
+        if case.get("testtype") == "functional" and not function:
+            raise ValueError("the ground truth has a functional test without metadata.func_name")
+        if function and case.get("testtype") != "stdin":
+            calls.append(_call(function, case["input"], case["output"]))
+        else:
+            scripts.append(ScriptTest(_text(case["input"]), _text(case["output"])))
+    if scripts and calls:
+        raise ValueError("the ground truth has tests by standard input beside tests of functions")
+    return Tests(tuple(scripts), tuple(calls))
+
+
+def _cases(cases: object) -> list[Any]:
+    """LiveCodeBench's tests: a list, or JSON of one."""
+    if not isinstance(cases, str):
+        return list(cases) if isinstance(cases, list) else []
+    try:
+        return list(json.loads(cases))
+    except ValueError:
+        raise ValueError(
+            "the ground truth's private_test_cases are no JSON. LiveCodeBench's files have a pickle there, which is"
+            " not read because it could run anything: convert it to JSON where you trust it"
+        ) from None
+
+
+def _function_of(case: Mapping[str, Any]) -> str | None:
+    metadata = case.get("metadata") or {}
+    if isinstance(metadata, str):
+        metadata = json.loads(metadata)
+    return case.get("fn_name") or metadata.get("func_name")
+
+
+def _text(value: object) -> str:
+    """Lines, which some sets have as a list."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, arguments: object, output: object) -> CallTest:
+    """Arguments are a list, or a line of JSON each; then the output is JSON too."""
+    if isinstance(arguments, str):
+        expected = json.loads(output) if isinstance(output, str) else output
+        return CallTest(name, tuple(json.loads(line) for line in arguments.strip().split("\n")), (expected,))
+    given = tuple(arguments) if isinstance(arguments, list) else (arguments,)
+    # APPS wraps what is returned in a list, TACO does not always.
+    wrapped = isinstance(output, list) and len(output) == 1
+    return CallTest(name, given, (output, *(output if isinstance(output, list) and wrapped else ())))
+
+
+# --- tests that are Python --------------------------------------------------------------------------------------------
+
+
+def code_tests(setup: str, tests: Sequence[str]) -> CodeTests:
+    """Tests with the names in them that the program has to define. ValueError if they are no Python.
+
+    >>> code_tests("import math", ["assert area(1) == math.pi", "assert area(0) == 0"]).names
+    ('area',)
+    >>> code_tests("", ["assert sum(1, 2) == 3"]).names  # a name of Python's own only if there is no other
+    ('sum',)
+    """
+    try:
+        trees = [ast.parse(source) for source in (setup, *tests)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the ground truth has a test that is no Python: {error}") from None
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own = set(_defined(nodes)) | set(dir(builtins))
+    used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    names = dict.fromkeys(name for name in used if name not in own)
+    if not names:
+        calls = (node.func for node in nodes if isinstance(node, ast.Call))
+        names = dict.fromkeys([name.id for name in calls if isinstance(name, ast.Name)][:1])
+    return CodeTests(setup, tuple(names), tuple(tests))
+
+
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        match node:
+            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
+                yield node.name
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
+            case ast.arg():
+                yield node.arg
+            case ast.alias():
+                yield (node.asname or node.name).partition(".")[0]
+            case ast.ExceptHandler(name=str(name)):
+                yield name
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+
+
+def same_output(printed: str, expected: str, tolerance: float) -> bool:
+    r"""Whether the words of every line are the same, empty lines left out. Numbers are compared as numbers, with the
+    tolerance if the expected one has a fraction or an exponent.
+
+    >>> same_output("1 2\n3.0000000001\n\n", "1  2 \n3.0", 1e-6), same_output("3.0", "3", 1e-6)
+    (True, True)
+    >>> same_output("1\n2", "1 2", 1e-6), same_output("1e9", "1000000007", 1e-6)
+    (False, False)
+    """
+    if printed == expected:
+        return True
+    lines, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (printed, expected))
+    return len(lines) == len(wanted) and all(
+        _same_word(word, expected_word, tolerance)
+        for line, expected_line in zip(lines, wanted, strict=True)
+        for word, expected_word in zip_longest(line, expected_line)
+    )
+
+
+def _same_word(word: str | None, expected: str | None, tolerance: float) -> bool:
+    if word == expected:
+        return True
+    if not word or not expected or not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(expected):
+        return False
+    if Decimal(word) == Decimal(expected):
+        return True
+    fractional = any(mark in expected for mark in ".eE")  # whole numbers are exact
+    return fractional and math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def same_value(value: Any, expected: Any, tolerance: float) -> bool:
+    """Whether a function returned what JSON has: tuples are lists there, and the keys of dicts are text. The tolerance
+    is for numbers that JSON has with a fraction or an exponent.
+
+    >>> same_value((1, [2.0000000001]), [1, [2.0]], 1e-6), same_value({1: True}, {"1": True}, 1e-6)
+    (True, True)
+    >>> same_value("1", 1, 1e-6), same_value(10**20 + 1, 10**20, 1e-6), same_value({1}, [1], 1e-6)
+    (False, False, False)
+    >>> same_value(2.0, 2, 1e-6), same_value(1e9, 1000000007, 1e-6)
+    (True, False)
+    """
+    if isinstance(expected, list):
+        return (
+            isinstance(value, (list, tuple))
+            and len(value) == len(expected)
+            and all(same_value(one, other, tolerance) for one, other in zip(value, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        keyed = {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+        return (
+            isinstance(value, dict)
+            and keyed.keys() == expected.keys()
+            and all(same_value(keyed[key], expected[key], tolerance) for key in expected)
+        )
+    if isinstance(expected, float) and isinstance(value, (int, float)):
+        try:
+            return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+        except OverflowError:
+            return False
+    return isinstance(value, (str, int, float, type(None))) and value == expected

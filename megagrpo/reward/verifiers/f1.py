@@ -1,0 +1,57 @@
+"""How many words an answer shares with one that is right: F1 as SQuAD takes it (arXiv:1606.05250)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+
+from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.verifiers.string_match import answer_part
+
+
+def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
+    """2·precision·recall / (precision + recall) of the answer's words, at best among the right texts: 0.0 to 1.0.
+
+    The ground truth is a text, or several as a JSON list. The answer is the last `<tag>…</tag>` of what follows the
+    reasoning, else all of it unless `tag_required`. Precision and recall are metrics.
+
+    >>> verify = make(); verify(response="<answer>Barack H. Obama</answer>", ground_truth='["Obama", "Barack Obama"]')
+    {'score': 0.8, 'precision': 0.6666666666666666, 'recall': 1.0, 'answer': 'barack h obama'}
+    >>> verify(response="Angela Merkel", ground_truth="Barack Obama")["score"]
+    0.0
+    """
+
+    def f1(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
+        truths = [_word_counts(truth) for truth in accepted_answers(ground_truth)]
+        answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
+        if answer is None:
+            return {"score": 0.0, "precision": 0.0, "recall": 0.0}
+        words = squad_words(answer)
+        score, precision, recall = max(word_overlap(words, truth) for truth in truths)
+        return {"score": score, "precision": precision, "recall": recall, "answer": " ".join(words)}
+
+    return f1
+
+
+def solution(ground_truth: str, tag: str = "answer") -> str:
+    """A right response. ValueError for a ground truth without an answer."""
+    return f"<{tag}>{accepted_answers(ground_truth)[0]}</{tag}>"
+
+
+def word_overlap(words: list[str], truth: Counter[str]) -> tuple[float, float, float]:
+    """(F1, precision, recall) of words against the counted words of a text."""
+    counts = Counter(words)
+    shared = sum(min(number, counts[word]) for word, number in truth.items())
+    if not shared:
+        return 0.0, 0.0, 0.0
+    precision, recall = shared / len(words), shared / truth.total()
+    return 2 * shared / (len(words) + truth.total()), precision, recall
+
+
+@lru_cache(maxsize=65536)
+def _word_counts(truth: str) -> Counter[str]:
+    counts = Counter(squad_words(truth))
+    if not counts:
+        raise ValueError(f"the ground truth {truth[:200]!r} has no word")
+    return counts

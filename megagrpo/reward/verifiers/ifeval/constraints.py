@@ -1,0 +1,242 @@
+"""The 25 constraints of IFEval (Zhou et al. 2023, arXiv:2311.07911), each a function of the response and its arguments.
+
+Source: google-research, instruction_following_eval/instructions.py. The names of arguments are those of its data. Every
+expression takes time in proportion to the response's length, whatever is in it; results are those of the originals,
+but for the differences that docs/rewards.md lists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from megagrpo.reward.verifiers.ifeval import text
+
+Relation = Literal["less than", "at least"]
+
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+"""What detectable_format:constrained_response allows: its data carries no arguments."""
+
+JSON_FENCES = ("```json", "```Json", "```JSON", "```")
+
+
+def holds(count: int, relation: Relation, limit: int) -> bool:
+    return count < limit if relation == "less than" else count >= limit
+
+
+def keywords_existence(response: str, keywords: list[str]) -> bool:
+    """Each keyword is somewhere in the response, in any case, within a word too.
+
+    >>> keywords_existence("Scattered clouds.", keywords=["cat", "CLOUD"])
+    True
+    """
+    return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
+
+
+def keywords_frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
+    """The keyword is there so often, in any case, within words too."""
+    found = re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)
+    return holds(len(found), relation, frequency)
+
+
+def keywords_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
+    """None of the words is in the response, as a word of its own.
+
+    >>> keywords_forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
+    True
+    """
+    return not any(re.search(_whole_word(word), response, re.IGNORECASE) for word in forbidden_words)
+
+
+def _whole_word(word: str) -> str:
+    """An expression for the word; of C++, only the first side can be in the middle of another word."""
+    before = r"(?<!\w)" if re.match(r"\w", word) else ""
+    after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
+    return before + re.escape(word) + after
+
+
+def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
+    """The letter, or another character such as #, is there so often, in either case. ValueError for more than one."""
+    if len(letter) != 1:
+        raise ValueError(f"letter is {letter!r}, not one character")
+    return holds(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def language_response_language(response: str, language: str) -> bool:
+    """The likeliest language of the whole response is this one (ISO 639-1)."""
+    return text.is_language(response, language)
+
+
+def length_number_sentences(response: str, num_sentences: int, relation: Relation) -> bool:
+    return holds(text.sentence_count(response), relation, num_sentences)
+
+
+def length_number_paragraphs(response: str, num_paragraphs: int) -> bool:
+    """Exactly so many paragraphs between dividers `***`, none of them empty but for a divider at the start or end."""
+    paragraphs = re.split(r"\s?\*\*\*\s?", response)
+    filled = sum(1 for paragraph in paragraphs if paragraph.strip())
+    return filled == num_paragraphs and all(paragraph.strip() for paragraph in paragraphs[1:-1])
+
+
+def length_number_words(response: str, num_words: int, relation: Relation) -> bool:
+    return holds(text.word_count(response), relation, num_words)
+
+
+def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    r"""Exactly so many paragraphs, parted by empty lines, and the nth of them (from 1) begins with this word.
+
+    >>> length_nth_paragraph_first_word("One.\n\nTwo?\n\n", num_paragraphs=2, nth_paragraph=2, first_word="two")
+    True
+    """
+    if not 1 <= nth_paragraph <= num_paragraphs:
+        raise ValueError(f"nth_paragraph is {nth_paragraph}, of {num_paragraphs} paragraphs")
+    paragraphs = response.split("\n\n")
+    filled = sum(1 for paragraph in paragraphs if paragraph.strip())
+    if filled != num_paragraphs or not paragraphs[nth_paragraph - 1].strip():
+        return False
+    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+def content_number_placeholders(response: str, num_placeholders: int) -> bool:
+    """At least so many placeholders such as [address], each on one line."""
+    return placeholder_count(response) >= num_placeholders
+
+
+def placeholder_count(response: str) -> int:
+    # A bracket that is not closed takes the rest of its line: none after it can be closed either.
+    return sum(1 for found in re.finditer(r"\[[^\]\n]*(\]?)", response) if found[1])
+
+
+def content_postscript(response: str, postscript_marker: str) -> bool:
+    """The marker is somewhere, in any case; P.S. and P.P.S also with spaces between their letters."""
+    marker = postscript_marker.strip()
+    spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(spaced.get(marker, re.escape(marker.lower())), response.lower()) is not None
+
+
+def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
+    r"""Exactly so many lines that begin with `*` (one, not more) or `-`.
+
+    >>> format_number_bullet_lists("* one\n - two\n**bold**", num_bullets=2)
+    True
+    """
+    stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-", response, re.MULTILINE)
+    return len(stars) + len(dashes) == num_bullets
+
+
+def format_constrained_response(response: str) -> bool:
+    """One of OPTIONS is in the response, as it is written there."""
+    return any(option in response for option in OPTIONS)
+
+
+def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
+    """At least so many *highlighted* or **highlighted** pieces within lines.
+
+    >>> format_number_highlighted_sections("*one* and **two**, but not ** **", num_highlights=3)
+    False
+    """
+    single = [piece.strip("*") for piece in re.findall(r"\*[^\n*]*\*", response)]
+    double = [piece[2:-2] for piece in re.findall(r"\*\*[^\n*]*\*\*", response)]
+    return sum(1 for piece in single + double if piece.strip()) >= num_highlights
+
+
+def format_multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
+    """At least so many headings of the word and a number, such as `SECTION 1`."""
+    heading = re.escape(section_spliter.strip()) + r"\s?\d+"
+    return len(re.findall(heading, response)) >= num_sections
+
+
+def format_json_format(response: str) -> bool:
+    """The whole response is JSON, in a Markdown fence or not."""
+    body = response.strip()
+    for fence in JSON_FENCES:
+        body = body.removeprefix(fence)
+    try:
+        json.loads(body.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def format_title(response: str) -> bool:
+    """A line has a title that is not empty, such as <<poem of joy>>."""
+    for line in response.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def combination_two_responses(response: str) -> bool:
+    """Two different answers with six asterisks between them."""
+    parts = response.split("******")
+    answers = [part.strip() for part in parts if part.strip()]
+    return len(answers) == 2 and answers[0] != answers[1] and all(part.strip() for part in parts[1:-1])
+
+
+def combination_repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def startend_end_checker(response: str, end_phrase: str) -> bool:
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def startend_quotation(response: str) -> bool:
+    """The whole response is within double quotation marks."""
+    response = response.strip()
+    return len(response) > 1 and response[0] == response[-1] == '"'
+
+
+def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: Relation) -> bool:
+    """So many words are in capitals only. `A-B` is one word; DON'T is two."""
+    capitals = sum(1 for token in text.tokens(response) if token.isupper())
+    return holds(capitals, capital_relation, capital_frequency)
+
+
+def case_english_capital(response: str) -> bool:
+    """English without a small letter."""
+    return response.isupper() and text.is_language(response, "en")
+
+
+def case_english_lowercase(response: str) -> bool:
+    """English without a capital."""
+    return response.islower() and text.is_language(response, "en")
+
+
+def punctuation_no_comma(response: str) -> bool:
+    return "," not in response
+
+
+BY_ID: dict[str, Callable[..., bool]] = {
+    "keywords:existence": keywords_existence,
+    "keywords:frequency": keywords_frequency,
+    "keywords:forbidden_words": keywords_forbidden_words,
+    "keywords:letter_frequency": keywords_letter_frequency,
+    "language:response_language": language_response_language,
+    "length_constraints:number_sentences": length_number_sentences,
+    "length_constraints:number_paragraphs": length_number_paragraphs,
+    "length_constraints:number_words": length_number_words,
+    "length_constraints:nth_paragraph_first_word": length_nth_paragraph_first_word,
+    "detectable_content:number_placeholders": content_number_placeholders,
+    "detectable_content:postscript": content_postscript,
+    "detectable_format:number_bullet_lists": format_number_bullet_lists,
+    "detectable_format:constrained_response": format_constrained_response,
+    "detectable_format:number_highlighted_sections": format_number_highlighted_sections,
+    "detectable_format:multiple_sections": format_multiple_sections,
+    "detectable_format:json_format": format_json_format,
+    "detectable_format:title": format_title,
+    "combination:two_responses": combination_two_responses,
+    "combination:repeat_prompt": combination_repeat_prompt,
+    "startend:end_checker": startend_end_checker,
+    "startend:quotation": startend_quotation,
+    "change_case:capital_word_frequency": case_capital_word_frequency,
+    "change_case:english_capital": case_english_capital,
+    "change_case:english_lowercase": case_english_lowercase,
+    "punctuation:no_comma": punctuation_no_comma,
+}
+"""Every constraint by the id that IFEval's data has for it."""

@@ -1,0 +1,140 @@
+"""From a row of data to its constraints: IFEval's own format, and both of open-instruct's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from megagrpo.errors import brief
+from megagrpo.reward.verifiers.ifeval.constraints import BY_ID
+from megagrpo.reward.verifiers.ifeval.open_instruct import BY_NAME
+
+IDS = ("instruction_id_list", "instruction_id")
+"""The field with the ids: IFEval's, and that of open-instruct's IF-multi-constraints."""
+
+CONSTRAINTS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`holds(response)` tells whether a response keeps it. Several constraints of a row may share a name."""
+
+    name: str
+    holds: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """All constraints of a row. `strip`: spaces around a response do not count, as in open-instruct."""
+
+    constraints: tuple[Constraint, ...]
+    strip: bool
+
+
+def read(ground_truth: str, extra_info: Mapping[str, Any]) -> Instructions:
+    """The constraints of a row: of its ground truth, or of extra_info if the ground truth is no list or mapping.
+
+    Raises ValueError if neither has any, or for one that is unknown or lacks an argument.
+    """
+    if ground_truth.lstrip()[:1] in ("{", "["):
+        return of_ground_truth(ground_truth)
+    if "instruction_id_list" in extra_info:
+        return of_mapping(extra_info)
+    raise ValueError("neither the ground truth nor extra_info has instruction_id_list")
+
+
+@lru_cache(maxsize=4096)
+def of_ground_truth(text: str) -> Instructions:
+    """The constraints of a text of JSON, or of a Python literal, in which open-instruct has them too."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise ValueError(f"the ground truth {brief(text)} is neither JSON nor a Python literal") from None
+    except RecursionError:
+        raise ValueError("the ground truth has too many brackets within each other") from None
+    if isinstance(value, list) and len(value) == 1:  # open-instruct: a list of one mapping, or of one text of JSON
+        value = json.loads(value[0]) if isinstance(value[0], str) else value[0]
+    if not isinstance(value, dict):
+        raise ValueError(f"the ground truth {brief(text)} is not a mapping")
+    return of_mapping(value)
+
+
+def of_mapping(value: Mapping[str, Any]) -> Instructions:
+    """The constraints of any of the three formats.
+
+    >>> row = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most", "word": None}
+    >>> [constraint.holds("just three words") for constraint in of_mapping(row).constraints]
+    [True]
+    """
+    if "func_name" in value:
+        arguments = {name: argument for name, argument in value.items() if name != "func_name"}
+        return Instructions((constraint(BY_NAME, value["func_name"], arguments),), strip=True)
+    field = next((field for field in IDS if value.get(field) is not None), None)
+    if field is None:
+        raise ValueError(f"the constraints have none of the fields func_name, {', '.join(IDS)}: {brief(dict(value))}")
+    ids, arguments_of_all = _list(value[field]), _list(value.get("kwargs"))
+    if not 1 <= len(ids) <= CONSTRAINTS_MAX or len(ids) != len(arguments_of_all):
+        needed = f"1 to {CONSTRAINTS_MAX}, and kwargs for each"
+        raise ValueError(f"there are {len(ids)} constraints with kwargs for {len(arguments_of_all)}, not {needed}")
+    constraints = [constraint(BY_ID, name, arguments) for name, arguments in zip(ids, arguments_of_all, strict=True)]
+    return Instructions(tuple(constraints), strip=field == "instruction_id")
+
+
+def _list(value: object) -> Sequence[Any]:
+    """A list, or the JSON text of one."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(f"{brief(value)} is not a list")
+    return value
+
+
+def constraint(functions: Mapping[str, Callable[..., bool]], name: object, arguments: object) -> Constraint:
+    """The constraint with its arguments; null ones are left out. ValueError for other ones than it needs."""
+    function = functions.get(name) if isinstance(name, str) else None
+    if function is None:
+        raise ValueError(f"the constraint {brief(name)} is unknown")
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(f"the arguments of {name} are {brief(arguments)}, not a mapping")
+    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    hints = _hints(function)
+    if given.keys() != hints.keys():
+        raise ValueError(f"{name} has the arguments {', '.join(given) or 'none'}, not {', '.join(hints) or 'none'}")
+    checked = {key: _argument(f"{key} of {name}", given[key], hint) for key, hint in hints.items()}
+    holds = partial(function, **checked)
+    holds("a")  # a function may have further rules for its arguments, which do not wait for a response
+    return Constraint(str(name).replace(":", "_"), holds)
+
+
+@cache
+def _hints(function: Callable[..., bool]) -> dict[str, Any]:
+    hints = typing.get_type_hints(function)
+    return {name: hints[name] for name in list(inspect.signature(function).parameters)[1:]}
+
+
+def _argument(what: str, value: object, hint: Any) -> object:
+    """The value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words."""
+    if hint is int:
+        # Where some rows have no number, their column holds floats.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        raise ValueError(f"{what} is {brief(value)}, not an integer from 0 up")
+    if typing.get_origin(hint) is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+        raise ValueError(f"{what} is {brief(value)}, not {' or '.join(typing.get_args(hint))}")
+    texts = [value] if isinstance(value, str) else value
+    fits = hint != list[str] if isinstance(value, str) else hint is not str
+    if fits and isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts):
+        return value
+    raise ValueError(f"{what} is {brief(value)}, not {'a list of texts' if hint == list[str] else 'a text'}")

@@ -1,0 +1,72 @@
+"""How long a response is, against a target or a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+
+KINDS = ("target", "budget")
+UNITS = ("tokens", "words", "characters")
+
+
+def make(
+    kind: str = "target",
+    length: float | None = None,
+    key: str = "",
+    unit: str = "tokens",
+    tolerance: float | None = None,
+) -> RewardCallable:
+    """1.0 at the wanted length, falling in a line to 0.0 at `tolerance` more, and for a target also at as much less.
+
+    target: exactly that long is best. budget: anything up to it is. The wanted length is `length`, else the row's
+    extra_info under `key`, else the ground truth. `tolerance` is in units, the wanted length itself by default. Tokens
+    are those of the response, its end token too. L1-Exact (arXiv:2503.04697) takes α·|wanted − length| off: a
+    tolerance of 1/α. Metric: the length. ValueError for other kinds and units, and for lengths that are not above 0.
+
+    >>> verify = make(length=10, unit="words"); verify(response="five words of the ten", ground_truth="", extra_info={})
+    {'score': 0.5, 'length': 5}
+    >>> verify = make("budget", key="num_tokens", tolerance=4)
+    >>> [verify(tokens=range(n), ground_truth="", extra_info={"num_tokens": 8})["score"] for n in (1, 8, 9, 13)]
+    [1.0, 1.0, 0.75, 0.0]
+    """
+    for name, value, allowed in (("kind", kind, KINDS), ("unit", unit, UNITS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}, not one of {', '.join(allowed)}")
+    if length is not None:
+        length = _positive(length, "length")
+    if tolerance is not None:
+        tolerance = _positive(tolerance, "tolerance")
+
+    def scored(units: int, ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
+        wanted = length if length is not None else _wanted(key, ground_truth, extra_info)
+        away = max(units - wanted, 0) if kind == "budget" else abs(units - wanted)
+        return {"score": max(0.0, 1.0 - away / (tolerance or wanted)), "length": units}
+
+    def by_tokens(tokens: list[int], ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
+        return scored(len(tokens), ground_truth, extra_info)
+
+    def by_text(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
+        return scored(len(response.split()) if unit == "words" else len(response), ground_truth, extra_info)
+
+    return by_tokens if unit == "tokens" else by_text
+
+
+def _wanted(key: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    if not key:
+        return _positive(ground_truth, "the ground truth")
+    if key not in extra_info:
+        raise ValueError(f"the row's extra_info has no {key}")
+    return _positive(extra_info[key], f"{key} of the row's extra_info")
+
+
+def _positive(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (0 < number < math.inf):
+        raise ValueError(f"{name} is {value!r}, not a length above 0")
+    return number

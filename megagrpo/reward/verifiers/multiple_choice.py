@@ -1,0 +1,192 @@
+r"""Questions with options: the letter, or the letters, that a response gives as its answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from megagrpo.boxed import last_boxed
+from megagrpo.reward.answer_text import after_thinking, squad_words, tagged
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+
+_BLANKS = re.compile(r"[^\S\n]+")
+_WRAPPERS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|mathsf|bf|rm)\b ?|[{}$*_`]|\\[ ,;!]|~|\\[()\[\]]")
+# What is left is a letter, or several: B · (B) · B. · A, C · A and C · ABD
+_LETTERS = re.compile(r"\(?([A-Za-z](?:\)?(?: ?[,;&/] ?| and | ?, and |)\(?[A-Za-z])*)\)?[.:]?")
+# The same, and the text of the option behind it: B) Paris · (B) Paris · B. Paris · B: Paris
+_LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Z])[.):]) ?\S")
+# A pronoun is no letter: "My answer: I think …"
+_ONE = r"(?:\([A-Za-z]\)|(?!I['’]|I (?:am|have|would|do|can|will|think|believe|guess)\b)[A-Z]\b|[a-z](?=[).]?$))"
+# "The answer is (B)", "Answer: A and C", "the correct options are A, C": up to five words before the verb or colon.
+# "Final Answer:" may also stand on a line of its own, above "(B) Paris".
+_STATED = re.compile(
+    rf"(?i:\b(?:answers?|options?|choices?)\b(?: ?(?!not\b|never\b|cannot\b)[a-z]+(?= )){{0,5}}? ?"
+    rf"(?::|\bis\b:?|\bare\b:?|\bbe\b:?))"
+    rf"(?:(?i: option| choice| letter| answer)? ?(?:I (?:think|believe) (?:it is )?)?"
+    rf"|(?:(?<=nswer:)|(?<=nswers:))\s++(?=\(?[A-Z](?:[).:\n]|$)))"
+    rf"({_ONE}(?:(?:, ?and |,? or | ?[,&/;] ?| and ){_ONE}(?![A-Za-z]| (?!and )[a-z]{{2}}))*)",
+    re.MULTILINE,
+)
+# What is behind it in its sentence, up to the reason, may name no other: "B and maybe C", "(B), (C) or (D)", "B. C."
+_SENTENCE = re.compile(r"(?:(?!\b(?:because|since|as|not|rather|instead|while|whereas)\b|[.!?](?:\s|$))[^\n])*+")
+_OTHER = re.compile(r"(?:[,;/&]|\b(?:and|or|also|maybe|perhaps|possibly|both|option)\b) ?\(?[A-Z]\b")
+_NEXT = re.compile(r"[.!?]? ?\(?[A-Z]\)?(?:[.,;!?]|$)")
+_TEXT_OF_OPTION = re.compile(r"(?:(?<=\))|[).:]) ?(?!(?:and|or|also|maybe|perhaps|possibly|but)\b)\w")
+_CORRECTION = re.compile(
+    r"(?:^|[.!?…,;—–-]|\n)\s{0,3}(?:No(?=[,.!…—–-]| wait| it | that )|Wait\b|Actually\b|Hmm|Sorry|Oops|Correction"
+    r"|Or \(?[A-Z]\b)|\bno,? wait\b"
+)
+_REJECTED = re.compile(
+    r"[).:]?,? (?:is|was|are|seems|can be|must be)"
+    r"(?:n['’]t| (?:\w+ )?(?:not|wrong|incorrect|false|excluded|eliminated|out))\b"
+)
+_REJECTING = re.compile(
+    r"(?i)\b(?:not|never|cannot|wrong|incorrect|false|except|exclud\w*|eliminat\w*|reject\w*|rul\w* out)\b|n['’]t\b"
+)
+_BRACKETED = re.compile(r"\(([A-Z])\)")
+_OPTION = re.compile(r"\(([A-Z])\)|(?<![\w.])([A-Z])[.):](?= ?[^\s.):])")
+
+
+def make(letters: str = "ABCDEFGHIJ") -> RewardCallable:
+    r"""1.0 if the response chooses the ground truth's letter, or exactly its letters, else 0.0.
+
+    `letters` are those that an option can have. Looked at in this order, in what follows the reasoning: the last
+    `\boxed{}`, the last `<answer>…</answer>`, the last sentence such as "the answer is (B)", a response or last line
+    that is a letter, and the only letter in parentheses of the last line. A sentence chooses none if it names other
+    letters before its reason ("B and maybe C", but not "B, since A is false") or is taken back ("No, wait"), and
+    neither does what rejects a letter ("not (B)", "(B) is wrong"). The row's extra_info may have `choices`, a list of
+    texts, a mapping from letters to texts, or {"label": […], "text": […]}: then an option's text counts as its letter.
+    The ground truth is a letter, several as `A, C` or a JSON list, or an option's text. ValueError if it is none.
+
+    >>> verify = make(); verify(response="It rains, so the answer is (B).", ground_truth="B", extra_info={})
+    {'score': 1.0, 'answer': 'B'}
+    >>> verify(response=r"\boxed{\text{A, C}}", ground_truth="AC", extra_info={})
+    {'score': 1.0, 'answer': 'A,C'}
+    >>> verify(response="The answer is Paris.", ground_truth="B", extra_info={"choices": ["Rome", "Paris"]})["score"]
+    1.0
+    >>> verify(response="It is B or C.", ground_truth="B", extra_info={})
+    {'score': 0.0}
+    """
+    if not letters or not set(letters) <= set(string.ascii_uppercase):
+        raise ValueError(f"letters is {letters!r}, not capital letters")
+
+    @lru_cache(maxsize=65536)
+    def truth_without_choices(ground_truth: str) -> str:
+        return _truth(ground_truth, letters, {})
+
+    def multiple_choice(
+        response: str, ground_truth: str, extra_info: Mapping[str, Any], prompt_text: str = ""
+    ) -> RewardReturn:
+        choices = _choices(extra_info, letters)
+        truth = _truth(ground_truth, letters, choices) if choices else truth_without_choices(ground_truth)
+        answer = _chosen(after_thinking(response, prompt_text), letters, choices)
+        return {"score": float(answer == truth), "answer": answer} if answer else {"score": 0.0}
+
+    return multiple_choice
+
+
+def solution(ground_truth: str) -> str:
+    """A right response."""
+    return f"<answer>{_text(ground_truth)}</answer>"
+
+
+def _chosen(text: str, letters: str, choices: Mapping[str, str]) -> str:
+    """The letters in order with commas between, empty if the text chooses none."""
+    marked = last_boxed(text)
+    marked = tagged(text, "answer") if marked is None else marked
+    if marked is not None:
+        return _read(marked, letters, choices) or _stated(marked, letters, choices)
+    text = _BLANKS.sub(" ", text).strip()
+    last_line = text.rpartition("\n")[2]
+    found = _stated(text, letters, choices) or _read(text, letters, choices)
+    if found or (found := _read(last_line, letters, choices, among=text)):
+        return found
+    bracketed = [found for found in _BRACKETED.finditer(last_line) if found.group(1) in letters]
+    if len({found.group(1) for found in bracketed}) != 1 or last_line.startswith("("):
+        return ""  # an option at the start of the line, that is listed as others are
+    rejected = _REJECTED.match(last_line, bracketed[-1].end()) or _REJECTING.search(last_line[: bracketed[-1].start()])
+    return "" if rejected else bracketed[-1].group(1)
+
+
+def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
+    """What the last sentence such as "the answer is B" names; empty if that leaves a choice or is taken back."""
+    plain = _BLANKS.sub(" ", _WRAPPERS.sub("", text))
+    stated = None
+    for found in _STATED.finditer(plain):
+        stated = found
+    if stated is not None:
+        return "" if _is_open(plain, stated) else _read(stated.group(1), letters, {})
+    if choices:
+        _, said, tail = plain.rpartition("answer is ")
+        return _by_text(tail.partition("\n")[0], choices) if said else ""
+    return ""
+
+
+def _is_open(text: str, stated: re.Match[str]) -> bool:
+    """Whether what follows "the answer is B" names another letter, or takes B back."""
+    end = stated.end()
+    sentence = _SENTENCE.match(text, end)
+    rest_at = sentence.end() if sentence else end
+    letters = _BRACKETED if _TEXT_OF_OPTION.match(text, end) else _OTHER  # "(B) Vitamins A and C" is B
+    several = letters.search(text, end, rest_at) or _BRACKETED.search(text, end, rest_at) or _NEXT.match(text, rest_at)
+    return bool(several or text.startswith("?", end) or _REJECTED.match(text, end) or _CORRECTION.search(text, end))
+
+
+def _read(text: str, letters: str, choices: Mapping[str, str], among: str = "") -> str:
+    """The letters that a short text consists of, such as `(B)`, `B. Paris`, `\\text{A, C}`; else an option's letter.
+
+    `B. Paris` is no choice where `among`, the text around it, has each option once: that lists them all.
+    """
+    plain = _BLANKS.sub(" ", _WRAPPERS.sub("", text)).strip() if len(text) < 2000 else ""
+    if len(plain) > 3 and (by_text := _by_text(plain, choices)):  # (B) is the letter, whatever options say
+        return by_text
+    is_word = len(plain) > 3 and plain.islower() and "," not in plain and "(" not in plain
+    if not is_word and (found := _LETTERS.fullmatch(plain)):
+        one = _in_order(re.sub(r"(?i)\band\b|[^A-Za-z]", "", found.group(1)).upper(), letters)
+        return one or _by_text(plain, choices)
+    if by_text := _by_text(plain, choices):
+        return by_text
+    if (found := _LETTER_AND_TEXT.match(plain)) and not _REJECTED.match(plain, found.end(found.lastindex or 0)):
+        letter = (found.group(1) or found.group(2)).upper()
+        options = Counter(one or other for one, other in _OPTION.findall(among or plain))
+        return "" if len(options) > 1 and options[letter] == 1 else _in_order(letter, letters)
+    return ""
+
+
+def _in_order(found: str, letters: str) -> str:
+    return ",".join(sorted(set(found))) if found and set(found) <= set(letters) else ""
+
+
+def _by_text(text: str, choices: Mapping[str, str]) -> str:
+    words = " ".join(squad_words(text))
+    matching = [letter for letter, choice in choices.items() if words and " ".join(squad_words(choice)) == words]
+    return matching[0] if len(matching) == 1 else ""
+
+
+def _choices(extra_info: Mapping[str, Any], letters: str) -> dict[str, str]:
+    given = extra_info.get("choices") or {}
+    if isinstance(given, Mapping) and isinstance(given.get("text"), list | tuple):
+        given = dict(zip(given.get("label", letters), given["text"], strict=False))
+    elif not isinstance(given, Mapping):
+        given = dict(zip(letters, given, strict=False))
+    return {str(letter): str(text) for letter, text in given.items()}
+
+
+def _text(ground_truth: str) -> str:
+    try:
+        value = json.loads(ground_truth)
+    except ValueError:
+        value = ground_truth
+    return ", ".join(map(str, value)) if isinstance(value, list) else ground_truth
+
+
+def _truth(ground_truth: str, letters: str, choices: Mapping[str, str]) -> str:
+    text = _text(ground_truth)
+    if truth := _by_text(text, choices) or _read(text, letters, choices):
+        return truth
+    raise ValueError(f"the ground truth {ground_truth[:200]!r} is no letter of {letters} and no option's text")

@@ -1,0 +1,361 @@
+"""Scores from a server of your own, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from megagrpo.errors import brief
+from megagrpo.reward.answer_text import after_thinking, last_program
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.retry_after import retry_after
+
+BATCH_MAX = 64
+"""A worker has so many calls of an async function at once."""
+ANSWER_BYTES_MAX = 8 << 20
+PAUSE_SECONDS_MAX = 30.0
+"""The longest pause before another attempt, also if the server asks for a longer one."""
+BUSY = (408, 425, 429, 502, 503, 504)
+"""Statuses after which the same request is sent again, later."""
+
+Item = Mapping[str, Any]
+
+
+class PostError(Exception):
+    """A POST that gave no scores. `busy`: the server could not take it, whatever was in it. `again`: another attempt
+    may go better. `after`: seconds that the server asks to wait."""
+
+    def __init__(self, text: str, *, busy: bool = False, again: bool = True, after: float = 0.0) -> None:
+        super().__init__(text)
+        self.busy, self.again, self.after = busy, again, after
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How items become the body of a POST, and its answer their scores: None for an item that has none. `read` raises
+    ValueError for any other answer."""
+
+    body: Callable[[Sequence[Item]], object]
+    read: Callable[[Any, Sequence[Item]], list[RewardReturn | None]]
+    batch_max: int = BATCH_MAX
+
+
+def make(
+    url: str,
+    shape: str = "items",
+    batch: int = 32,
+    batch_ms: float = 5.0,
+    timeout_seconds: float = 5.0,
+    retries: int = 3,
+    pause_seconds: float = 0.5,
+    headers: Mapping[str, str] | None = None,
+    max_execution_time: float = 1.0,
+    pass_rate_min: float = 0.0,
+) -> RewardCallable:
+    """What the server at `url` answers to a POST of JSON.
+
+    shape `items`: {"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]} is answered by
+    {"scores": [...]}, each a number or an object with `score`, metrics and notes, or null where there is no score. The
+    calls of one worker are sent together: at most `batch` of them, none waiting longer than `batch_ms`.
+
+    shape `open_instruct_code`: {"program", "tests", "max_execution_time"} is answered by {"results": [0, 1, ...]}
+    (open_instruct/code_utils/api.py). The program is the last block of Python behind any reasoning, or all behind it,
+    the tests are the ground truth; the score is the share of tests passed, 0 below `pass_rate_min`.
+
+    A POST may take `timeout_seconds`. If no connection is made or kept, or the server is busy (BUSY; `Retry-After` is
+    heeded), it is sent again up to `retries` times, after pauses that double from `pause_seconds`. If the server fails
+    over a batch, answers garbage or nothing in time, each item is sent alone. No redirect is followed.
+
+    `headers` may name environment variables, as "Bearer ${TOKEN}"; their values are in no error and no log. Raises
+    ValueError for other arguments and variables that are not set.
+
+    >>> make("localhost:8000/score")
+    Traceback (most recent call last):
+    ValueError: url is 'localhost:8000/score', not http://HOST/PATH or https://HOST/PATH
+    """
+    shapes = {
+        "items": Shape(items_body, items_scores),
+        "open_instruct_code": code_shape(max_execution_time, pass_rate_min),
+    }
+    if shape not in shapes:
+        raise ValueError(f"shape is {shape!r}, not {' or '.join(shapes)}")
+    limits: tuple[tuple[str, float, float, float], ...] = (
+        ("batch", batch, 1, BATCH_MAX),
+        ("batch_ms", batch_ms, 0, 10_000),
+        ("timeout_seconds", timeout_seconds, 0.001, 86_400),
+        ("retries", retries, 0, 20),
+        ("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX),
+        ("max_execution_time", max_execution_time, 0.001, 86_400),
+        ("pass_rate_min", pass_rate_min, 0, 1),
+    )
+    for name, value, least, most in limits:
+        whole = name in ("batch", "retries")
+        if not isinstance(value, int if whole else int | float) or not least <= value <= most:
+            raise ValueError(
+                f"{name} is {brief(value)}, not {'an integer' if whole else 'a number'} from {least:g} to {most:g}"
+            )
+    server = Server(checked_url(url), expanded(headers or {}), shapes[shape], timeout_seconds, retries, pause_seconds)
+    batches = Batches(server, min(batch, shapes[shape].batch_max), batch_ms / 1000)
+
+    async def remote(
+        data_source: str,
+        prompt: Sequence[Mapping[str, Any]],
+        response: str,
+        ground_truth: str,
+        extra_info: Mapping[str, Any],
+        prompt_text: str = "",
+    ) -> RewardReturn:
+        text = after_thinking(response, prompt_text) if shape == "open_instruct_code" else response
+        item = {"data_source": data_source, "prompt": prompt, "response": text, "ground_truth": ground_truth}
+        return await batches.score({**item, "extra_info": extra_info})
+
+    return remote
+
+
+def without_secrets(url: str) -> str:
+    """The URL as an error may show it, without user, password and query.
+
+    >>> without_secrets("http://me:secret@host:80/score?key=secret")
+    'http://host:80/score'
+    """
+    scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
+    place = re.split("[?#]", rest)[0]
+    hidden = "@" in rest and "@" not in place  # a password with such a mark in it, or a query
+    return scheme + mark + ("…" if hidden else place.rpartition("@")[2])
+
+
+def checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (TypeError, ValueError, AttributeError):
+        usable = False
+    if not usable:
+        shown = brief(without_secrets(url) if isinstance(url, str) else url)
+        raise ValueError(f"url is {shown}, not http://HOST/PATH or https://HOST/PATH")
+    return url
+
+
+def expanded(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers with the values of the variables that they name. ValueError for one that is not set."""
+
+    def value_of(found: re.Match[str]) -> str:
+        value = os.environ.get(found[1])
+        if value is None:
+            given = f"headers name the environment variable {found[1]}, which is not set"
+            raise ValueError(f"{given}, or which reward.environment does not name")
+        return value.strip()
+
+    if not isinstance(headers, Mapping) or not all(isinstance(text, str) for both in headers.items() for text in both):
+        raise ValueError("headers is not a mapping of texts to texts")
+    values = {name: re.sub(r"\$\{(\w+)\}", value_of, text) for name, text in headers.items()}
+    for name, value in values.items():
+        if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or not re.fullmatch(r"[ -~\t]*", value):
+            raise ValueError(f"the header {name!r} has characters that HTTP does not allow")  # its value may be secret
+    return values
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def items_body(items: Sequence[Item]) -> object:
+    return {"items": items}
+
+
+def items_scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list) or len(scores) != len(items):
+        raise ValueError(f"no object with a list of {len(items)} scores")
+    if not all(score is None or isinstance(score, int | float | dict) for score in scores):
+        raise ValueError("a score that is no number, object or null")
+    return scores
+
+
+def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
+    """The shape of open-instruct's code server, one program at a time."""
+
+    def body(items: Sequence[Item]) -> object:
+        program, tests = program_of(items[0]["response"]), tests_of(items[0]["ground_truth"])
+        return {"program": program, "tests": tests, "max_execution_time": max_execution_time}
+
+    def scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
+        results = answer.get("results") if isinstance(answer, dict) else None
+        tests = tests_of(items[0]["ground_truth"])
+        if not isinstance(results, list) or not results or (isinstance(tests, list) and len(results) != len(tests)):
+            raise ValueError("no object with a list of results, one for each test")
+        if not all(isinstance(result, int | float) and 0 <= result <= 1 for result in results):
+            raise ValueError("a result that is not from 0 to 1")
+        rate = sum(results) / len(results)
+        return [{"score": rate if rate >= pass_rate_min else 0.0, "pass_rate": rate, "tests": float(len(results))}]
+
+    return Shape(body, scores, batch_max=1)
+
+
+def program_of(text: str) -> str:
+    """The last block of Python, or the whole text if there is none.
+
+    >>> program_of("So:\\n```python3\\nprint(1)\\n```\\nDone."), program_of("print(2)")
+    ('print(1)', 'print(2)')
+    """
+    found = last_program(text)
+    return text if found is None else found.rstrip()
+
+
+def tests_of(ground_truth: str) -> object:
+    """The list that the ground truth is in JSON; another text is for the server to decode. ValueError for none."""
+    try:
+        tests = json.loads(ground_truth)
+    except ValueError:
+        tests = ground_truth
+    tests = tests if isinstance(tests, list) else ground_truth
+    if not tests:
+        raise ValueError("the ground truth has no tests")
+    return tests
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where and how items are sent."""
+
+    url: str
+    headers: Mapping[str, str]
+    shape: Shape
+    timeout_seconds: float
+    retries: int
+    pause_seconds: float
+
+    async def scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
+        """A score, None, or what went wrong, for each item."""
+        try:
+            body = json.dumps(self.shape.body(items), default=str).encode()
+        except (ValueError, TypeError) as unusable:
+            return [unusable for _ in items]
+        attempt = 0
+        while True:
+            try:
+                return list(await self._post(body, items))
+            except PostError as failed:
+                if len(items) > 1 and not failed.busy:
+                    return [
+                        one
+                        for several in await asyncio.gather(*(self.scores([item]) for item in items))
+                        for one in several
+                    ]
+                if not failed.again or attempt == self.retries:
+                    text = f"{failed} ({attempt + 1} attempts)" if attempt else str(failed)
+                    return [RuntimeError(text) for _ in items]
+                pause = max(failed.after, self.pause_seconds * 2**attempt * random.uniform(0.5, 1.5))
+            await asyncio.sleep(min(pause, PAUSE_SECONDS_MAX))
+            attempt += 1
+
+    async def _post(self, body: bytes, items: Sequence[Item]) -> list[RewardReturn | None]:
+        """Raises PostError. What other libraries and the server say is left out: it may repeat headers."""
+        # A connection for each POST: one that is kept may have been closed by the server. Nothing is decompressed, so
+        # that a small answer stays small.
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self.headers}
+        where = without_secrets(self.url)
+        timeout = aiohttp.ClientTimeout(total=self.timeout_seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
+                session.post(self.url, data=body, headers=headers, allow_redirects=False) as answer,
+            ):
+                status, after = answer.status, retry_after(answer.headers.get("Retry-After")) or 0.0
+                data = await _read(answer.content) if status == 200 else b""
+        except TimeoutError:
+            raise PostError(f"{where} did not answer in {self.timeout_seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise PostError(f"{where} could not be reached, or broke off: {type(error).__name__}", busy=True) from None
+        if status != 200:
+            again = status in BUSY or status >= 500
+            raise PostError(f"{where} answered with status {status}", busy=status in BUSY, again=again, after=after)
+        try:
+            return self.shape.read(json.loads(data), items)
+        except RecursionError:
+            raise PostError(f"{where} answered with brackets in brackets") from None
+        except ValueError as wrong:
+            reason = "no JSON" if isinstance(wrong, json.JSONDecodeError | UnicodeDecodeError) else wrong
+            raise PostError(f"{where} answered with {reason}") from None
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    """All of a body. Raises PostError for one that is too large."""
+    data = bytearray()
+    async for chunk in content.iter_chunked(1 << 16):
+        data += chunk
+        if len(data) > ANSWER_BYTES_MAX:
+            raise PostError(f"the server answered with more than {ANSWER_BYTES_MAX:,} bytes")
+    return bytes(data)
+
+
+Waiting = tuple[Item, asyncio.Future[RewardReturn]]
+
+
+class Batches:
+    """Calls that wait for each other, to be sent as one POST."""
+
+    def __init__(self, server: Server, size: int, seconds: float) -> None:
+        self._server, self._size, self._seconds = server, size, seconds
+        self._waiting: list[Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
+
+    async def score(self, item: Item) -> RewardReturn:
+        """The item's score. Raises what the server's failure is for this item."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[RewardReturn] = loop.create_future()
+        self._waiting.append((item, future))
+        if len(self._waiting) >= self._size:
+            self._send()
+        elif self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._send)
+        return await future
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        # A call whose own time is over has been cancelled. The others of its batch are not.
+        waiting = [(item, future) for item, future in self._waiting if not future.done()]
+        self._waiting = []
+        if waiting:
+            task = asyncio.get_running_loop().create_task(self._answer(waiting))
+            self._sending.add(task)
+            task.add_done_callback(lambda task: self._ended(task, waiting))
+            for _, future in waiting:
+                future.add_done_callback(lambda _: _end_if_none_waits(task, waiting))
+
+    def _ended(self, task: asyncio.Task[None], waiting: Sequence[Waiting]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            for future in (future for _, future in waiting if not future.done()):
+                future.set_exception(error)
+
+    async def _answer(self, waiting: Sequence[Waiting]) -> None:
+        scores = await self._server.scores([item for item, _ in waiting])
+        for (_, future), score in zip(waiting, scores, strict=True):
+            if future.done():
+                continue
+            if score is None:
+                future.set_exception(ValueError("the server has no score for this response"))
+            elif isinstance(score, Exception):
+                future.set_exception(score)
+            else:
+                future.set_result(score)
+
+
+def _end_if_none_waits(task: asyncio.Task[None], waiting: Sequence[Waiting]) -> None:
+    if all(future.done() for _, future in waiting):
+        task.cancel()

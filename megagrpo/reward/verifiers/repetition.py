@@ -1,0 +1,48 @@
+"""A penalty for saying the same again, by n-grams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+
+UNITS = ("words", "tokens", "characters")
+
+
+def make(ngram: int = 3, penalty: float = 1.0, unit: str = "words") -> RewardCallable:
+    """-`penalty` times the share of the response's n-grams that came before in it; 0.0 without a repetition.
+
+    As open-r1's get_repetition_penalty_reward, after Demystifying Long Chain-of-Thought (arXiv:2502.03373, appendix
+    C.2). Words are split at white space, in lower case; take characters, with a larger `ngram`, for languages that do
+    not write spaces. Metric: the share. ValueError for another unit, and unless ngram and penalty are above 0.
+
+    >>> verify = make(ngram=2); verify(response="so it is so it is so it is")
+    {'score': -0.625, 'share': 0.625}
+    >>> verify(response="each word stands here once")
+    {'score': 0.0, 'share': 0.0}
+    """
+    if unit not in UNITS:
+        raise ValueError(f"unit is {unit!r}, not one of {', '.join(UNITS)}")
+    if not isinstance(ngram, int) or ngram < 1 or not penalty > 0:
+        raise ValueError(f"ngram is {ngram!r} and penalty {penalty!r}: a whole number and a number above 0 are needed")
+
+    def scored(units: Sequence[object]) -> RewardReturn:
+        share = repeated_share(units, ngram)
+        return {"score": 0.0 - penalty * share, "share": share}
+
+    def by_tokens(tokens: list[int]) -> RewardReturn:
+        return scored(tokens)
+
+    def by_text(response: str) -> RewardReturn:
+        return scored(response.lower().split() if unit == "words" else response)
+
+    return by_tokens if unit == "tokens" else by_text
+
+
+def repeated_share(units: Sequence[object], ngram: int) -> float:
+    """The share of n-grams that came before among them; 0.0 if there are too few units for one."""
+    total = len(units) - ngram + 1
+    if total < 1:
+        return 0.0
+    different = len(set(zip(*(units[start:] for start in range(ngram)), strict=False)))
+    return 1.0 - different / total

@@ -1,0 +1,83 @@
+"""The score of a trained reward model: a model of reward.models with a head for sequence classification."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megagrpo.reward.answer_text import after_thinking
+from megagrpo.reward.functions import ModelFunction
+from megagrpo.reward.judging.arguments import Arguments
+from megagrpo.reward.judging.client import JudgeError
+from megagrpo.reward.judging.scoring import ScoringModel
+from megagrpo.section import Number, PositiveFloat, Section
+
+
+class StandardConfig(Section):
+    """(score - mean) / std."""
+
+    mean: Number
+    std: PositiveFloat
+
+
+class RewardModelArguments(Arguments):
+    """Arguments of `reward_model`."""
+
+    model: str
+    """A classifier of reward.models."""
+
+    label: str | int | None = None
+    """Which logit is the score: a label's name or number. null: the only one."""
+
+    shows: Literal["answer", "response"] = "answer"
+    """What the model is shown. answer: what follows the reasoning. response: all of the response."""
+
+    normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
+    """sigmoid: to 0 .. 1; with several labels, the probability of `label` among them. {mean: M, std: S}: by figures of
+    your own, such as those of the first evaluation."""
+
+
+def make(**arguments: Any) -> ModelFunction:
+    """What the model gives to the prompt with the response."""
+    config = RewardModelArguments.of(arguments)
+
+    async def reward_model(
+        model: ScoringModel, *, prompt: list[dict[str, Any]], prompt_text: str, response: str
+    ) -> float:
+        shown = after_thinking(response, prompt_text) if config.shows == "answer" else response
+        logits, labels = await model.logits([*prompt, {"role": "assistant", "content": shown}])
+        return score_of(logits, label_of(config.label, labels), config.normalize)
+
+    return ModelFunction(reward_model, config)
+
+
+def label_of(label: str | int | None, labels: Sequence[str]) -> int:
+    """The place of the logit that is the score. Raises JudgeError if the model has no such label."""
+    if label is None and len(labels) == 1:
+        return 0
+    if isinstance(label, int) and 0 <= label < len(labels):
+        return label
+    if label in labels:
+        return labels.index(str(label))
+    raise JudgeError(f"label {label}, of a model with {', '.join(labels)}")
+
+
+def score_of(
+    logits: Sequence[float], label: int, normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
+) -> float:
+    """The score among the logits.
+
+    >>> score_of([2.0], 0), score_of([2.0], 0, StandardConfig(mean=1.0, std=0.5))
+    (2.0, 2.0)
+    >>> [round(score_of(logits, 1, "sigmoid"), 3) for logits in ([0.0, 0.0], [0.0, 1.0], [1000.0, 0.0])]
+    [0.5, 0.731, 0.0]
+    """
+    score = logits[label]
+    if isinstance(normalize, StandardConfig):
+        return (score - normalize.mean) / normalize.std
+    if normalize == "none":
+        return score
+    others = [other - score for place, other in enumerate(logits) if place != label] or [-score]
+    most = max(0.0, *others)
+    return math.exp(-most) / (math.exp(-most) + sum(math.exp(other - most) for other in others))

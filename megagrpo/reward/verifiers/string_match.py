@@ -1,0 +1,86 @@
+"""Texts compared word by word: the answer is, or contains, one of those that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words, tagged
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+
+
+def make(
+    method: str = "exact",
+    normalised: bool = True,
+    tag: str = "answer",
+    tag_required: bool = False,
+    after: str = "",
+    words_max: int | None = None,
+) -> RewardCallable:
+    """1.0 if the answer is right, else 0.0. The ground truth is a text, or several as a JSON list.
+
+    The answer is the last `<tag>…</tag>` of what follows the reasoning, else all of it unless `tag_required`; of that,
+    what follows the last `after`, if it is given (0.0 if it is missing). exact: it equals a right text. contains: a
+    right text is in it, in whole words, and it has at most `words_max` words, or as many as that text: without this, a
+    list of guesses is right. Without `normalised`, only white space at the ends does not count; with it, neither do
+    case, punctuation and articles. ValueError for another method.
+
+    >>> verify = make(); verify(response="<answer>The Eiffel Tower.</answer>", ground_truth="Eiffel tower")
+    {'score': 1.0, 'answer': 'eiffel tower'}
+    >>> verify = make("contains"); verify(response="It is in Paris, I think.", ground_truth='["London", "Paris"]')
+    {'score': 1.0, 'answer': 'it is in paris i think'}
+    >>> verify = make(after="The answer is"); verify(response="The answer is: no", ground_truth="yes")["score"]
+    0.0
+    """
+    if method not in ("exact", "contains"):
+        raise ValueError(f"method is {method!r}, not exact or contains")
+    check_words_max(words_max, method)
+
+    @lru_cache(maxsize=65536)
+    def comparable(text: str) -> str:
+        return " ".join(squad_words(text)) if normalised else text.strip()
+
+    def string_match(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
+        truths = [truth for truth in map(comparable, accepted_answers(ground_truth)) if truth]
+        if not truths:
+            raise ValueError(f"the ground truth {ground_truth[:200]!r} has no word")
+        answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
+        if answer is not None and after:
+            _, found, answer = answer.rpartition(after)
+            answer = answer if found else None
+        if answer is None:
+            return {"score": 0.0}
+        given = " ".join(squad_words(answer)) if normalised else answer.strip()
+        right = given in truths if method == "exact" else contains(given, truths, words_max)
+        return {"score": float(right), "answer": given}
+
+    return string_match
+
+
+def solution(ground_truth: str, tag: str = "answer", after: str = "") -> str:
+    """A right response. ValueError for a ground truth without an answer."""
+    answer = f"{after} {accepted_answers(ground_truth)[0]}".strip()
+    return f"<{tag}>{answer}</{tag}>" if tag else answer
+
+
+def check_words_max(words_max: int | None, method: str) -> None:
+    """ValueError unless it is a number of words, with the method that it is for."""
+    if words_max is not None and (method != "contains" or not isinstance(words_max, int) or words_max < 1):
+        raise ValueError(f"words_max is {words_max!r} with method {method}: it is a number from 1, for contains")
+
+
+def contains(answer: str, truths: Sequence[str], words_max: int | None) -> bool:
+    """Whether a text is in the answer, in whole words, which has at most `words_max` words or as many as that text.
+
+    >>> contains("Rome Paris", ["Paris"], None), contains("Rome Paris", ["Paris"], 1), contains("a b", ["a b"], 1)
+    (True, False, True)
+    """
+    words = len(answer.split())
+    found = (truth for truth in truths if f" {truth} " in f" {answer} ")
+    return any(words_max is None or words <= max(words_max, len(truth.split())) for truth in found)
+
+
+def answer_part(text: str, tag: str, tag_required: bool) -> str | None:
+    """The last `<tag>…</tag>` of a text, else all of it, or None if the tag is required."""
+    answer = tagged(text, tag) if tag else None
+    return text if answer is None and not tag_required else answer

@@ -1,0 +1,62 @@
+"""The shape `<think>…</think><answer>…</answer>`, with points for its parts if wanted."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+
+
+def make(
+    tags: Sequence[str] = ("think", "answer"), partial: bool = False, opened: bool = False, text_between: bool = False
+) -> RewardCallable:
+    """1.0 if the response is each tag once, closed, in order and not empty, with nothing but white space around.
+
+    `opened`: the prompt already has the first tag, so the response may begin inside of it. `text_between`: other text
+    may stand before, between and behind the tags. `partial`: else the share of opening and closing tags that are there
+    exactly once, times 0.5 (open-r1's tag count, halved), in place of 0.0. ValueError for no tags.
+
+    >>> verify = make(); verify(response="<think>2 + 2</think> <answer>4</answer>")
+    1.0
+    >>> verify(response="<think>2 + 2</think> 4"), make(partial=True)(response="<think>2 + 2</think> 4")
+    (0.0, 0.25)
+    >>> make(opened=True)(response="2 + 2</think><answer>4</answer>"), make(["think"])(response="<think>a</think>b")
+    (1.0, 0.0)
+    """
+    names = tuple(tags)
+    if not names or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in names):
+        raise ValueError(f"tags is {tags!r}, not a list of names such as [think, answer]")
+    marks = [mark for tag in names for mark in (f"<{tag}>", f"</{tag}>")]
+
+    def think_answer(response: str) -> RewardReturn:
+        if opened and marks[0] not in response:
+            response = marks[0] + response
+        if _complete(response, marks, text_between):
+            return 1.0
+        return 0.5 * sum(response.count(mark) == 1 for mark in marks) / len(marks) if partial else 0.0
+
+    return think_answer
+
+
+def solution(ground_truth: str, tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> str:
+    """A right response, the same whatever the ground truth."""
+    response = "".join(f"<{tag}>text</{tag}>" for tag in tags)
+    return response.removeprefix(f"<{tags[0]}>") if opened else response
+
+
+def _complete(response: str, marks: list[str], text_between: bool) -> bool:
+    if any(response.count(mark) != 1 for mark in marks):
+        return False
+    rest = response
+    for opening, closing in zip(marks[::2], marks[1::2], strict=True):
+        before, _, rest = rest.partition(opening)
+        content, closed, rest = rest.partition(closing)
+        if not closed or _is_empty(content) or (before.strip() and not text_between):
+            return False
+    return text_between or not rest.strip()
+
+
+def _is_empty(text: str) -> bool:
+    """Whether nothing in it is seen: white space, and format characters such as the zero-width space."""
+    return all(character.isspace() or unicodedata.category(character) == "Cf" for character in text)

@@ -1,0 +1,103 @@
+"""track.json in a run's directory: the run's name for trackers, and what each of them has of it.
+
+What a tracker lacks, because it was slow, full or gone, is in the run's other files; `megagrpo track sync` brings it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FILE = "track.json"
+LEFT_MAX = 8
+USER = re.compile(r"(?<=://)[^/\s]*@")
+"""Of an address, with the password."""
+
+
+class Delivered:
+    """The file, kept in memory too. Methods may be called by several threads; those that write raise OSError."""
+
+    def __init__(self, directory: Path, *, anew: bool, number: int = 1) -> None:
+        """directory: of the run. anew: it starts from the beginning, as start `number`, and trackers have nothing."""
+        self._path = directory / FILE
+        self._lock = threading.Lock()
+        there = _read(self._path)
+        self.found = bool(there)
+        """Whether the file was there, and whole."""
+        self._content: dict[str, Any] = {} if anew else there
+        if not self._content:
+            begun = {"id": secrets.token_hex(8), "begun": time.time(), "first_start": number}
+            left = [*there.get("left", ()), there["trackers"]] if there.get("trackers") else there.get("left", [])
+            self._write({**begun, "trackers": {}, "left": left[-LEFT_MAX:]})
+
+    @property
+    def run(self) -> str:
+        """A name that no other run has, by which a server's copy of the run is found again."""
+        return str(self._content["id"])
+
+    @property
+    def begun_seconds(self) -> float:
+        """When the run began, since 1970."""
+        return float(self._content["begun"])
+
+    @property
+    def first_start(self) -> int:
+        """The number of the start with which the run began: of the recipe and environment that trackers show."""
+        return int(self._content["first_start"])
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """The id that each tracker, such as "mlflow", has given this run; the last, if it has several servers."""
+        with self._lock:
+            known = self._content["trackers"].items()
+            return {name.partition(" ")[0]: values["run_id"] for name, values in known if "run_id" in values}
+
+    def of(self, tracker: str) -> dict[str, Any]:
+        """What is known of a tracker: `step`, the last that it has, and what it has noted itself."""
+        with self._lock:
+            return dict(self._content["trackers"].get(tracker, {}))
+
+    def left(self, tracker: str) -> list[str]:
+        """Ids, at a tracker, of the runs that were in this directory before the run started anew."""
+        with self._lock:
+            known = [trackers.get(tracker, {}).get("run_id") for trackers in self._content.get("left", ())]
+            return [run_id for run_id in known if run_id]
+
+    def note(self, tracker: str, **values: Any) -> None:
+        """Adds to what is known of a tracker."""
+        with self._lock:
+            known = self._content["trackers"].get(tracker, {})
+            if any(known.get(name, self) != value for name, value in values.items()):
+                trackers = self._content["trackers"] | {tracker: known | values}
+                self._write(self._content | {"trackers": trackers})
+
+    def _write(self, content: dict[str, Any]) -> None:
+        """What cannot be written is not known either, so that it is noted again."""
+        part = self._path.with_name(f"{FILE}.part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(self._path)
+        self._content = content
+
+
+def place(tracker: str, uri: str) -> str:
+    """What a server is called in the file."""
+    return f"{tracker} {without_password(uri)}"
+
+
+def without_password(text: str) -> str:
+    """Addresses in `text` without the users and passwords that they may have."""
+    return USER.sub("", text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    whole = isinstance(read, dict) and {"id", "begun", "first_start", "trackers"} <= read.keys()
+    return read if whole else {}

@@ -1,0 +1,85 @@
+"""metrics.jsonl as trackers read it: line after line, while the run writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+AHEAD_MAX = 256
+"""Lines that are held in memory at most."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step's metrics; those that were no finite number are NaN. seconds: when they were logged, since 1970."""
+
+    step: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+class MetricLines:
+    """The lines of steps after `after`. The file is opened again where the run has gone back and replaced it."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self._path, self._after = path, after
+        self._file: BinaryIO | None = None
+        self._ahead = deque[Line]()
+
+    def ahead(self) -> deque[Line]:
+        """The next lines that are whole, AHEAD_MAX at most. Raises OSError."""
+        while len(self._ahead) < AHEAD_MAX and (file := self._opened()):
+            begin, text = file.tell(), file.readline()
+            if not text.endswith(b"\n"):  # it is still being written
+                file.seek(begin)
+                if not self._is_replaced(file):
+                    break
+                self._ahead.clear()  # they may be others now
+                self._close()
+            elif (line := _line(text)) and line.step > self._after:
+                self._ahead.append(line)
+        return self._ahead
+
+    @property
+    def after(self) -> int:
+        """The last step that was taken."""
+        return self._after
+
+    def take(self, count: int) -> None:
+        """So many lines are brought."""
+        for _ in range(count):
+            self._after = max(self._after, self._ahead.popleft().step)
+
+    def again(self, after: int) -> None:
+        """From the file's begin, the lines of steps after `after`."""
+        self._after = after
+        self._ahead.clear()
+        self._close()
+
+    def _opened(self) -> BinaryIO | None:
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        return self._file
+
+    def _is_replaced(self, file: BinaryIO) -> bool:
+        return self._path.exists() and not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
+
+    def _close(self) -> None:
+        if self._file:
+            self._file.close()
+        self._file = None
+
+
+def _line(text: bytes) -> Line | None:
+    """None: a line that cannot be read, which the run sets aside when it continues."""
+    try:
+        values = json.loads(text)
+        step, seconds = int(values.pop("step")), float(values.pop("time"))
+        return Line(step, seconds, {str(k): math.nan if v is None else float(v) for k, v in values.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,173 @@
+"""Rollouts as traces of MLflow: a span for the rollout, in it one for each turn, call of a tool and reward function."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from mlflow.entities import Feedback, Span
+
+TAG_CHARACTERS = 250
+PREVIEW_CHARACTERS = 1000
+COLUMNS = (
+    "step", "data_source", "prompt_id", "sample", "prompt", "messages", "response", "ground_truth", "score", "parts",
+    "notes", "error", "masked", "solved", "advantage", "finish", "prompt_tokens", "tokens", "age", "agent",
+)  # fmt: skip
+Row = Mapping[str, Any]
+"""A row of a file of rollouts (track/rollout_files.py)."""
+
+
+def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, count: int) -> None:
+    """Logs the first `count` rollouts of a step's file. run: the name of which ids of traces and spans are made, so
+    that logging them again changes nothing.
+
+    A trace ends when the file was written; the times of an agent's turns and tools are known, those of others are not.
+    MLflow's own tracing logs to one server for the whole process, which may be the user's; so spans are handed to this
+    server. Raises what mlflow and its store raise, and OSError.
+    """
+    from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+    from mlflow.tracing.client import TracingClient
+
+    client, ended_ns, all_spans = TracingClient(uri), path.stat().st_mtime_ns, list[Span]()
+    for row in _first_rows(path, count):
+        trace_id = f"tr-{_digest(run, row['step'], row['prompt_id'], row['sample'])[:32]}"
+        agent = json.loads(row["agent"]) if row["agent"] else None
+        begin_ns = ended_ns - _length_ns(agent)
+        spans = list(_spans(trace_id, row, agent, begin_ns))
+        root, failed = spans[0], row["error"] or (agent and agent["error"])
+        tags = {
+            "mlflow.traceName": f"step {row['step']}: {row['prompt_id']}, rollout {row['sample']}",
+            **{name: row[name] for name in ("step", "prompt_id", "data_source", "finish", "solved")},
+            "rollout": row["sample"],
+        }
+        info = TraceInfo(
+            trace_id=trace_id,
+            trace_location=TraceLocation.from_experiment_id(experiment_id),
+            request_time=begin_ns // 10**6,
+            execution_duration=(ended_ns - begin_ns) // 10**6,
+            state=TraceState.ERROR if failed else TraceState.OK,
+            request_preview=_text(root.inputs)[:PREVIEW_CHARACTERS],
+            response_preview=_text(root.outputs)[:PREVIEW_CHARACTERS],
+            trace_metadata={"mlflow.sourceRun": run_id},
+            tags={key: str(value)[:TAG_CHARACTERS] for key, value in tags.items()},
+            assessments=list(_feedback(trace_id, row, ended_ns // 10**6)),
+        )
+        client.start_trace(info)
+        all_spans += spans
+    client.log_spans(experiment_id, all_spans)
+
+
+def _first_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(count, columns=list(COLUMNS)):
+            pairs = ("parts", "notes")
+            return [{**row, **{name: dict(row[name] or ()) for name in pairs}} for row in batch.to_pylist()]
+    return []
+
+
+def _feedback(trace_id: str, row: Row, at_ms: int) -> Iterator[Feedback]:
+    """The score, as MLflow's lists of traces show it."""
+    from mlflow.entities import AssessmentSource, Feedback
+
+    if row["score"] is not None:
+        source = AssessmentSource(source_type="CODE", source_id="megagrpo")
+        times = {"create_time_ms": at_ms, "last_update_time_ms": at_ms}
+        score = Feedback("score", row["score"], source=source, trace_id=trace_id, **times)
+        score.assessment_id = f"a-{_digest(trace_id, 'score')[:32]}"
+        yield score
+
+
+def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: int) -> Iterator[Span]:
+    """The rollout's span, then those of what an agent did or of the response, then those of the reward functions."""
+    from mlflow.entities import Span
+
+    length, count = _length_ns(agent) / 1e9, 0
+
+    def span(name: str, kind: str, since: float, until: float, shown: Mapping[str, Any], error: str = "") -> Span:
+        """shown: its inputs, outputs and other attributes. Times in seconds since the rollout's begin."""
+        nonlocal count
+        number, count = count, count + 1
+        named = {"traceRequestId": trace_id, "spanType": kind, **shown}
+        return Span.from_dict(
+            {
+                "trace_id": trace_id,
+                "span_id": _digest(trace_id, number)[:16],
+                "parent_span_id": _digest(trace_id, 0)[:16] if number else None,
+                "name": name[:TAG_CHARACTERS],
+                "start_time_unix_nano": begin_ns + int(max(0.0, since) * 1e9),
+                "end_time_unix_nano": begin_ns + int(max(0.0, since, until) * 1e9),
+                "events": [],
+                "status": {"code": "STATUS_CODE_ERROR" if error else "STATUS_CODE_OK", "message": error},
+                "attributes": {f"mlflow.{key}": json.dumps(value) for key, value in named.items()},
+            }
+        )
+
+    asked = json.loads(row["messages"]) if row["messages"] else row["prompt"]
+    known = ("advantage", "solved", "masked", "tokens", "prompt_tokens", "age", "data_source")
+    whole = {
+        "spanInputs": {"messages": asked, "ground_truth": row["ground_truth"]},
+        "spanOutputs": {"answer": row["response"], "score": row["score"], "finish": row["finish"]},
+        "rollout": {name: row[name] for name in known}
+        | ({} if agent is None else {name: agent[name] for name in ("reward", "counts", "sequences")}),
+    }
+    error = row["error"] or (agent["error"] if agent else "")
+    yield span(f"rollout {row['sample']}", "CHAIN" if agent is None else "AGENT", 0.0, length, whole, error)
+    if agent is None:
+        said = {"spanInputs": {"messages": asked}, "spanOutputs": {"role": "assistant", "content": row["response"]}}
+        yield span("response", "CHAT_MODEL", 0.0, length, said | _usage(row["prompt_tokens"], row["tokens"]))
+    for event in agent["events"] if agent else ():
+        at = event["at"]
+        match event["kind"]:
+            case "turn":
+                shown = {
+                    "spanInputs": {"messages": event["given"]},
+                    "spanOutputs": event["said"],
+                    "turn": {key: value for key, value in event.items() if key not in ("given", "said")},
+                }
+                shown |= _usage(event["prompt_tokens"], event["tokens"])
+                yield span(f"turn {event['number']}", "CHAT_MODEL", at, at + event["seconds"], shown)
+            case "tool":
+                failed = str(event.get("error") or "")
+                shown = {"spanInputs": event.get("arguments"), "spanOutputs": event.get("result")}
+                yield span(event["name"], "TOOL", at - event["seconds"], at, shown, failed)
+            case kind:
+                yield span(str(kind), "UNKNOWN", at, at, {"spanInputs": event})
+    for name, outputs in _verdicts(row).items():
+        inputs = {"answer": row["response"], "ground_truth": row["ground_truth"]}
+        yield span(name, "EVALUATOR", length, length, {"spanInputs": inputs, "spanOutputs": outputs})
+
+
+def _verdicts(row: Row) -> dict[str, dict[str, Any]]:
+    """By reward function: its score, its metrics and what it noted. Those are called name.metric and name.note."""
+    functions = {name: {"score": score} for name, score in row["parts"].items() if "." not in name}
+    for values in (row["parts"], row["notes"]):
+        for name, value in values.items():
+            function, found, what = name.rpartition(".")
+            if found:
+                functions.setdefault(function, {})[what] = value
+    return functions
+
+
+def _usage(read: int, wrote: int) -> dict[str, Any]:
+    return {"chat.tokenUsage": {"input_tokens": read, "output_tokens": wrote, "total_tokens": read + wrote}}
+
+
+def _length_ns(agent: Mapping[str, Any] | None) -> int:
+    """From an agent's begin to its last event; 0 for others."""
+    events = agent["events"] if agent else ()
+    ends = [event["at"] + (event["seconds"] if event["kind"] == "turn" else 0.0) for event in events]
+    return int(max([0.0, *ends]) * 1e9)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

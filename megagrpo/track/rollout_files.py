@@ -1,0 +1,99 @@
+"""Rollouts of a run as parquet, a row for each sample:
+
+rollouts/step_000007.parquet         samples that step 7 could train on
+rollouts/step_000007.eval.parquet    samples of the evaluations after it
+
+Evaluations come after their step, and by themselves where a run starts or continues: they have files of their own, so
+that each file is written once. One thread of the driver writes them behind the steps (track/rollout_writer.py).
+docs/rollouts.md describes the columns.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+
+ROLLOUTS = "rollouts"
+TRAIN = "train"
+"""Name of the set that is trained on. Evaluation sets have other names (recipe/schema/eval.py)."""
+NAMES_MAX = 64
+NAME = re.compile(r"step_(\d{6,})(\.eval)?\.parquet")
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("set", pa.string()),  # "train", or the name of the evaluation set
+        ("data_source", pa.string()),
+        ("ability", pa.string()),
+        ("prompt_id", pa.string()),
+        ("sample", pa.int32()),  # index among the samples of the prompt
+        ("prompt", pa.string()),  # what the chat template made of the messages
+        ("messages", pa.string()),  # JSON: the conversation before the response; empty where a row is text
+        ("response", pa.string()),  # text; an agent's last answer
+        ("ground_truth", pa.string()),
+        ("score", pa.float64()),  # null: masked
+        ("parts", pa.map_(pa.string(), pa.float64())),  # score of each reward function, and its metrics
+        ("notes", pa.map_(pa.string(), pa.string())),  # what functions say of it: the answer that a verifier extracted
+        ("answer", pa.string()),  # the answer that the first function which has one has read; null: none
+        ("error", pa.string()),  # why a reward failed
+        ("masked", pa.string()),  # why the sample is left out
+        ("solved", pa.bool_()),
+        ("advantage", pa.float64()),  # mean over the tokens; null: not trained on
+        ("finish", pa.string()),  # stop, length or abort
+        ("prompt_tokens", pa.int32()),
+        ("tokens", pa.int32()),  # tokens that the policy sampled
+        ("age", pa.int32()),  # greatest staleness of a token, in versions
+        ("agent", pa.string()),  # JSON: the trace of an agent's rollout (track/traces.py); null: no agent
+        # A value for each sampled token; null but for the first track.rollouts.token_samples_per_step samples.
+        ("token_ids", pa.list_(pa.int32())),
+        ("token_texts", pa.list_(pa.string())),  # their concatenation is the response with its special tokens
+        ("token_versions", pa.list_(pa.int32())),
+        ("rollout_logprobs", pa.list_(pa.float32())),  # by the engine, in nats
+        ("train_logprobs", pa.list_(pa.float32())),  # by the trainer; null where the step did not compute them
+        ("entropies", pa.list_(pa.float32())),  # of the policy, in nats; null where the step did not compute them
+        ("token_advantages", pa.list_(pa.float32())),
+    ]
+)
+
+
+def encodable(text: str) -> str:
+    """`text` without halves of characters, which no file can hold."""
+    return text.encode(errors="replace").decode()
+
+
+def rollout_file(directory: Path, step: int, *, evaluation: bool = False) -> Path:
+    """The file of a step of the run in `directory`: of what it trained on, or of its evaluations."""
+    return directory / ROLLOUTS / f"step_{step:06d}{'.eval' if evaluation else ''}.parquet"
+
+
+def rollout_files(directory: Path) -> list[tuple[int, Path]]:
+    """Step and path of all files of the run in `directory`: by step, evaluations last."""
+    names = [(NAME.fullmatch(path.name), path) for path in (directory / ROLLOUTS).glob("step_*.parquet")]
+    found = sorted((int(name[1]), bool(name[2]), path) for name, path in names if name)
+    return [(step, path) for step, _, path in found]
+
+
+def rollout_steps(directory: Path) -> list[int]:
+    """The steps of which the run in `directory` has rollouts, in order."""
+    return sorted({step for step, _ in rollout_files(directory)})
+
+
+def steps_between(directory: Path, after: int, last: int) -> list[int]:
+    """Of the steps after `after` until `last`, those with samples to train on. Few are asked for by name: a run may
+    have a hundred thousand files, and this is asked at each step."""
+    steps = range(after + 1, last + 1)
+    if len(steps) > NAMES_MAX:
+        there = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}
+        return [step for step in steps if step in there]
+    return [step for step in steps if rollout_file(directory, step).exists()]
+
+
+def remove_later(directory: Path, step: int) -> None:
+    """Removes what comes again in a run that continues after `step`; 0: that starts. The evaluations of `step` stay."""
+    for of, path in rollout_files(directory):
+        if of > step or step == 0:
+            path.unlink(missing_ok=True)
+    for part in (directory / ROLLOUTS).glob("*.part"):
+        part.unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""How a run stands, as its directory says: status.json, its last step, and its evaluations so far."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megagrpo.errors import MegagrpoError, RunStopped, first_line
+from megagrpo.track.sink import Status
+
+STATUS_FILE = "status.json"
+SCORE = re.compile(r"eval/([^/]+/mean@\d+|loss)")
+"""An evaluation set's mean score, or the loss of held-out examples."""
+State = Literal["running", "finished", "failed", "interrupted", "stopped"]
+"""interrupted: by Ctrl-C. stopped: told to stop by a signal, with everything saved."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The last start of a run: which process it is, and how it ended. Times are seconds since 1970."""
+
+    state: State
+    total_steps: int
+    step: int = 0
+    """The last that is known to the run: at its end, or the one after which it was started."""
+    started: float = field(default_factory=lambda: round(time.time(), 3))
+    ended: float | None = None
+    error: str | None = None
+    """The first line of what ended it."""
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    slurm_job: str | None = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))
+
+    @property
+    def for_trackers(self) -> Status:
+        """The same in their words; a process that could not say how it ended was interrupted."""
+        return self.state if self.state in ("finished", "failed") else "interrupted"
+
+    def write(self, directory: Path) -> None:
+        """Replaces status.json as a whole. Raises OSError."""
+        part = directory / f".{STATUS_FILE}.part"
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        part.replace(directory / STATUS_FILE)
+
+
+def end_state(error: BaseException | type[BaseException] | None) -> State:
+    """What a run that ends with this is called."""
+    kind = error if isinstance(error, type) else type(error)
+    if error is None:
+        return "finished"
+    if issubclass(kind, RunStopped):
+        return "stopped"
+    if issubclass(kind, Exception):
+        return "failed"
+    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "stopped"
+
+
+def error_line(error: BaseException | None) -> str | None:
+    """What ended a run, in a line."""
+    if isinstance(error, MegagrpoError) and error.problems:
+        problem = error.problems[0]
+        given = problem.given.strip().splitlines()
+        return f"{error.title}: {problem.where}" + (f": {given[0]}" if given else "")
+    return None if error is None else first_line(error)
+
+
+def read_status(directory: Path) -> RunStatus | None:
+    """None if the run has none, as before this file was written, or if it cannot be read."""
+    try:
+        read = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+        return RunStatus(**read)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out score by its metric, such as gsm8k/mean@1 or loss: the last, and the best so far."""
+
+    name: str
+    last: float
+    last_step: int
+    best: float
+    best_step: int
+
+
+def held_out_scores(directory: Path) -> list[HeldOut]:
+    """By metric, from metrics.jsonl. Only a loss is better when it is less."""
+    found: dict[str, HeldOut] = {}
+    for entry in _entries(directory, b'"eval/'):
+        for metric, value in entry.items():
+            if SCORE.fullmatch(metric) and isinstance(value, int | float) and math.isfinite(value):
+                name, step = metric.removeprefix("eval/"), int(entry["step"])
+                best, best_step = (found[name].best, found[name].best_step) if name in found else (value, step)
+                if value < best if name == "loss" else value > best:
+                    best, best_step = value, step
+                found[name] = HeldOut(name, value, step, best, best_step)
+    return list(found.values())
+
+
+def last_entry(directory: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl; empty if there is none."""
+    last: dict[str, Any] = {}
+    for entry in _entries(directory, b'"step"', tail_bytes=2**18):
+        last = entry
+    return last
+
+
+def _entries(directory: Path, wanted: bytes, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Steps whose line has these bytes. A line that cannot be read is still being written, or was cut off."""
+    try:
+        with (directory / "metrics.jsonl").open("rb") as lines:
+            if tail_bytes is not None:
+                lines.seek(max(0, lines.seek(0, os.SEEK_END) - tail_bytes))
+            for line in lines:
+                if wanted not in line:
+                    continue
+                try:
+                    entry = json.loads(line)
+                    int(entry["step"])
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    continue
+                yield entry
+    except OSError:
+        return

@@ -1,0 +1,130 @@
+"""What a run leaves, in a few lines: how it ended, its held-out scores, where everything is, and what to do next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.progress import clock
+from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory, run_directory
+from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.track.delivered import without_password
+from megagrpo.track.mlflow import tracking_uri
+from megagrpo.track.status import HeldOut, RunStatus, held_out_scores
+
+SAVED = re.compile(r"step_(\d{6,})")
+"""A complete checkpoint's directory."""
+SCORES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Next:
+    """A command, and what it is for."""
+
+    what: str
+    words: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What there is at the end of a run's process. `places`: paths and addresses by what is there, those that exist."""
+
+    status: RunStatus
+    held_out: Sequence[HeldOut]
+    places: dict[str, str]
+    after: Sequence[Next]
+
+    def lines(self) -> Iterator[str]:
+        status = self.status
+        took = clock((status.ended or status.started) - status.started)
+        of_total = f"{status.step:,} of {status.total_steps:,} steps"
+        yield f"{status.state} after {took}, {of_total}"
+        for score in self.held_out[:SCORES_SHOWN]:
+            best = f"; best {score.best:.3f} at step {score.best_step}" if score.best_step != score.last_step else ""
+            yield f"held-out {score.name} {score.last:.3f} at step {score.last_step}{best}"
+        yield from table(list(self.places.items()))
+        if self.after:
+            yield "next:"
+            yield from (f"  {line}" for line in table([(each.what, each.command) for each in self.after]))
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as values for JSON."""
+        return {
+            **asdict(self.status),
+            "held_out": [asdict(score) for score in self.held_out],
+            "places": self.places,
+            "next": {each.what: each.command for each in self.after},
+        }
+
+
+def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
+    """What a run with this recipe has left in its directories. status: with its end."""
+    directory, exported = run_directory(recipe), export_directory(recipe)
+    saved = newest_checkpoint(checkpoint_directory(recipe))
+    whole = status.state == "finished" and exported.is_dir()
+    places = {"run directory": str(directory)}
+    if saved is not None:
+        places["checkpoint"] = str(saved)
+    if whole:
+        places["Hugging Face model"] = str(exported)
+    if whole and recipe.train.lora is not None and adapter_directory(recipe).is_dir():
+        places["adapters, for PEFT"] = str(adapter_directory(recipe))
+    if recipe.track.mlflow:
+        uri = without_password(tracking_uri(recipe))
+        served = uri.startswith("http")
+        places["MLflow"] = uri if served else shlex.join(("mlflow", "ui", "--backend-store-uri", uri))
+    if status.state == "failed":
+        places["logs"] = str(directory / "logs")
+    after = list(_next(recipe, status, saved, exported if whole else None))
+    return Summary(status, held_out_scores(directory), places, after)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint, without a look at its files."""
+    steps = {int(found[1]): path for path in directory.glob("step_*") if (found := SAVED.fullmatch(path.name))}
+    return steps[max(steps)] if steps else None
+
+
+def _next(recipe: AnyRecipe, status: RunStatus, saved: Path | None, exported: Path | None) -> Iterator[Next]:
+    directory = run_directory(recipe)
+    written = str(directory / "recipe.yaml")
+    again = "train" if isinstance(recipe, Recipe) else "sft"
+    if status.step:
+        yield Next("look at it", ("megagrpo", "report", str(directory)))
+    if recipe.checkpoint.resume != "never":
+        if status.state != "finished":
+            yield Next("continue", ("megagrpo", again, written))
+        elif status.step >= status.total_steps:  # else a rule has ended it, and would again
+            yield Next("train longer", ("megagrpo", again, written, longer(recipe, status.total_steps)))
+    evaluates = isinstance(recipe, Recipe) and recipe.eval.sets and recipe.rollout.engine != "external"
+    if exported is not None and evaluates:
+        yield Next("evaluate", ("megagrpo", "eval", str(directory), "--recipe", written))
+    if exported is not None:
+        to = ("--output", str(directory / "torch_dist"))
+        yield Next("for Megatron-LM", ("megagrpo", "convert", "hf-to-megatron", "--source", str(exported), *to))
+    elif saved is not None:
+        to = ("--output", str(directory / f"{saved.name}_hugging_face"))
+        yield Next("as a model", ("megagrpo", "convert", "megatron-to-hf", "--source", str(saved), *to))
+
+
+def longer(recipe: AnyRecipe, total_steps: int) -> str:
+    """The override that makes a run twice as long."""
+    if recipe.train.total_epochs is not None:
+        return f"train.total_epochs={2 * recipe.train.total_epochs:g}"
+    if isinstance(recipe, Recipe) and recipe.train.total_episodes is not None:
+        return f"train.total_episodes={2 * recipe.train.total_episodes}"
+    return f"train.total_steps={2 * total_steps}"
+
+
+def table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Two columns, the first as wide as it must be."""
+    width = max((len(first) for first, _ in rows), default=0)
+    return (f"{first:{width}}  {second}" for first, second in rows)

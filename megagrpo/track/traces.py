@@ -1,0 +1,83 @@
+"""What an agent did in a rollout, as a trace for rollouts/, MLflow and `megagrpo report`: bounded in size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.types import AgentRun
+
+EVENTS_MAX = 200
+TEXT_CHARACTERS = 8_000
+TRACE_CHARACTERS = 200_000
+NAME_CHARACTERS = 64
+DEPTH_MAX = 24
+LEFT_OUT = "left_out"
+"""Kind of an event that stands for many."""
+LAST = ("given", "arguments", "result")
+"""These may be large: they take the room that the rest of an event has left."""
+
+
+def trace(run: AgentRun) -> dict[str, Any]:
+    """JSON values: counts, sequences, rewards and events (agents/seen.py says which there are), each event's turn with
+    its reward.
+
+    If there are many events, the first and the last are kept. All texts together have about TRACE_CHARACTERS characters
+    at most: each event may take its share of what the others before it have left.
+    """
+    turns = {turn.number: {"reward": turn.reward, "sequence": turn.branch} for turn in run.turns}
+    kept = _bounded(run.events)
+    left, events = TRACE_CHARACTERS, []
+    for index, event in enumerate(kept):
+        room = _Room(left // (len(kept) - index))
+        left -= room.left
+        made = {name[:NAME_CHARACTERS]: room.fitted(event[name]) for name in sorted(event, key=LAST.__contains__)}
+        left += max(0, room.left)
+        events.append(made | turns.get(event.get("number"), {}) if event["kind"] == "turn" else made)
+    return {
+        "error": run.error[:TEXT_CHARACTERS],
+        "reward": None if run.reward is None else {name: float(value) for name, value in run.reward.items()},
+        "counts": {name: float(value) for name, value in run.counts.items()},
+        "sequences": [{"tokens": len(b.tokens), "trained": int(b.trained.sum())} for b in run.branches],
+        "events": events,
+    }
+
+
+def shortened(text: str, characters: int) -> str:
+    """`text`, or its begin and end."""
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[: characters - half]} [... {len(text) - characters} characters ...] {text[len(text) - half :]}"
+
+
+def _bounded(events: tuple[Any, ...]) -> list[Any]:
+    if len(events) <= EVENTS_MAX:
+        return list(events)
+    half = EVENTS_MAX // 2
+    gap = {"kind": LEFT_OUT, "at": events[half]["at"], "events": len(events) - 2 * half}
+    return [*events[:half], gap, *events[-half:]]
+
+
+@dataclass
+class _Room:
+    """Characters that are left for an event. Any program may have told it: of any size, and nested deeply."""
+
+    left: int
+
+    def fitted(self, value: Any, depth: int = 0) -> Any:
+        self.left -= 10  # about its name and marks
+        if isinstance(value, dict | list | tuple) and (depth > DEPTH_MAX or self.left < 0):
+            return "..."
+        if isinstance(value, dict):
+            return {str(name)[:NAME_CHARACTERS]: self.fitted(item, depth + 1) for name, item in self._some(value)}
+        if isinstance(value, list | tuple):
+            return [self.fitted(item, depth + 1) for _, item in self._some(dict(enumerate(value)))]
+        if isinstance(value, str):
+            value = shortened(value, max(0, min(TEXT_CHARACTERS, self.left)))
+            self.left -= len(value)
+        return value
+
+    def _some(self, value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+        """As many as there may be room for."""
+        return list(value.items())[: max(0, self.left // 10) + 1]

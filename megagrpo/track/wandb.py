@@ -1,0 +1,122 @@
+"""A run in Weights & Biases. Needs megagrpo[wandb]. track/behind.py calls it; wandb sends in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megagrpo.recipe.schema import WandBConfig
+from megagrpo.track.delivered import Delivered
+from megagrpo.track.metric_lines import MetricLines
+from megagrpo.track.sink import RunStart, Status
+
+NAME = "wandb"
+COLUMNS = (
+    "step", "prompt_id", "sample", "prompt", "response", "ground_truth", "score", "parts", "answer", "error",
+    "advantage", "finish", "tokens",
+)  # fmt: skip
+
+
+START_SECONDS, FINISH_SECONDS = 120, 50.0
+"""For wandb's own process: on a busy machine it starts slowly; at the end, a server may be gone."""
+
+
+class WandBRemote:
+    """Its run begins with the first step. wandb takes no step twice, and none before the last."""
+
+    def __init__(self, run: RunStart, settings: WandBConfig, delivered: Delivered) -> None:
+        self._run, self._settings, self._delivered = run, settings, delivered
+        known = delivered.of(NAME)
+        self._lines = MetricLines(run.directory / "metrics.jsonl", int(known.get("step", -1)))
+        self._samples_step = int(known.get("samples_step", -1))
+        self._wandb: Any = None
+        self.brought = 0
+        """Steps."""
+
+    def bring(self) -> None:
+        while lines := self._lines.ahead():
+            if self._wandb is None:
+                self._begin()
+                continue
+            line = lines[0]
+            before = self._lines.after
+            self._wandb.log(line.metrics, step=line.step)
+            self._lines.take(1)
+            self.brought += 1
+            # wandb keeps a step open until the next one: after a kill it may lack the last.
+            self._delivered.note(NAME, step=before)
+            self._bring_samples()
+        if self._wandb:
+            self._bring_samples()
+
+    def rewind(self, step: int) -> None:
+        """The values that wandb has of these steps stay."""
+        self._lines.again(self._lines.after)
+
+    def finish(self, status: Status) -> None:
+        if self._wandb:
+            self._wandb.finish(exit_code=0 if status == "finished" else 1)
+            self._delivered.note(NAME, step=self._lines.after)
+
+    def _begin(self) -> None:
+        os.environ.setdefault("WANDB__SERVICE_WAIT", str(START_SECONDS))
+        os.environ["WANDB_SILENT"] = "true"  # else it asks on the terminal for a key that it does not have
+        import wandb
+
+        run = self._run
+        self._wandb = wandb.init(
+            project=self._settings.project,
+            entity=self._settings.entity,
+            name=run.recipe.name,
+            id=run.run_ids.get(NAME) or self._delivered.run,
+            resume="allow",
+            dir=str(run.directory),
+            config=run.recipe.model_dump(mode="json"),
+            allow_val_change=True,
+            settings=wandb.Settings(
+                console="off", quiet=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True
+            ),
+        )
+        self._delivered.note(NAME, run_id=self._wandb.id)
+        self._lines.again(max(self._lines.after, self._wandb.step - 1))
+        if run.changed:
+            self._wandb.config.update({run.label: list(run.changed)}, allow_val_change=True)
+
+    def _bring_samples(self) -> None:
+        """A table of the samples whose files are there by now: of the last step, and of others that were late."""
+        import wandb
+
+        from megagrpo.track.rollout_files import rollout_file
+
+        if found := self._missing_samples():
+            paths = (rollout_file(self._run.directory, step) for step in found)
+            rows = [row for path in paths for row in _rows(path, self._settings.samples_per_step)]
+            self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._lines.after)
+            self._samples_step = found[-1]
+            self._delivered.note(NAME, samples_step=found[-1])
+
+    def _missing_samples(self) -> list[int]:
+        """Steps whose metrics wandb has."""
+        from megagrpo.track.rollout_files import steps_between  # imports pyarrow
+
+        wanted = self._settings.samples_per_step and self._run.recipe.track.rollouts
+        return steps_between(self._run.directory, self._samples_step, self._lines.after) if wanted else []
+
+    @property
+    def lacks(self) -> str:
+        """What it can get no more: samples that came after the last step's metrics."""
+        missing = len(self._missing_samples())
+        return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step" * bool(
+            missing
+        )
+
+
+def _rows(path: Path, count: int) -> list[list[Any]]:
+    """The first samples of a file, by COLUMNS."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        batch = next(file.iter_batches(count, columns=list(COLUMNS)), None)
+    rows = [] if batch is None else batch.to_pylist()
+    return [[str(dict(row["parts"] or ())) if name == "parts" else row[name] for name in COLUMNS] for row in rows]

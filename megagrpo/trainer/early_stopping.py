@@ -1,0 +1,45 @@
+"""The rule that ends a run by its evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isnan
+
+from megagrpo.errors import Problem, RecipeError
+from megagrpo.recipe import schema
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """The rule, and what it remembers from one evaluation of its set to the next (saved with each checkpoint)."""
+
+    rule: schema.EarlyStoppingConfig
+    best: float | None = None
+    evaluations_without_best: int = 0
+
+    @property
+    def watched_set(self) -> str:
+        return self.rule.metric.partition("/")[0]
+
+    def after(self, metrics: Mapping[str, float]) -> EarlyStopping:
+        """The state after one more evaluation. A metric that is nan, because every reward failed, is no new best.
+
+        Raises RecipeError if the evaluation lacks the rule's metric.
+        """
+        if self.rule.metric not in metrics:
+            needed = "one of " + ", ".join(sorted(metrics))
+            raise RecipeError(Problem("eval.early_stopping.metric", given=self.rule.metric, needed=needed))
+        value = metrics[self.rule.metric]
+        if not isnan(value) and (self.best is None or value > self.best):
+            return replace(self, best=value, evaluations_without_best=0)
+        return replace(self, evaluations_without_best=self.evaluations_without_best + 1)
+
+    def reason_to_stop(self) -> str | None:
+        """Why the run should end now; None if it should go on."""
+        rule = self.rule
+        if rule.target is not None and self.best is not None and self.best >= rule.target:
+            return f"{rule.metric} reached {self.best:g}, the target being {rule.target:g}"
+        if rule.patience is not None and self.evaluations_without_best >= rule.patience:
+            return f"{rule.metric} has had no new best in {self.evaluations_without_best} evaluations"
+        return None

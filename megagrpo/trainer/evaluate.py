@@ -1,0 +1,409 @@
+"""`megagrpo eval`: a model, or two, on the recipe's evaluation sets, without training.
+
+OUTPUT/
+  MODEL/                  one for each model, named after it
+    settings.json         what its responses were made with: model, prompts, sampling, rewards
+    responses.jsonl       a line for each response, written as prompts are done: what a killed evaluation keeps
+    results.json          metrics, and how many prompts of each file were over-long
+    model/                a checkpoint's Hugging Face model, until the evaluation is done
+    logs/                 of the engines
+  comparison.json         of two models
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megagrpo import typed_json
+from megagrpo.checkpoint.trainer_state import changes
+from megagrpo.cluster import runtime
+from megagrpo.cluster.reward_models import RewardModels
+from megagrpo.cluster.reward_nodes import reward_pool
+from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.runtime import Runtime, check_files
+from megagrpo.data import report as data_report
+from megagrpo.errors import PreflightError, Problem, RunStopped
+from megagrpo.evaluation.comparison import Difference, compare
+from megagrpo.evaluation.metrics import evaluation_metrics
+from megagrpo.evaluation.responses import Response, ResponseLog, responses_of
+from megagrpo.evaluation.tables import comparison_table, metrics_table
+from megagrpo.preflight.evaluation import check_model, check_recipe
+from megagrpo.preflight.preflight import Preflight
+from megagrpo.preflight.reward_models import reward_model_directories
+from megagrpo.progress import progress
+from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, with_absolute_directories
+from megagrpo.recipe.load import load
+from megagrpo.recipe.schema import ClassifierConfig, Recipe
+from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.recipe.schema.run import ConsoleMode
+from megagrpo.reward.asking import Models
+from megagrpo.reward.functions import ASKING
+from megagrpo.reward.judging.rubric import is_file
+from megagrpo.reward.scorer import Scorer
+from megagrpo.rollout.pool import Order
+from megagrpo.rollout.requests import evaluation_requests, group_of
+from megagrpo.tokenizer import load_chat_tokenizer
+from megagrpo.track.console import JsonConsole, make_console
+from megagrpo.track.jsonl import finite
+from megagrpo.track.run_lock import only_process_of
+from megagrpo.trainer.evaluated_model import EvaluatedModel, evaluated_model, model_identity
+from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
+from megagrpo.trainer.train import prompt_reader
+from megagrpo.types import Group, Prompt, Request
+
+PROMPTS_AT_ONCE = 64
+"""Most prompts that are scored, and then kept, together."""
+JUDGED_RESPONSES = 256
+"""Responses after which functions that fail on too many of them end the evaluation."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt of a set, and the requests for it."""
+
+    held_out_set: str
+    prompt: Prompt
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was found of one model, by set."""
+
+    model: str
+    responses: Mapping[str, Sequence[Response]]
+    metrics: Mapping[str, Mapping[str, float]]
+
+
+def evaluate(
+    models: Sequence[str],
+    recipe_file: Path,
+    overrides: Sequence[str],
+    output: Path | None,
+    api_key_variable: str | None,
+    console_mode: ConsoleMode | None,
+) -> int:
+    """Evaluates the models one after the other, prints and writes what was found, and compares two; 0.
+
+    api_key_variable: the environment variable with the key of a server among them. console_mode: None: the recipe's.
+    Goes on where an earlier evaluation into the same directory has ended. Raises MegagrpoError; RunStopped if the
+    process was told to stop, with what is done kept.
+    """
+    loaded = load(recipe_file, overrides)
+    check_recipe(loaded)
+    recipe = loaded.recipe
+    console = make_console(console_mode or recipe.track.console)
+    output = output or run_directory(recipe) / "eval"
+    subjects = [evaluated_model(model, recipe, api_key_variable) for model in models]
+    with until_stopped(lambda: None) as stopping:
+        try:
+            found = [_evaluated(recipe, subject, output, stopping, console.say) for subject in subjects]
+        except StopRequested:
+            given, fix = f"what is done is in {output}", "start the same command again: it goes on"
+            raise RunStopped(Problem("told to stop", given, fix=fix)) from None
+    compared = _compared(recipe, found, output) if len(found) == 2 else None
+    if isinstance(console, JsonConsole):
+        for one in found:
+            console.event("result", model=one.model, sets=one.metrics)
+        if compared:
+            console.event("comparison", **compared.as_json(recipe))
+        console.event("end", state="finished", places={"output": str(output)})
+        return 0
+    for one in found:
+        _show(recipe, one, Console(highlight=False))
+    if compared:
+        _show_comparison(compared, Console(highlight=False))
+    console.say(f"written to {output}")
+    return 0
+
+
+def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: Stopping, say: Say) -> Evaluated:
+    """One model. Responses that are not there yet are sampled, scored and kept."""
+    directory = output / subject.label
+    with only_process_of(directory), ExitStack() as closing:
+        tokenizer = load_chat_tokenizer(subject.tokenizer_directory(recipe), recipe.model.chat_template)
+        read = prompt_reader(recipe)
+        data = {name: read(files, tokenizer, name) for name, files in recipe.eval.files_of_sets().items()}
+        for line in data_report.lines(data, "prompts"):
+            say(line)
+        prompts = {name: of_set.items for name, of_set in data.items()}
+        _require_same(directory, _settings(recipe, subject, prompts))
+        log = ResponseLog(directory / "responses.jsonl")
+        closing.callback(log.close)
+        responses = list(log.there)
+        # What failed, or was left out, is asked for again.
+        done = {(one.set, one.prompt_id, one.index) for one in responses if one.score is not None}
+        asked = [
+            Asked(name, prompt, requests)
+            for name, one in recipe.eval.of_sets().items()
+            for prompt, requests in zip(prompts[name], evaluation_requests(recipe, one, prompts[name]), strict=True)
+        ]
+        left = [one for one in asked if any((one.held_out_set, r.prompt_id, r.index) not in done for r in one.requests)]
+        begun = f", {len(asked) - len(left)} of them done before" if len(left) < len(asked) else ""
+        say(f"{subject.given}: {len(asked)} prompts{begun}")
+        if left:
+            _sample(subject.recipe(recipe, directory), directory, left, log, responses, stopping, say)
+        shutil.rmtree(directory / "model", ignore_errors=True)
+        # A prompt that was asked for again has responses twice.
+        kept = {(one.set, one.prompt_id, one.index): one for one in responses}
+        of_sets = {name: [one for one in kept.values() if one.set == name] for name in prompts}
+        metrics = {
+            name: evaluation_metrics(of_sets[name], one.samples_per_prompt)
+            for name, one in recipe.eval.of_sets().items()
+        }
+        files = {name: [asdict(file) for file in of_set.files] for name, of_set in data.items()}
+        found = {"model": subject.given, "recipe": recipe.name, "sets": metrics, "files": files}
+        _write_json(directory / "results.json", found)
+        return Evaluated(subject.given, of_sets, metrics)
+
+
+def _sample(
+    recipe: Recipe,
+    directory: Path,
+    asked: Sequence[Asked],
+    log: ResponseLog,
+    responses: list[Response],
+    stopping: Stopping,
+    say: Say,
+) -> None:
+    """Samples and scores what is asked: a prompt is in the log once all of its responses are scored."""
+    checked = check_model(recipe)
+    track = recipe.track.model_copy(update={"directory": str(directory.parent)})
+    checkpoint = recipe.checkpoint.model_copy(update={"directory": str(directory)})
+    placed = with_absolute_directories(
+        recipe.model_copy(update={"name": directory.name, "track": track, "checkpoint": checkpoint})
+    )
+    with ExitStack() as closing:
+        with stopping.giving_up(), stopping.while_ray_starts():
+            ray = runtime.start(placed, stopping.check, devices_of=plan_engines)
+        closing.callback(runtime.stop, ray)
+        with stopping.giving_up():
+            judging = RewardModels(ray, placed, {name: path.absolute() for name, path in checked.reward_models.items()})
+            closing.callback(judging.close)
+            rollouts = _started(ray, placed, checked, closing, say)
+            scorers = _scorers(ray, placed, judging, asked, closing, stopping, say)
+            judging.wait_until_ready()
+            origin = {Order(list(one.requests), prompt=one.prompt): one for one in asked}
+            complete: deque[Order] = deque()
+            for order in origin:
+                order.on_complete = complete.append
+            rollouts.add(list(origin))
+            with progress("sampling and scoring", len(origin), "prompts") as work:
+                while work.done < len(origin):
+                    rollouts.wait(lambda: bool(complete))
+                    rollouts.serve_all()  # also those that were lost and have started again
+                    batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
+                    scored = _scored([(origin[order], order) for order in batch], scorers)
+                    log.append(scored)
+                    responses += scored
+                    work.advance(len(batch))
+
+
+def _started(ray: Runtime, placed: Recipe, checked: Preflight[Recipe], closing: ExitStack, say: Say) -> Rollouts:
+    """Engines that sample from the model's own weights."""
+    model, tokenizer = checked.model_directory, checked.tokenizer_directory
+    check_files(ray, placed, read=(model, tokenizer, *checked.reward_models.values()))
+    where = ", ".join(placed.rollout.urls) or f"{placed.rollout.engines} engines ({placed.rollout.engine}) with {model}"
+    say(f"starting {where}")
+    rollouts = Rollouts(ray, placed, model, tokenizer, keeps_weights=True)
+    closing.callback(rollouts.close)
+    rollouts.bring_back, rollouts.say = rollouts.serve_all, say
+    rollouts.wait_until_ready()
+    rollouts.serve_all()
+    return rollouts
+
+
+def _scorers(
+    ray: Runtime,
+    recipe: Recipe,
+    judging: RewardModels,
+    asked: Sequence[Asked],
+    closing: ExitStack,
+    stopping: Stopping,
+    say: Say,
+) -> dict[str, Scorer]:
+    """By set: one for all sets with the recipe's reward, and one for each with functions of its own."""
+    own, limit = own_rewards(recipe), recipe.rollout.response_tokens_max
+    responses: Counter[str] = Counter()
+    for one in asked:
+        responses[one.held_out_set if one.held_out_set in own else ""] += len(one.requests)
+    models = Models(run_directory(recipe), judging.served())
+    score_with = partial(Scorer, check=stopping.check, say=say, pool_of=partial(reward_pool, ray), models=models)
+    made: dict[str, Scorer] = {}
+    for name in recipe.eval.sets:
+        key = name if name in own else ""
+        if key not in made:
+            judged = min(JUDGED_RESPONSES, responses[key])
+            made[key] = score_with(own.get(key, recipe.reward), limit, judged_responses=judged)
+            closing.callback(made[key].close)
+    return {name: made[name if name in own else ""] for name in recipe.eval.sets}
+
+
+def _scored(batch: Sequence[tuple[Asked, Order]], scorers: Mapping[str, Scorer]) -> list[Response]:
+    groups: dict[str, list[Group]] = {}
+    for one, order in batch:
+        group = group_of(one.prompt, order.there(), len(order.requests))
+        groups.setdefault(one.held_out_set, []).append(group)
+    return [
+        response
+        for name, of_set in groups.items()
+        for response in responses_of(name, scorers[name].score_unshaped(of_set))
+    ]
+
+
+# --- what is written and shown ----------------------------------------------------------------------------------------
+
+
+def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
+    """All that responses and scores depend on. Text in JSON's values."""
+    sets = {
+        name: {
+            **{key: value for key, value in asdict(one).items() if key not in ("files", "functions")},
+            "functions": [function.model_dump(mode="json") for function in one.functions],
+            "prompts": _digest(map(_content, prompts[name])),
+        }
+        for name, one in recipe.eval.of_sets().items()
+    }
+    for one in sets.values():
+        del one["every_steps"], one["before_training"]
+    return {
+        "model": dict(subject.identity(recipe)),
+        "seed": recipe.seed,
+        "dtype": recipe.model.dtype,
+        "response_tokens_max": recipe.rollout.response_tokens_max,
+        "stop_token_ids": recipe.rollout.stop_token_ids,
+        **({"agent": _agent(recipe, recipe.agent)} if recipe.agent else {}),
+        "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
+        "reward_models": {
+            name: model_identity(recipe.reward.models[name].path, directory)
+            for name, directory in reward_model_directories(recipe, plan_only=False).items()
+        },
+        "files": {file: _digest([Path(file).read_bytes()]) for file in sorted(_own_files(recipe))},
+        "sets": sets,
+    }
+
+
+def _content(prompt: Prompt) -> bytes:
+    row = "\0".join((prompt.id, prompt.data_source, prompt.ability, typed_json.dumps(dict(prompt.extra_info))))
+    return f"{row}\0".encode(errors="surrogatepass") + prompt.content()
+
+
+def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
+    """Without what rollouts do not depend on. A corpus is known by its size and its time: it may be large."""
+    given = agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
+    named = (tool.arguments.get("corpus") for tool in agent.tool_configs)
+    corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
+    changed = {corpus: [found.st_size, found.st_mtime_ns] for corpus, found in corpora.items()}
+    return given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}
+
+
+def _files_of_agent(agent: AgentConfig) -> Iterator[str]:
+    named = [agent.function, *(tool.name for tool in agent.tool_configs if tool.own)]
+    named += [agent.verifiers.environment] if agent.verifiers else []
+    named += [agent.openenv.action, agent.openenv.observation] if agent.openenv else []
+    for name in named:
+        if name and ".py:" in name:
+            yield name.rpartition(":")[0]
+
+
+def _own_files(recipe: Recipe) -> Iterator[str]:
+    """The agent's own, reward functions of the user's own, rubrics, and chat templates of reward models."""
+    if recipe.agent:
+        yield from _files_of_agent(recipe.agent)
+    for reward in (recipe.reward, *own_rewards(recipe).values()):
+        for function in (function for functions in reward.lists().values() for function in functions):
+            if ".py:" in function.function:
+                yield function.function.rpartition(":")[0]
+            rubric = function.arguments.get("rubric")
+            if function.function in ASKING and isinstance(rubric, str) and is_file(rubric):
+                yield rubric
+    for model in recipe.reward.models.values():
+        if isinstance(model, ClassifierConfig) and model.chat_template is not None:
+            yield model.chat_template
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    total = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()
+
+
+def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raises PreflightError if the directory has responses that were made with other settings."""
+    path, settings = directory / "settings.json", json.loads(json.dumps(settings))
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if differing := changes(before, settings):
+            needed = "the model, prompts, sampling and rewards of the responses that are in it"
+            fix = f"give another --output, or remove {directory}"
+            raise PreflightError(Problem(str(directory), "; ".join(differing), needed, fix))
+    _write_json(path, settings)
+
+
+def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
+    console.print(f"\n{found.model}")
+    for name, one in recipe.eval.of_sets().items():
+        prompts = len({response.prompt_id for response in found.responses[name]})
+        sources = sorted({response.data_source for response in found.responses[name]})
+        console.print(metrics_table(one, prompts, sources, found.metrics[name]))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two models differ by, by set, and how many prompts each has."""
+
+    models: Sequence[str]
+    differences: Mapping[str, Sequence[Difference]]
+    prompts: Mapping[str, Mapping[str, int]]
+
+    def as_json(self, recipe: Recipe) -> dict[str, Any]:
+        sets = {name: [asdict(one) for one in of_set] for name, of_set in self.differences.items()}
+        return {"models": self.models, "recipe": recipe.name, "sets": sets, "prompts": self.prompts}
+
+
+def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Compared:
+    """Also written to comparison.json."""
+    first, second = found
+    differences = {
+        name: compare(first.responses[name], second.responses[name], one.samples_per_prompt)
+        for name, one in recipe.eval.of_sets().items()
+    }
+    prompts = {name: _prompts_of_both(first.responses[name], second.responses[name]) for name in differences}
+    compared = Compared([first.model, second.model], differences, prompts)
+    _write_json(output / "comparison.json", compared.as_json(recipe))
+    return compared
+
+
+def _show_comparison(compared: Compared, console: Console) -> None:
+    first, second = compared.models
+    console.print(f"\n{second} less {first}")
+    for name, of_set in compared.differences.items():
+        console.print(comparison_table(name, of_set))
+        if len(set(compared.prompts[name].values())) > 1:
+            console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
+
+
+def _prompts_of_both(first: Sequence[Response], second: Sequence[Response]) -> dict[str, int]:
+    """How many prompts each has, and both: a tokenizer may make some too long for a model."""
+    ids = [{one.prompt_id for one in responses} for responses in (first, second)]
+    return {"first": len(ids[0]), "second": len(ids[1]), "both": len(ids[0] & ids[1])}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,194 @@
+"""What `megagrpo eval` evaluates: a Hugging Face directory or hub id, a checkpoint of any kind, or a running server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.checkpoint.store import MANIFEST
+from megagrpo.convert.hugging_face import to_hugging_face
+from megagrpo.convert.merge_lora import merge_lora
+from megagrpo.convert.source import CONFIG, open_source, trainer_state, training_checkpoint
+from megagrpo.errors import EngineError, PreflightError, Problem, UnusableCheckpointError
+from megagrpo.preflight.model import model_directory, tokenizer_directory
+from megagrpo.recipe.defaults import device_here, dtype_name
+from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SglangConfig
+
+SERVER_SECONDS = 60.0
+"""For a server to say what it serves."""
+IDENTIFYING = ("*.safetensors", "*.json", "*.jinja")
+OF_SERVER = ("model_path", "weight_version", "load_format")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel(ABC):
+    """`given`: as the user wrote it."""
+
+    given: str
+
+    @property
+    def label(self) -> str:
+        """Name of its directory: readable, and another for another place."""
+        url = "://" in self.given
+        place = self.given.rstrip("/") if url else str(Path(self.given).absolute())
+        words = place.partition("://")[2].split("/") if url else Path(place).parts[-2:]
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "_", "_".join(words)).strip("._-")
+        return f"{readable}-{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
+
+    @abstractmethod
+    def identity(self, recipe: Recipe) -> Mapping[str, Any]:
+        """What changes if other weights or another tokenizer lie there. Raises MegagrpoError if nothing does."""
+
+    @abstractmethod
+    def tokenizer_directory(self, recipe: Recipe) -> Path:
+        """Raises MegagrpoError if there is none."""
+
+    @abstractmethod
+    def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
+        """The recipe with engines that sample from it. A checkpoint is first converted, into `directory`."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(EvaluatedModel):
+    """A directory, or an id of the hub: at model.revision if it is the recipe's model, else the newest."""
+
+    def identity(self, recipe: Recipe) -> Mapping[str, Any]:
+        return model_identity(self.given, self._directory(recipe))
+
+    def tokenizer_directory(self, recipe: Recipe) -> Path:
+        directory = self._directory(recipe)
+        return _present(tokenizer_directory(_with_model(recipe, str(directory)), directory))
+
+    def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
+        return _with_model(recipe, str(self._directory(recipe)))
+
+    def _directory(self, recipe: Recipe) -> Path:
+        own = self.given == recipe.model.path
+        return model_directory(recipe if own else _with_model(recipe, self.given), plan_only=False)
+
+
+@dataclass(frozen=True)
+class CheckpointModel(EvaluatedModel):
+    """A training checkpoint of megagrpo, or a Megatron-LM one."""
+
+    path: Path
+    model: Path
+    """The Hugging Face model with its config and tokenizer."""
+    adapters: bool
+    """It holds adapters of `model`."""
+
+    def identity(self, recipe: Recipe) -> Mapping[str, Any]:
+        manifest = self.path / MANIFEST
+        text = manifest.read_bytes() if manifest.is_file() else b""
+        digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return {"digest": digest} | model_identity(str(self.path), self.path)
+
+    def tokenizer_directory(self, recipe: Recipe) -> Path:
+        return _present(tokenizer_directory(recipe, self.model))
+
+    def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
+        converted, dtype = directory / "model", dtype_name(recipe, device_here(recipe))
+        if not converted.exists():
+            if self.adapters:
+                merge_lora(self.model, self.path, converted, dtype=dtype)
+            else:
+                to_hugging_face(self.path, converted, model=self.model, dtype=dtype)
+        return _with_model(recipe, str(converted))
+
+
+@dataclass(frozen=True)
+class ServedModel(EvaluatedModel):
+    """An SGLang server that runs. Its tokenizer is the recipe's model's. `info`: what it says of itself."""
+
+    info: Mapping[str, Any]
+    api_key_variable: str | None = None
+
+    def identity(self, recipe: Recipe) -> Mapping[str, Any]:
+        return {"url": self.given.rstrip("/")} | {key: self.info.get(key) for key in OF_SERVER}
+
+    def tokenizer_directory(self, recipe: Recipe) -> Path:
+        return _present(tokenizer_directory(recipe, model_directory(recipe, plan_only=False)))
+
+    def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
+        engine = {
+            "engine": "external",
+            "engines": 1,
+            "urls": [self.given],
+            "api_key_variable": self.api_key_variable,
+            "layout": EngineLayoutConfig(),
+            "sglang": SglangConfig(),
+            "quantization": None,
+        }
+        device = recipe.cluster.device if recipe.reward.models else "cpu"  # no GPU is needed here
+        cluster = recipe.cluster.model_copy(update={"device": device, "placement": "colocated"})
+        return recipe.model_copy(
+            update={"rollout": recipe.rollout.model_copy(update=engine), "cluster": cluster, "deterministic": False}
+        )
+
+
+def evaluated_model(given: str, recipe: Recipe, api_key_variable: str | None = None) -> EvaluatedModel:
+    """What stands at this path, hub id or URL. Raises MegagrpoError if nothing is there that can be evaluated."""
+    if given.startswith(("http://", "https://")):
+        variable = api_key_variable or recipe.rollout.api_key_variable
+        return ServedModel(given, _server_info(given, variable), variable)
+    if recipe.rollout.engine == "external":
+        needed = f"transformers or sglang: engines that load {given}"
+        raise PreflightError(Problem("rollout.engine", "external", needed, "add rollout.engine=sglang to the command"))
+    path = Path(given)
+    if not path.is_dir() or (path / CONFIG).is_file():
+        return HuggingFaceModel(given)
+    saved = path / "checkpoints" if (path / "checkpoints").is_dir() else path  # of a run's directory
+    training = training_checkpoint(saved)
+    if training is None:
+        return CheckpointModel(given, saved, open_source(saved).model_directory, adapters=False)
+    of_run = trainer_state(training).recipe
+    if (of_run.get("train") or {}).get("lora") is None:
+        return CheckpointModel(given, training, open_source(training).model_directory, adapters=False)
+    base = Path(str((of_run.get("model") or {}).get("path", "")))
+    if not (base / CONFIG).is_file():
+        needed = "the model whose adapters it holds, where it was in training"
+        raise UnusableCheckpointError(Problem(str(training), f"adapters of {base}, which is not there", needed))
+    return CheckpointModel(given, training, base, adapters=True)
+
+
+def _with_model(recipe: Recipe, path: str) -> Recipe:
+    model = recipe.model.model_copy(update={"path": path, "revision": None})
+    return recipe.model_copy(update={"model": model})
+
+
+def _present(directory: Path | None) -> Path:
+    if directory is None:
+        raise PreflightError(Problem("model.tokenizer", "none", "a tokenizer"))
+    return directory
+
+
+def model_identity(given: str, directory: Path) -> dict[str, Any]:
+    """What changes with the model that `given` names. directory: where it lies; for an id of the hub a folder of the
+    cache, named after its commit."""
+    if not Path(given).is_dir():
+        return {"path": given, "revision": directory.name}
+    found = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+    return {"path": str(directory.absolute()), "files": files}
+
+
+def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
+    """What an SGLang server says of its model. Raises EngineError if none answers there."""
+    key = os.environ.get(variable, "") if variable else ""
+    asked = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(asked, timeout=SERVER_SECONDS) as answer:
+            info = json.load(answer)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
+        raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
+    return info if isinstance(info, dict) else {}

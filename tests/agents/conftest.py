@@ -1,0 +1,3 @@
+from tests.agents.environments import agent_python
+
+__all__ = ["agent_python"]

@@ -1,0 +1,170 @@
+"""An engine that says what it is told, and whether a rollout's record is what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from megagrpo.agents.chat import Chat
+from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.record import Record
+from megagrpo.types import Request, Sample, SamplingParams
+
+
+@dataclass
+class ScriptedEngine:
+    """`say(prompt's text, seed)` is what the policy says. It is cut into tokens at random."""
+
+    chat: Chat
+    say: Callable[[str, int], str]
+    version: int = 0
+    finish: str | None = None
+    seen: list[tuple[Request, str, Sample]] = field(default_factory=list)
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    """Turns wait for it."""
+    begun: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released by each turn that begins."""
+    cancelled: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """And by each that is ended from outside."""
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    async def ask(self, request: Request, key: str) -> Sample:
+        self.begun.release()
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled.release()
+            raise
+        tokens = self.pieces(self.say(self.chat.text(request.tokens), request.seed), request.seed)
+        ends = next((at for at, token in enumerate(tokens) if token in request.sampling.stop_tokens), None)
+        finish = "stop" if ends is not None and ends < request.sampling.max_tokens else "length"
+        tokens = tokens[: ends + 1] if finish == "stop" and ends is not None else tokens[: request.sampling.max_tokens]
+        logprobs = [-((31 * token + at) % 97) / 100 for at, token in enumerate(tokens)]  # known by token and place
+        sample = Sample(
+            request.prompt_id, request.index, np.array(tokens, np.int32), np.array(logprobs, np.float32),
+            np.full(len(tokens), self.version, np.int32), self.finish or finish, "",  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.seen.append((request, key, sample))
+        self.version += 1
+        return sample
+
+    def pieces(self, text: str, seed: int) -> list[int]:
+        rng, tokens = random.Random(seed), list[int]()
+        for token in self.chat.encode(text):
+            piece = self.chat.text([token])
+            if len(piece) > 2 and piece.isascii() and piece.isalpha() and rng.random() < 0.3:
+                cut = rng.randrange(1, len(piece))
+                halves = self.chat.encode(piece[:cut]) + self.chat.encode(piece[cut:])
+                if self.chat.text(halves) == piece:
+                    tokens += halves
+                    continue
+            tokens.append(token)
+        return tokens
+
+
+@dataclass
+class Served:
+    """A gateway with its engine, and a client."""
+
+    gateway: Gateway
+    engine: ScriptedEngine
+    session: aiohttp.ClientSession
+
+    def open(
+        self, turns_max: int = 50, tokens_max: int = 4000, answer_tokens_max: int = 400, seed: int = 1, index: int = 0,
+        task: Sequence[dict[str, Any]] = (),
+    ) -> str:  # fmt: skip
+        sampling = SamplingParams(answer_tokens_max, temperature=0.7)
+        return self.gateway.open("prompt", index, Limits(turns_max, tokens_max, sampling, seed), task)
+
+    async def post(
+        self, key: str, messages: list[dict[str, Any]], path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None, **body: Any,
+    ) -> tuple[int, Any]:  # fmt: skip
+        """Status and body; of a stream, its text."""
+        sent = {"model": "policy", "messages": messages, **body}
+        headers = {"Authorization": f"Bearer {key}", **(headers or {})}
+        async with self.session.post(self.gateway.url + path, json=sent, headers=headers) as response:
+            stream = response.content_type == "text/event-stream"
+            return response.status, await (response.text() if stream else response.json())
+
+    async def said(self, key: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        """The message of an answer."""
+        status, answer = await self.post(key, messages, **body)
+        assert status == 200, answer
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
+
+    async def close(self, key: str) -> tuple[Record, Sample]:
+        """The record and its sample, which are what the engine saw."""
+        record = await self.gateway.close(key)
+        return record, checked(record, self.engine)
+
+
+@asynccontextmanager
+async def served(chat: Chat, say: Callable[[str, int], str], **options: Any) -> AsyncIterator[Served]:
+    engine = ScriptedEngine(chat, say)
+    gateway = Gateway(chat, engine.ask, **options)
+    await gateway.start()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        try:
+            yield Served(gateway, engine, session)
+        finally:
+            engine.open.set()
+            await gateway.stop()
+
+
+def checked(record: Record, engine: ScriptedEngine) -> Sample:
+    """The sample of a record. Every prompt in it is one that the engine saw, token for token; masks lie on sampled
+    tokens, and each of these is trained once, with the engine's logprob and version."""
+    outputs: dict[tuple[int, ...], list[Sample]] = {}
+    for request, _, sample in engine.seen:
+        outputs.setdefault(request.tokens, []).append(sample)
+    for turn in record.turns:
+        prompt = (*(turn.parent.tokens().tolist() if turn.parent else ()), *turn.added.tolist())
+        count = len(turn.sampled)
+        same = [
+            output
+            for output in outputs.get(prompt, ())
+            if np.array_equal(output.tokens[:count], turn.sampled)
+            and np.array_equal(output.logprobs[:count], turn.logprobs)
+            and np.array_equal(output.versions[:count], turn.versions)
+        ]
+        assert same, f"turn {turn.number}: the engine saw no such prompt and said no such answer"
+    sample = record.sample(Request("prompt", 0, (), 0, SamplingParams(1)), "stop")
+    run = sample.agent
+    assert run is not None
+    trained, rows = Counter[int](), list[np.ndarray]()
+    for number, (branch, path) in enumerate(zip(run.branches, record.paths, strict=True)):
+        assert branch.tokens.tolist() == path.turns[-1].tokens().tolist()
+        assert branch.tokens.dtype == np.int32
+        at = 0
+        for turn, mine in zip(path.turns, path.trained, strict=True):
+            assert not branch.trained[at : at + len(turn.added)].any()
+            at += len(turn.added)
+            assert (branch.trained[at : at + len(turn.sampled)] == mine).all()
+            at += len(turn.sampled)
+            trained[turn.number] += mine
+        assert at == len(branch.trained)
+        rows.append(branch.tokens[branch.trained])
+        assert sum(turn.tokens for turn in run.turns if turn.branch == number) == branch.trained.sum()
+    assert np.concatenate([np.zeros(0, np.int32), *rows]).tolist() == sample.tokens.tolist()
+    assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions) == sum(turn.tokens for turn in run.turns)
+    unused = run.counts.get("turns_unused", 0)
+    assert set(trained.values()) <= {1}
+    assert len(trained) == len(run.turns) == len(record.turns) - unused
+    by_number = {turn.number: turn for turn in record.turns}
+    expected = [by_number[turn.number] for turn in run.turns]
+    assert [*sample.logprobs] == [value for turn in expected for value in turn.logprobs]
+    assert [*sample.versions] == [value for turn in expected for value in turn.versions]
+    return sample

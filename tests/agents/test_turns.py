@@ -1,0 +1,98 @@
+"""Random agents: whatever they ask, what is trained is what the engine saw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megagrpo.agents.answers import Answers
+from megagrpo.agents.chat import Chat
+from megagrpo.agents.dialects import chat_completions
+from megagrpo.agents.dialects.chat_request import ChatRequest, Kept
+from megagrpo.agents.record import Record
+from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.types import SamplingParams
+from tests.agents.families import FAMILIES, chat_of
+from tests.agents.scripted import ScriptedEngine, checked
+from tests.agents.test_chat import TOOLS, text
+
+PARSERS = {"mistral": "hermes", "glm": "hermes", "zephyr": "hermes"}
+"""Our own ones; these templates show formats that only SGLang reads."""
+Messages = list[dict[str, Any]]
+
+
+def words(chat: Chat, family: str, seed: int) -> str:
+    """What the policy says: some text, thoughts, calls in unusual JSON, calls that cannot be read."""
+    rng = random.Random(seed)
+    thought = f"<think>\n{text(rng, 1)}\n</think>\n\n" if family == "thinking" and rng.random() < 0.5 else ""
+    body = json.dumps({"name": rng.choice("fg"), "arguments": {"k": text(rng), "n": 1.0}}, separators=(",", ":"))
+    called = f"<tool_call>{body[: -1 if rng.random() < 0.1 else None]}</tool_call>"
+    if family == "llama":
+        called = body.replace('"arguments"', '"parameters"')
+    end = chat.text([rng.choice(chat.stop_tokens)])
+    return thought + (called if rng.random() < 0.4 else text(rng, 1)) + end
+
+
+async def play(chat: Chat, family: str, seed: int) -> Record:
+    """Some agents of one rollout, that go on, fork, edit, forget, change their tools and ask for several answers."""
+    rng = random.Random(seed)
+    engine = ScriptedEngine(chat, lambda _, seed: words(chat, family, seed))
+    answers = Answers(chat, engine.ask, model="m", parser=PARSERS.get(family, "auto"), audited=1.0)
+    rollout = Rollout("prompt", 0, Limits(100, 100_000, SamplingParams(60), seed), opened=0.0)
+    talks: list[Messages] = [[{"role": "user", "content": text(rng, 1)}]]
+    tools = TOOLS if family != "zephyr" else []
+    for _ in range(rng.randint(1, 8)):
+        talk = list(rng.choice(talks))
+        if rng.random() < 0.1:
+            talk = [{"role": "system", "content": "A sub-agent."}, {"role": "user", "content": text(rng, 1)}]
+        elif rng.random() < 0.1 and len(talk) > 2:
+            talk[1] = {"role": "assistant", "content": "What was said, in short."}
+        body = {
+            "messages": talk, "tools": tools if rng.random() < 0.95 else tools[:1], "n": rng.choice([1, 1, 1, 3]),
+            "stop": ["x=1", "numbers"] if rng.random() < 0.2 else None, "max_tokens": rng.choice([None, None, 5]),
+        }  # fmt: skip
+        answer = await answers.answer("key", rollout, chat_completions.read(body, Kept()))
+        written = chat_completions.written(ChatRequest(()), answer)
+        message = rng.choice(written["choices"])["message"]
+        if rng.random() < 0.3:  # as clients do
+            message = {**message, "content": f" {message['content'] or ''}\n", "reasoning_content": None}
+        calls = message.get("tool_calls") or []
+        results = [{"role": "tool", "content": text(rng), "tool_call_id": call["id"]} for call in calls]
+        new = [*talk, message, *(results or [{"role": "user", "content": text(rng, 1)}])]
+        talks = [new] if rng.random() < 0.6 else [*talks, new]
+    answers.close()
+    record = Record(rollout)
+    checked(record, engine)
+    return record
+
+
+@pytest.mark.parametrize("rollouts", [25, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_agents_ask_what_is_trained_is_what_the_engine_saw(family: str, rollouts: int) -> None:
+    chat = chat_of(family)
+
+    async def all_of_them() -> list[Record]:
+        return [await play(chat, family, seed) for seed in range(rollouts)]
+
+    records = asyncio.run(all_of_them())
+    counts = Counter[str]()
+    for record in records:
+        counts.update(record.agent_run().counts)
+    assert counts["turns"] > 4 * rollouts
+    assert counts["turns_unused"] > 0
+    assert counts["branch/history"] > 0
+    assert counts["branch/fork"] > 0 or family == "mistral"  # its tools move when a question follows
+    assert sum(len(record.paths) for record in records) > rollouts
+    assert counts["audited"] > 0
+    assert not counts["audit_differs"]
+
+
+def test_a_rollout_is_shown_briefly() -> None:
+    """Asyncio shows the results of tasks: a forest that shows its parents and children would never end."""
+    record = asyncio.run(play(chat_of("chatml"), "chatml", seed=1))
+    assert len(repr([record, *record.paths])) < 10_000

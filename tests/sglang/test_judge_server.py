@@ -1,0 +1,58 @@
+"""A real SGLang server as a judge: the model says whether a response ends in a digit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.reward.asking import Models
+from megagrpo.reward.scorer import Scorer
+from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
+from megagrpo.rollout.sglang.server import Server
+from tests.reward_models import make_judge
+from tests.sglang.servers import START_SECONDS
+from tests.unit.test_reward_judges import group_of, section
+
+SAMPLING = {"max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("judge")
+    arguments = judge_arguments(
+        model_directory=str(make_judge(root / "model")),
+        layout=EngineLayoutConfig(),
+        dtype="float32",
+        device="cpu",
+        requests_at_once=16,
+        tokens_per_request=256,
+        options={},
+    )
+    started = Server(arguments, name="judge", log=root / "log", environment=server_environment("cpu", 1, threads=1))
+    try:
+        started.wait_until_ready(START_SECONDS)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.long
+def test_a_real_server_judges(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JUDGE_KEY", server.api_key)
+    monkeypatch.setenv("WRONG_KEY", "x" * 20)
+    given = {"url": f"{server.url}/v1", "model": "grader", "rubric": "{{response}}", "verdict": "yes_no"}
+    given |= {"sampling": SAMPLING, "api_key_variable": "JUDGE_KEY"}
+    texts = ("abc4", "4abc", "77", "x7x", "zz9")
+    scorer = Scorer(section("judge", **given), 8, models=Models(tmp_path))
+    (group,) = scorer.score([group_of(*texts)])
+    assert [score.value for score in group.scores] == [text[-1].isdigit() for text in texts]
+    assert group.scores[0].notes["judge.verdict"] == "yes"
+    spent = scorer.take_metrics()
+    assert spent["judge/judge/requests"] == len(texts)
+    assert spent["judge/judge/output_tokens"] == 4 * len(texts)
+    scorer.close()
+    refused = Scorer(section("judge", **given | {"api_key_variable": "WRONG_KEY", "cache": False}), 8)
+    (group,) = refused.score([group_of("abc4")])
+    assert "401" in group.scores[0].error
+    refused.close()

@@ -1,0 +1,298 @@
+"""Configurations of other frameworks become recipes, and every option is accounted for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.cli import main
+from megagrpo.errors import RecipeError
+from megagrpo.importing.options import Configuration, Given, flags, hydra_overrides, yaml_options
+from megagrpo.importing.read import FRAMEWORKS, import_recipe
+from megagrpo.importing.shell import UNKNOWN, Word, read_script
+from megagrpo.importing.translate import Framework, translate
+from megagrpo.plan.parameters import known_models
+from megagrpo.recipe.load import load
+from megagrpo.recipe.schema import Recipe
+from tests.golden import record_imported
+from tests.golden.record_imported import PEERS, golden, imported
+from tests.plans import planned
+
+NAMES = tuple(record_imported.FRAMEWORKS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_becomes_the_recorded_recipe(name: str) -> None:
+    assert imported(name).text == golden(name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_imported_recipe_loads_keeps_all_rules_and_has_a_plan(name: str) -> None:
+    made = imported(name)
+    assert not made.problems
+    recipe = load(golden(name), ["cluster.gpu=H100"]).recipe
+    assert recipe.model.path in known_models()
+    assert planned(recipe).memory
+
+
+def recipe_of(framework: str, tmp_path: Path, text: str, name: str = "run.sh", **set_to: str) -> Recipe:
+    source, output = tmp_path / name, tmp_path / "recipe.yaml"
+    source.write_text(text, encoding="utf-8")
+    made = import_recipe(framework, source, {key.replace("__", "."): value for key, value in set_to.items()}, {})
+    assert not made.problems, made.problems
+    output.write_text(made.text, encoding="utf-8")
+    return load(output).recipe
+
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=train.parquet actor_rollout_ref.model.path=models/m "
+    "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.train_batch_size=64 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_epochs=1 "
+)
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("", {"algorithm.minibatches": 4, "algorithm.loss.dual_clip": 3.0, "train.optimizer.beta2": 0.999}),
+        (f"{ACTOR}.ppo_epochs=2", {"algorithm.epochs": 2}),
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0.01 {ACTOR}.kl_loss_type=mse",
+            {"algorithm.kl.coefficient": 0.01, "algorithm.kl.estimator": "k2", "algorithm.kl.placement": "loss"},
+        ),
+        (f"{ACTOR}.kl_loss_coef=0.01", {"algorithm.kl.coefficient": 0.0}),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02",
+            {"algorithm.kl.coefficient": 0.02, "algorithm.kl.estimator": "k1", "algorithm.kl.placement": "reward"},
+        ),
+        (
+            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k1+",
+            {"algorithm.kl.estimator": "k1", "algorithm.kl.straight_through": True},
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10 {ACTOR}.clip_ratio_high=0.2",
+            {"algorithm.loss.name": "cispo", "algorithm.loss.clip_low": 1},
+        ),
+        (
+            "algorithm.adv_estimator=gae critic.optim.lr=2e-5 trainer.critic_warmup=3 algorithm.lam=0.95",
+            {
+                "algorithm.critic.lr": 2e-5,
+                "algorithm.critic.warmup_steps": 3,
+                "algorithm.advantage.trace": 0.95,
+                "algorithm.advantage.name": "gae",
+            },
+        ),
+        (
+            f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=9000",
+            {"train.tokens_per_microbatch": 9000, "train.logprob_tokens_per_microbatch": None},
+        ),
+        (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=500",
+            {"algorithm.aggregation.name": "seq_mean_token_sum_norm", "algorithm.aggregation.divisor": 500},
+        ),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
+            {"weights.bucket_bytes": 512 * 2**20},
+        ),
+        ("trainer.nnodes=4 trainer.n_gpus_per_node=4", {"train.layout.data": 16, "rollout.engines": 8}),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
+    ],
+)
+def test_an_option_of_verl_gets_the_value_and_unit_that_it_has_here(
+    tmp_path: Path, more: str, wanted: Mapping[str, Any]
+) -> None:
+    recipe = recipe_of("verl", tmp_path, VERL + more)
+    for path, value in wanted.items():
+        found: Any = recipe
+        for key in path.split("."):
+            found = getattr(found, key)
+        assert found == value, path
+
+
+def test_every_default_of_a_framework_that_differs_is_written(tmp_path: Path) -> None:
+    recipe = recipe_of(
+        "open_instruct",
+        tmp_path,
+        "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list data/a.jsonl 0.5",
+    )
+    assert recipe.algorithm.kl.coefficient == 0.05
+    assert recipe.algorithm.loss.model_dump()["clip_high"] == 0.272
+    assert recipe.algorithm.advantage.model_dump()["standard_deviation"] == "none"
+    assert recipe.algorithm.correction.weights is not None
+    assert recipe.train.optimizer.schedule == "linear"
+    assert recipe.schedule.max_staleness == 8
+    assert recipe.data.train[0].amount == 0.5
+
+
+def test_an_option_that_others_read_is_translated_only_where_it_decides_something(tmp_path: Path) -> None:
+    source = tmp_path / "run.sh"
+    kinds = {}
+    for switch in ("--use-tis", ""):
+        source.write_text(f"python train.py --hf-checkpoint m --tis-clip 3.0 --rollout-batch-size 8 {switch}")
+        made = import_recipe("slime", source, {}, {})
+        kinds[switch] = {outcome.option: outcome.kind for outcome in made.translation.outcomes}["tis_clip"]
+    assert kinds == {"--use-tis": "translated", "": "same"}
+
+
+# --- nothing is lost --------------------------------------------------------------------------------------------------
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 10**6),
+    st.floats(0, 10, allow_nan=False),
+    st.sampled_from(["grpo", "sglang", "a/b.parquet", "", "k1", f"{UNKNOWN}$X", "???", "true"]),
+)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.sampled_from("ab"), SCALARS, max_size=2))
+
+
+def options_of(framework: Framework) -> st.SearchStrategy[str]:
+    named = [name.replace("*", "any_option") for name in framework.table]
+    return st.one_of(st.sampled_from(named), st.from_regex(r"[a-z_]{1,9}(\.[a-z_]{1,9}){0,2}", fullmatch=True))
+
+
+@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_no_option_is_lost_whatever_its_value(framework: Framework, data: st.DataObject) -> None:
+    drawn = data.draw(st.dictionaries(options_of(framework), VALUES, max_size=12))
+    given_ = {name: Given(name, value, line) for line, (name, value) in enumerate(drawn.items(), start=1)}
+    found = translate(framework, Configuration(Path("run"), given_), "run")
+    assert [outcome.option for outcome in found.outcomes] == list(given_)
+    for outcome in found.outcomes:
+        assert outcome.why
+        if outcome.kind == "translated":
+            assert any(outcome.option in field.source for field in found.fields)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names=st.lists(st.from_regex(r"[a-z][a-z_]{1,9}", fullmatch=True), max_size=6),
+    value=st.sampled_from(["1", "a b", ""]),
+)
+def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], value: str) -> None:
+    words = [Word(text, 1) for name in names for text in (f"--{name}", value)]
+    assert set(flags(words)) == set(names)
+    assert set(hydra_overrides([Word(f"+a.{name}={value}", 1) for name in names])) == {f"a.{name}" for name in names}
+
+
+# --- shell and YAML ---------------------------------------------------------------------------------------------------
+
+SCRIPTS = {
+    "variables": 'A=1; B="x $A"; show $A "$B" $B ${A}y \'$A\' "a\\"b" \\$A',
+    "defaults": 'show ${A:-1} "${A:-b c}" ${A-} ${B:=2} ${1:-three} "$@" end',
+    "arithmetic": "A=$((1024 * 2)); B=$(((A + 1) * 3)); show $A $B $((B / 7)) $(( $A - ${B} ))",
+    "continued": "show a \\\n  b=c \\\n  'd e'   # all\n",
+    "arrays": 'A=(one "two three" # not this\n  four)\nA+=(five)\nshow "${A[@]}"',
+    "lists": 'F=/a/b.parquet; L="[\'$F\', \'$F\']"; show data="${L}" x=\'["console","wandb"]\'',
+    "appended": "A=1; A+=2; export B=$A; show $A$B",
+    "redirected": "show a b 2>&1 >/dev/null\nshow c 2>/dev/null || true; show d",
+    "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
+    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this",
+    "joined": 'A=x; show $A/y.$A ${A}_z pre"$A b"post',
+    "operators": "true && show a; false || show b; if true; then show c; fi",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_read_as_bash_would_run_it(name: str) -> None:
+    text = SCRIPTS[name]
+    told = 'show() { printf "<%s>" "$@" >&3; echo >&3; }\n' + text
+    ran = subprocess.run(["bash", "-c", f"exec 3>&1\n{told}"], capture_output=True, text=True, check=False)
+    commands = [command for command in read_script(text, {}, {}).commands if command[0].text == "show"]
+    read = ["".join(f"<{word.text}>" for word in command[1:]) for command in commands]
+    assert read == ran.stdout.splitlines()
+
+
+def test_reading_a_script_runs_nothing_and_what_only_a_shell_can_tell_stays_unknown(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    text = f"A=$(touch {mark}); B=`touch {mark}`; python train.py --a $A --b $B --c $NOT_SET --d $((NOT_SET + 1))"
+    words = [word.text for word in read_script(text, {}, {}).commands[-1]]
+    assert [text.startswith(UNKNOWN) for text in words[3::2]] == [True] * 4
+    assert not mark.exists()
+
+
+def test_a_branch_decides_nothing_and_is_told_of() -> None:
+    script = read_script("A=1\nif test x; then\n  A=2\n  B=3\nfi\nrun $A $B", {}, {})
+    assert [word.text for word in script.commands[-1]] == ["run", "1", "3"]
+    assert [(word.text, word.line) for word in script.undecided] == [("A", 3)]
+
+
+def test_a_value_that_is_set_by_hand_stands_whatever_the_script_assigns() -> None:
+    script = read_script("NNODES=$(nodes)\nrun $NNODES", {}, {"NNODES": "4"})
+    assert [word.text for word in script.commands[-1]] == ["run", "4"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab $\"'\\(){}[]=+#\n;|&<>`@-0:", max_size=60))
+def test_no_text_is_too_odd_to_be_read(text: str) -> None:
+    read_script(text, {"a": "b"}, {})
+
+
+def test_references_in_yaml_are_resolved_where_they_are_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "a: {n: 4, b: '${a.n}', c: '${.n}', d: 'x-${..e}', f: '${oc.select:a.z,7}', g: '${oc.env:HOME}', h: '${b.c}'}\n"
+        "e: ${a.n}\nanchored: &x [1]\nagain: *x\nloop: ${loop}\n"
+    )
+    found = yaml_options(path)
+    values = {name: found[name].value for name in ("a.b", "a.c", "a.d", "a.f", "e", "again")}
+    assert values == {"a.b": 4, "a.c": 4, "a.d": "x-4", "a.f": 7, "e": 4, "again": [1]}
+    assert found["a.g"].unknown
+    assert found["a.h"].unknown
+    assert found["loop"].value
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_recipe_says_what_is_missing_and_never_overwrites(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    output = tmp_path / "made" / "recipe.yaml"
+    command = ["import", "verl", str(PEERS / "verl_megatron.sh"), "-o", str(output), "--set", "CKPTS_DIR=/ckpt"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "an_option_of_tomorrow" in told
+    assert "trust_remote_code" in told
+    assert load(output).recipe.checkpoint.directory == "/ckpt"
+    output.write_text("mine")
+    assert main(command) == 2
+    assert output.read_text() == "mine"
+    assert main([*command, "--overwrite"]) == 0
+
+
+def test_without_a_place_the_recipe_is_all_of_the_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", "slime", str(PEERS / "slime_math.sh")]) == 0
+    printed = tmp_path / "recipe.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert load(printed).recipe.model.path == "Qwen/Qwen3-8B"
+
+
+def test_an_option_that_is_set_by_hand_counts_and_keys_are_not_shown(tmp_path: Path) -> None:
+    source = tmp_path / "run.sh"
+    source.write_text("python train.py --hf-checkpoint models/m --wandb-key abc123 --prompt-data data.jsonl")
+    made = import_recipe("slime", source, {"rollout_batch_size": "16", "num_rollout": "5"}, {})
+    assert "rollout.prompts_per_step" in {field.path for field in made.translation.fields}
+    assert "abc123" not in made.text + made.report("recipe.yaml")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    script, python = tmp_path / "run.sh", tmp_path / "train.py"
+    script.write_text("echo nothing here")
+    python.write_text("print('no configuration')")
+    for framework, path in (("verl", script), ("open_instruct", script), ("trl", python), ("verl", tmp_path / "none")):
+        with pytest.raises(RecipeError):
+            import_recipe(framework, path, {}, {})

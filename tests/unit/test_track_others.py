@@ -1,0 +1,317 @@
+"""TensorBoard, Weights & Biases and Prometheus, with their own packages: what they read back is what was logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from megagrpo.cli import main
+from megagrpo.errors import MachineError
+from megagrpo.ports import free_port
+from megagrpo.track import behind
+from megagrpo.track.behind import Behind
+from megagrpo.track.grafana import PANELS, dashboard, query
+from megagrpo.track.metric_lines import MetricLines
+from megagrpo.track.metrics import METRICS
+from megagrpo.track.prometheus import prometheus_name
+from megagrpo.track.rollout_files import rollout_file, steps_between
+from megagrpo.track.sink import RunStart
+from megagrpo.track.status import read_status
+from megagrpo.track.tracker import Tracker
+from tests.small_disk import small_disk
+from tests.terminal import Terminal
+from tests.tiny_run import tracked_recipe
+from tests.unit.test_track_rollouts import TOKENIZER, group
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRAPED = yaml.safe_load((REPOSITORY / "grafana" / "prometheus.yml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megagrpo.track.tracker.FINISH_TIMEOUT_SECONDS", 250.0)
+    monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def log(tracker: Tracker, steps: range, since: float = 0.0) -> None:
+    for step in steps:
+        tracker.rollouts(step, [group("82", "1+1", name=f"p{step}")], step)
+        tracker.log(step, {"reward/mean": since + step / 8, "seconds/step": 1.0})
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """As TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
+    read.Reload()
+    return {name: [(e.step, e.value) for e in read.Scalars(name)] for name in read.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_each_step_once_as_it_was_logged_last(tmp_path: Path) -> None:
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        log(tracker, range(5))
+    changed = ("train.optimizer.lr: 1.0 -> 0.5",)
+    with Tracker(recipe, 10, 2, changed=changed) as tracker:
+        log(tracker, range(3, 6), since=1.0)
+        tracker.rewind(4, unlogged=False)
+        log(tracker, range(5, 7), since=2.0)
+    wanted = [(0, 0.0), (1, 0.125), (2, 0.25), (3, 1.375), (4, 1.5), (5, 2.625), (6, 2.75)]
+    assert scalars(directory)["reward/mean"] == wanted
+    assert scalars(directory)["seconds/step"] == [(step, 1.0) for step in range(7)]
+
+
+def test_tensorboards_full_disk_ends_nothing_and_sync_brings_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        log(tracker, range(2))
+    many = {f"reward/part_{number}": 1.0 for number in range(100)}
+    with small_disk(5000), Tracker(recipe, 10, 1) as tracker:
+        for step in range(2, 4):
+            tracker.log(step, {"reward/mean": step / 8, **(many if step == 2 else {})})
+    assert "megagrpo track sync" in capsys.readouterr().out
+    for _ in range(2):
+        assert main(["track", "sync", str(directory)]) == 0
+        assert scalars(directory)["reward/mean"] == [(step, step / 8) for step in range(4)]
+        assert scalars(directory)["reward/part_99"] == [(2, 1.0)]
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    """The rows in the files that wandb keeps for an upload, in order."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    rows = []
+    for path in sorted((directory / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def test_wandb_gets_each_step_once_and_a_table_of_samples_in_one_run(tmp_path: Path) -> None:
+    recipe, directory = tracked_recipe(tmp_path, wandb={"samples_per_step": 1}), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(3))
+    first = dict(tracker.run_ids)
+    with Tracker(recipe, 10, 1, first, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(2, 5))
+    assert tracker.run_ids == first
+    found = [(row["_step"], row["reward/mean"]) for row in history(directory) if "reward/mean" in row]
+    assert found == [(step, step / 8) for step in range(5)]
+    tables = [json.loads(path.read_text()) for path in (directory / "wandb").rglob("samples_*.table.json")]
+    rows = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["data"]]
+    assert sorted(row["step"] for row in rows) == list(range(5))
+    assert {(row["response"], row["score"], row["answer"]) for row in rows} == {("82", 1.0, "82")}
+    before = sorted(path.name for path in (directory / "wandb").iterdir())
+    assert main(["track", "sync", str(directory)]) == 0
+    assert sorted(path.name for path in (directory / "wandb").iterdir()) == before
+
+
+def test_wandb_without_a_key_asks_nothing_on_the_terminal(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from tests.tiny_run import tracked_recipe
+from megagrpo.track.tracker import Tracker
+with Tracker(tracked_recipe(Path(sys.argv[1]), wandb={}, console="lines"), 10) as tracker:
+    tracker.log(1, {"reward/mean": 0.5})
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    own = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    terminal = Terminal([sys.executable, "-c", script, str(tmp_path)], kept | own)
+    drawn = terminal.end()
+    assert "No API key" in drawn
+    assert "megagrpo track sync" in drawn
+    assert "Enter your choice" not in drawn
+
+
+def test_sync_says_which_samples_wandb_cannot_get_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, directory = tracked_recipe(tmp_path, wandb={"samples_per_step": 1}), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(1, 4))
+    record = json.loads((directory / "track.json").read_text())
+    record["trackers"]["wandb"]["samples_step"] = 1  # as if its process had been killed
+    (directory / "track.json").write_text(json.dumps(record))
+    assert main(["track", "sync", str(directory)]) == 0
+    assert "2 steps" in capsys.readouterr().out
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+def scraped(port: int) -> dict[str, tuple[str, float]]:
+    """Help and value of each gauge with the label of the run."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert all(
+        family.type == "gauge" and sample.labels == {"run": "adder"} for family in families for sample in family.samples
+    )
+    return {family.name: (family.documentation, family.samples[0].value) for family in families}
+
+
+def listening(port: int) -> list[str]:
+    """Inodes of the sockets that listen there."""
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return [line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
+
+
+def test_prometheus_scrapes_the_last_steps_metrics_with_their_meaning(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    with Tracker(tracked_recipe(tmp_path, prometheus_port=port), 10) as tracker:
+        tracker.log(0, {"eval/sums/mean@1": 0.25})
+        tracker.log(1, {"reward/mean": 0.5, "grad_norm": math.nan})
+        found = scraped(port)
+        assert found["megagrpo_reward_mean"][1] == 0.5
+        assert "rewards" in found["megagrpo_reward_mean"][0]
+        assert found["megagrpo_eval_sums_mean_at_1"][1] == 0.25
+        assert math.isnan(found["megagrpo_grad_norm"][1])
+        assert found["megagrpo_step"][1] == 1
+        before = listening(port)
+        tracker.rewind(0, unlogged=False)
+        assert listening(port) == before  # in between another process could have taken it
+        tracker.log(1, {"reward/mean": 0.75})
+        assert scraped(port)["megagrpo_reward_mean"][1] == 0.75
+    with pytest.raises(OSError):
+        scraped(port)
+
+
+def test_a_port_that_is_taken_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match="prometheus_port"):
+            Tracker(tracked_recipe(tmp_path, prometheus_port=port), 10)
+    assert read_status(tmp_path / "runs" / "adder") is None
+
+
+@given(st.text(max_size=50))
+def test_any_name_becomes_one_that_prometheus_allows(name: str) -> None:
+    made = prometheus_name(name)
+    assert made.startswith("megagrpo_")
+    assert all(letter.isascii() and (letter.isalnum() or letter == "_") for letter in made)
+
+
+# --- a tracker in its thread -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_back_twice_goes_back_to_the_lower_step(tmp_path: Path) -> None:
+    run, back, in_first, go_on = RunStart(tracked_recipe(tmp_path), tmp_path, 10), list[int](), Event(), Event()
+
+    class Slow:
+        def bring(self) -> None:
+            in_first.set()
+            go_on.wait()
+
+        def rewind(self, step: int) -> None:
+            back.append(step)
+            if len(back) == 1:
+                raise OSError("a full disk")
+
+        def finish(self, status: str) -> None: ...
+
+    behind = Behind("slow", lambda run: Slow(), lambda line: None)
+    behind.start(run)
+    in_first.wait()
+    behind.rewind(2)
+    behind.rewind(5)
+    go_on.set()
+    while len(back) < 2:
+        time.sleep(0.01)
+    behind.end("finished")
+    behind.finish(time.monotonic() + 250)
+    assert set(back) == {2}
+    assert len(back) == 2
+
+
+@pytest.mark.parametrize("last", [5, 500])
+def test_steps_with_samples_are_the_same_by_name_and_by_list(tmp_path: Path, last: int) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for step in (1, 2, 4, 5):
+        rollout_file(tmp_path, step).touch()
+    rollout_file(tmp_path, 3, evaluation=True).touch()
+    assert steps_between(tmp_path, 1, last) == [2, 4, 5]
+
+
+# --- metrics.jsonl as trackers read it --------------------------------------------------------------------------------
+
+
+def test_lines_are_read_as_they_come_whole_and_again_from_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = MetricLines(path, after=0)
+    assert not lines.ahead()
+    written = [json.dumps({"step": step, "time": 1.5, "a": step, "b": None}) + "\n" for step in range(4)]
+    path.write_text("".join(written[:2]) + "no JSON\n" + written[2][:9])
+    (one,) = lines.ahead()
+    assert (one.step, one.seconds, one.metrics["a"]) == (1, 1.5, 1.0)
+    assert math.isnan(one.metrics["b"])
+    with path.open("a") as file:
+        file.write(written[2][9:])
+    assert [line.step for line in lines.ahead()] == [1, 2]
+    begun = tmp_path / "begun"
+    begun.write_text("".join(written[:3]))
+    begun.replace(path)
+    assert [line.step for line in lines.ahead()] == [1, 2]
+    lines.take(2)
+    other = tmp_path / "other"
+    other.write_text("".join(written))
+    other.replace(path)
+    assert [line.step for line in lines.ahead()] == [3]
+    lines.again(-1)
+    assert [line.step for line in lines.ahead()] == [0, 1, 2, 3]
+
+
+def test_few_lines_are_held_however_many_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "time": 0}) + "\n" for step in range(1000)))
+    lines, seen = MetricLines(path, after=-1), list[int]()
+    while ahead := lines.ahead():
+        assert len(ahead) <= 256
+        seen.append(ahead[0].step)
+        lines.take(1)
+    assert seen == list(range(1000))
+
+
+def test_the_configuration_scrapes_the_port_and_ray_that_the_page_shows() -> None:
+    jobs = {job["job_name"]: job["static_configs"][0]["targets"] for job in SCRAPED["scrape_configs"]}
+    page = (REPOSITORY / "docs" / "tracking.md").read_text()
+    for job, setting in (("megagrpo", "prometheus_port: "), ("ray", "--metrics-export-port=")):
+        assert {f"{setting}{target.rpartition(':')[2]}" in page for target in jobs[job]} == {True}
+
+
+def test_the_dashboard_is_that_of_the_script_and_shows_metrics_that_there_are() -> None:
+    written = json.loads((REPOSITORY / "grafana" / "megagrpo.json").read_text())
+    assert written == dashboard(), "run python -m megagrpo.track.grafana > grafana/megagrpo.json"
+    shown = {name for panel in PANELS for name in panel.metrics}
+    assert shown <= {metric.name for metric in METRICS}
+    assert re.fullmatch(re.search('"(.*?)"', query("eval/{set}/mean@{k}"))[1], prometheus_name("eval/a/b/mean@16"))
+    assert "megagrpo_seconds_rollout" in json.dumps(written)

@@ -1,0 +1,49 @@
+"""Saves that fail: said once, or raised, and nothing of the checkpoints before is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.checkpoint.store import CheckpointStore, SavedFile, describe
+from megagrpo.errors import CheckpointError, Problem
+from megagrpo.trainer.saving import Saving
+from tests.unit.test_checkpoint_store import state
+
+
+class RanksWithFullDisk:
+    """Ranks whose disk is full from their second save on."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+
+    def take_snapshot(self) -> None:
+        """The copy succeeds."""
+
+    def write_snapshot(self, directory: Path) -> list[SavedFile]:
+        self.saves += 1
+        if self.saves > 1:
+            raise CheckpointError(Problem(f"save {self.saves}", "no space left on device"))
+        (directory / "weights").write_text("weights")
+        return [describe(directory, directory / "weights")]
+
+
+def test_a_save_that_fails_on_the_way_is_said_once_and_the_last_one_is_raised_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    store, ranks = CheckpointStore(tmp_path, keep_last=3), RanksWithFullDisk()
+    with Saving(store, said.append) as saving:
+        for step in (1, 2):
+            saving.begin(ranks, state(step))  # type: ignore[arg-type]
+            assert saving.wait() == 1
+            saving.confirm()
+            saving.confirm()
+        assert len(said) == 1
+        assert "save 2" in said[0]
+        saving.begin(ranks, state(3))  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="save 3"):
+            saving.finish()
+    assert len(said) == 1, "the command says the last one, as the run's error"
+    newest = store.newest()
+    assert newest is not None
+    assert newest.name == "step_000001"
