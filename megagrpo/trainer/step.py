@@ -348,7 +348,8 @@ def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: T
         return Learned(loaded.rows, loaded.advantages)
     kept = figured_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
     lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
-    return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))
+    with run.policy.alone():  # the step is done: it is saved also where a node without ranks was lost in it
+        return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))
 
 
 def sync(run: Run, version: int) -> None:
