@@ -1,7 +1,8 @@
 """Brings a run to a tracker in a thread behind the steps: no step waits for it, and no failure ends the run.
 
-The thread brings what is in the run's directory and not yet at the tracker. So nothing waits in memory for a tracker
-that is slow, what failed is brought again, and `megagrpo track sync` brings the rest in the same way, later.
+The thread, one of track/tracker_process.py, brings what is in the run's directory and not yet at the tracker. So
+nothing waits in memory for a tracker that is slow, what failed is brought again, and `megagrpo track sync` brings the
+rest in the same way, later.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from megagrpo.track.sink import RunStart, Status
 FINISH_TIMEOUT_SECONDS = 60.0
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
 """Between two attempts: after the first failure, and at most."""
-LOOK_SECONDS = 10.0
-"""How often a thread looks for files that came without a step."""
+LOOK_SECONDS = 2.0
+"""How often a thread looks for what is new."""
 
 
 class Remote(Protocol):
@@ -51,10 +52,6 @@ class Behind:
         # A daemon, so that a server that never answers cannot keep a finished run alive.
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         self._thread.start()
-
-    def look(self) -> None:
-        """There is something new in the run's directory."""
-        self._wake.set()
 
     def rewind(self, step: int) -> None:
         """The steps after `step` come again, in files that are new."""

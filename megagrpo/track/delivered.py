@@ -50,13 +50,6 @@ class Delivered:
         """The number of the start with which the run began: of the recipe and environment that trackers show."""
         return int(self._content["first_start"])
 
-    @property
-    def run_ids(self) -> dict[str, str]:
-        """The id that each tracker, such as "mlflow", has given this run; the last, if it has several servers."""
-        with self._lock:
-            known = self._content["trackers"].items()
-            return {name.partition(" ")[0]: values["run_id"] for name, values in known if "run_id" in values}
-
     def of(self, tracker: str) -> dict[str, Any]:
         """What is known of a tracker: `step`, the last that it has, and what it has noted itself."""
         with self._lock:
@@ -82,6 +75,12 @@ class Delivered:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         part.replace(self._path)
         self._content = content
+
+
+def run_ids(directory: Path) -> dict[str, str]:
+    """The id that each tracker, such as "mlflow", has given a run; the last, if it has several servers."""
+    known = _read(directory / FILE).get("trackers", {})
+    return {name.partition(" ")[0]: values["run_id"] for name, values in known.items() if "run_id" in values}
 
 
 def place(tracker: str, uri: str) -> str:

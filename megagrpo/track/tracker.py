@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -25,9 +25,8 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.run import ConsoleMode
-from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.console import make_console
-from megagrpo.track.delivered import Delivered
+from megagrpo.track.delivered import Delivered, run_ids
 from megagrpo.track.jsonl import (
     MISMATCH_FILE,
     SCHEDULE_FILE,
@@ -36,7 +35,6 @@ from megagrpo.track.jsonl import (
     StepLines,
 )
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
-from megagrpo.track.mlflow import MLflowRemote
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, remove_later
 from megagrpo.track.rollout_table import Learned, StepRollouts, first_groups
@@ -44,8 +42,7 @@ from megagrpo.track.rollout_writer import RolloutWriter
 from megagrpo.track.sink import RunStart, Sink, Status
 from megagrpo.track.status import RunStatus, end_state, error_line
 from megagrpo.track.summary import summary_of
-from megagrpo.track.tensorboard import TensorBoardRemote
-from megagrpo.track.wandb import WandBRemote
+from megagrpo.track.tracker_process import TrackerProcess
 from megagrpo.types import Group
 
 LIBRARIES = (
@@ -81,7 +78,8 @@ class Tracker:
         """
         self._recipe, self._tokenizer = recipe, tokenizer
         self._console = make_console(console or recipe.track.console)
-        self._behind = [Behind(name, connect, self.say) for name, connect in self._remotes().items()]
+        track = recipe.track
+        self._process = TrackerProcess(self.say) if track.mlflow or track.wandb or track.tensorboard else None
         self._endpoint = PrometheusEndpoint(port) if (port := recipe.track.prometheus_port) else None
         if self._endpoint:  # first: where its port is taken, nothing has begun
             self._endpoint.start(recipe.name)
@@ -95,24 +93,13 @@ class Tracker:
         for part in ("", f".{number}"):
             (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
             (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
-        self._delivered = Delivered(directory, anew=resumed_step == 0, number=number)
+        Delivered(directory, anew=resumed_step == 0, number=number)  # makes the file
         run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
         self._start(run)
         self._status = RunStatus("running", total_steps, resumed_step)
         self._status.write(directory)
-        for behind in self._behind:
-            behind.start(run)
-
-    def _remotes(self) -> dict[str, Callable[[RunStart], Remote]]:
-        """Those that a thread brings the run to."""
-        track, remotes = self._recipe.track, dict[str, Callable[[RunStart], Remote]]()
-        if mlflow := track.mlflow:
-            remotes["mlflow"] = lambda run: MLflowRemote(run, mlflow, self._delivered, live=True)
-        if wandb := track.wandb:
-            remotes["wandb"] = lambda run: WandBRemote(run, wandb, self._delivered)
-        if track.tensorboard:
-            remotes["tensorboard"] = lambda run: TensorBoardRemote(run, self._delivered, live=True)
-        return remotes
+        if self._process:
+            self._process.start(run)
 
     def _start(self, run: RunStart) -> None:
         self._run = run
@@ -129,13 +116,13 @@ class Tracker:
         self._finish("interrupted")
         self._status = replace(self._status, step=step)
         self._start(replace(self._run, resumed_step=step, unlogged=unlogged, changed=()))
-        for behind in self._behind:
-            behind.rewind(step - unlogged if step else -1)
+        if self._process:
+            self._process.rewind(step - unlogged if step else -1)
 
     @property
     def run_ids(self) -> dict[str, str]:
         """By tracker, the id with which it continues this run. A tracker that has not answered yet is missing."""
-        return self._delivered.run_ids
+        return run_ids(self._run.directory)
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
@@ -154,8 +141,6 @@ class Tracker:
             self._endpoint.log(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
-        for behind in self._behind:
-            behind.look()
 
     def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned | None = None) -> None:
         """Keeps the step's first groups, as many as the recipe says.
@@ -196,11 +181,8 @@ class Tracker:
             self._endpoint.close()
         with suppress(OSError):  # a full disk has an error of its own already
             self._status.write(self._run.directory)
-        for behind in self._behind:
-            behind.end(self._status.for_trackers)
-        until = time.monotonic() + FINISH_TIMEOUT_SECONDS
-        for behind in self._behind:
-            behind.finish(until)
+        if self._process:
+            self._process.finish(self._status.for_trackers)
         self._console.end(summary_of(self._recipe, self._status))
 
     def _finish(self, status: Status) -> None:

@@ -26,7 +26,6 @@ from megagrpo.ports import free_port
 from megagrpo.preflight.machine import directory_problems
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.track import behind
 from megagrpo.track.delivered import Delivered, place
 from megagrpo.track.mlflow import PARAM_CHARACTERS, flat, mlflow_name, shortened, tracking_uri
 from megagrpo.track.rollout_files import rollout_steps
@@ -36,14 +35,13 @@ from tests.agent_runs import calculator_run, group_of, tool_event
 from tests.mlflow_server import MlflowServer
 from tests.small_disk import small_disk
 from tests.tiny_run import tracked_recipe
+from tests.tracker_thread import trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is slow because the machine is busy does not fail."""
-    monkeypatch.setattr("megagrpo.track.tracker.FINISH_TIMEOUT_SECONDS", 250.0)
-    monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)
+    trackers_in_thread(monkeypatch)
 
 
 @pytest.fixture(scope="module")

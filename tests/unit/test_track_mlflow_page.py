@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -14,6 +15,7 @@ from tests.agent_runs import calculator_run, group_of
 from tests.mlflow_server import MlflowServer
 from tests.report_browser import PATIENCE_MS, chromium, needs_chromium
 from tests.tiny_run import tracked_recipe
+from tests.tracker_thread import trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ def run_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("pages")
     with MlflowServer(directory) as server:
         recipe = tracked_recipe(directory, mlflow={"uri": server.uri, "system_metrics": False})
-        with pytest.MonkeyPatch.context() as patched, Tracker(recipe, 2, tokenizer=TOKENIZER) as tracker:
-            patched.setattr("megagrpo.track.tracker.FINISH_TIMEOUT_SECONDS", 250.0)
+        with pytest.MonkeyPatch.context() as patched, ExitStack() as ended:
+            trackers_in_thread(patched)
+            tracker = ended.enter_context(Tracker(recipe, 2, tokenizer=TOKENIZER))
             for step in (1, 2):
                 tracker.rollouts(step, [group("82", "1+1", name=f"p{step}"), group_of(calculator_run())], step)
                 tracker.log(step, {"reward/mean": step / 4, "seconds/step": 1.0})

@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from megagrpo.cli import main
 from megagrpo.errors import MachineError
 from megagrpo.ports import free_port
-from megagrpo.track import behind
 from megagrpo.track.behind import Behind
 from megagrpo.track.grafana import PANELS, dashboard, query
 from megagrpo.track.metric_lines import MetricLines
@@ -36,6 +35,7 @@ from megagrpo.track.tracker import Tracker
 from tests.small_disk import small_disk
 from tests.terminal import Terminal
 from tests.tiny_run import tracked_recipe
+from tests.tracker_thread import trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,8 +44,7 @@ SCRAPED = yaml.safe_load((REPOSITORY / "grafana" / "prometheus.yml").read_text()
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megagrpo.track.tracker.FINISH_TIMEOUT_SECONDS", 250.0)
-    monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)
+    trackers_in_thread(monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 

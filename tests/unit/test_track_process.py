@@ -1,0 +1,108 @@
+"""The process that brings a run to its trackers: killed, stopped, and left behind by the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megagrpo.track import tracker_process
+from megagrpo.track.delivered import FILE
+from megagrpo.track.tracker import Tracker
+from megagrpo.track.tracker_process import NICENESS
+from tests.tiny_run import tracked_recipe
+from tests.unit.test_track_others import scalars
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.tiny_run import tracked_recipe
+from megagrpo.track.tracker import Tracker
+with Tracker(tracked_recipe(Path(sys.argv[1]), tensorboard=True), 10) as tracker:
+    tracker.log(0, {"reward/mean": 0.0})
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 250.0)
+    monkeypatch.setattr(tracker_process, "AGAIN_SECONDS", 0.1)
+
+
+def processes_of(pid: int) -> Iterator[psutil.Process]:
+    for child in psutil.Process(pid).children():
+        if "megagrpo.track.tracker_process" in child.cmdline():
+            yield child
+
+
+def the_process() -> psutil.Process:
+    """Of this driver, once it is there."""
+    while not (found := list(processes_of(os.getpid()))):
+        time.sleep(0.05)
+    return found[0]
+
+
+def await_step(directory: Path, step: int) -> None:
+    """Until TensorBoard has it."""
+    record = directory / FILE
+    while json.loads(record.read_text())["trackers"].get("tensorboard", {}).get("step", -1) < step:
+        time.sleep(0.05)
+
+
+def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        for step in range(3):
+            tracker.log(step, {"reward/mean": step / 8})
+        await_step(directory, 2)
+        first = the_process()
+        assert first.nice() == NICENESS
+        first.kill()
+        first.wait()
+        for step in range(3, 6):
+            tracker.log(step, {"reward/mean": step / 8})
+        assert the_process().pid != first.pid
+    assert scalars(directory)["reward/mean"] == [(step, step / 8) for step in range(6)]
+    assert "it is started again" in capsys.readouterr().out
+    assert not list(processes_of(os.getpid()))
+
+
+def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(tracker_process, "LEAVE_SECONDS", 0.1)
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        the_process().send_signal(signal.SIGSTOP)
+        for step in range(3):
+            tracker.log(step, {"reward/mean": step / 8})
+        tracker.rewind(1, unlogged=False)
+        tracker.log(2, {"reward/mean": 0.5})
+    assert f"megagrpo track sync {directory}" in capsys.readouterr().out
+    assert not list(processes_of(os.getpid()))
+
+
+def test_it_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)])
+    try:
+        while not (found := list(processes_of(driver.pid))):
+            time.sleep(0.05)
+        (tmp_path / "runs" / "adder").mkdir(parents=True, exist_ok=True)
+        await_step(tmp_path / "runs" / "adder", 0)  # it runs, and is not only being started
+    finally:
+        driver.kill()
+        driver.wait()
+    psutil.wait_procs(found, timeout=60)
+    assert not found[0].is_running()
