@@ -1,4 +1,4 @@
-"""What keeping rollouts and all trackers cost: a step with and without, their threads' own time, and bytes.
+"""What keeping rollouts and all trackers cost: a step with and without, their own time, and bytes.
 
     make warm-start
     python benchmarks/trackers.py                  # two real runs on this machine's CPUs, and the writer alone: minutes
@@ -9,12 +9,13 @@ that becomes slower in the run counts for both alike. A block's first step is le
 has left. A step is all from its begin to that of the next one. The ratio's interval is that of a bootstrap over pairs
 of blocks.
 
-With them, samples are written and MLflow (sqlite), TensorBoard, W&B (offline) and Prometheus get the step; a tracker
-then also brings the steps of the block before, so that its cost is that of two. Without them, none does anything.
+With them, samples are written and MLflow (sqlite), TensorBoard, W&B (offline) and Prometheus get the step; they then
+also get the steps of the block before, so that their cost is that of two. Without them, no samples are written, and the
+process of the trackers, with W&B's own, is stopped.
 
 Where other programs take time too, the ratio is mostly noise. So a second measure: what they add, as shares of the
-step. That is what the run's thread does for them, on the clock, and the CPU time of the threads of the writer and of
-the trackers. W&B's own process is not in it.
+step. That is what the run's thread does for them, on the clock, and the CPU time of the writer's thread and of the
+trackers' processes; the latter have the lowest priority, and mostly take what is free.
 
 The runs: the demo (yaml_recipes/adder_cpu.yaml), and the same with an untrained model whose responses are long-tailed
 (long_tailed_model.py).
@@ -25,18 +26,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 from long_tailed_model import ROOT, make_long_tailed_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -45,15 +48,12 @@ from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.ports import free_port
-from megagrpo.track.behind import Behind
-from megagrpo.track.mlflow import MLflowRemote
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_table import Learned, StepRollouts
 from megagrpo.track.rollout_writer import RolloutWriter
-from megagrpo.track.tensorboard import TensorBoardRemote
 from megagrpo.track.tracker import Tracker
-from megagrpo.track.wandb import WandBRemote
+from megagrpo.track.tracker_process import TrackerProcess
 from megagrpo.trainer import schedule, train
 from megagrpo.trainer import step as step_stages
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -70,13 +70,13 @@ LONG_TAILED = [
 
 @dataclass
 class Measured:
-    """Seconds of each step, and CPU seconds that its work for trackers took: of the run's thread, of the writer's and
-    of the trackers' threads."""
+    """Seconds of each step, and CPU seconds that its work for trackers took: of the run's thread, of the writer's, and
+    of the trackers' processes."""
 
     begins: list[float] = field(default_factory=list)
     own: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     writers: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    trackers: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    trackers_before: list[float] = field(default_factory=list)  # CPU seconds at each step's begin
 
     @property
     def step(self) -> int:
@@ -99,11 +99,17 @@ def is_on(step: int) -> bool:
 @contextmanager
 def in_turns(measured: Measured) -> Iterator[None]:
     """Inside, runs of this process keep the rollouts of every other block of steps, and trackers work in it."""
-    keep, serve, look = Tracker._keep, PrometheusEndpoint.log, Behind.look
+    keep, serve, finish = Tracker._keep, PrometheusEndpoint.log, TrackerProcess.finish
 
     def step(*given: Any) -> Any:
+        measured.trackers_before.append(trackers_cpu_seconds())
         measured.begins.append(time.perf_counter())
+        let_trackers_work(measured.on)
         return schedule.grpo_step(*given)
+
+    def finished(*given: Any) -> None:
+        let_trackers_work(True)
+        finish(*given)
 
     def timed(function: Callable[..., Any], *given: Any) -> Any:
         begin = time.perf_counter()
@@ -121,9 +127,8 @@ def in_turns(measured: Measured) -> Iterator[None]:
         patch.object(schedule, "what_was_learned", what_was_learned),
         patch.object(Tracker, "_keep", lambda *given: timed(keep, *given) if measured.on else None),
         patch.object(PrometheusEndpoint, "log", lambda *given: timed(serve, *given) if measured.on else None),
-        patch.object(Behind, "look", lambda *given: timed(look, *given) if measured.on else None),
+        patch.object(TrackerProcess, "finish", finished),
         writers_time(measured),
-        trackers_time(measured),
     ):
         yield
 
@@ -141,19 +146,21 @@ def writers_time(measured: Measured) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def trackers_time(measured: Measured) -> Iterator[None]:
-    with ExitStack() as patched:
-        for kind in (MLflowRemote, TensorBoardRemote, WandBRemote):
+def trackers_processes() -> list[psutil.Process]:
+    """That of the trackers, and W&B's own, which it starts."""
+    children = psutil.Process().children()
+    found = [child for child in children if "megagrpo.track.tracker_process" in child.cmdline()]
+    return [process for each in found for process in (each, *each.children(recursive=True))]
 
-            def brought(self: Any, bring: Callable[[Any], None] = kind.bring) -> None:
-                begin = time.thread_time()
-                if measured.on:
-                    bring(self)
-                measured.trackers[measured.step] += time.thread_time() - begin
 
-            patched.enter_context(patch.object(kind, "bring", brought))
-        yield
+def trackers_cpu_seconds() -> float:
+    """So far."""
+    return sum(sum(process.cpu_times()[:2]) for process in trackers_processes())
+
+
+def let_trackers_work(on: bool) -> None:
+    for process in trackers_processes():
+        process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
 
 def run_in_turns(name: str, steps: int, *settings: str) -> None:
@@ -185,7 +192,8 @@ def run_in_turns(name: str, steps: int, *settings: str) -> None:
     on = [step for step in seconds if is_on(step)]
     own = statistics.median(measured.own[step] for step in on)
     writers = statistics.median(measured.writers[step] for step in on)
-    trackers = statistics.mean(measured.trackers[step] for step in on if step > 2 * BLOCK)  # the first import packages
+    spent = np.diff(measured.trackers_before)  # the first imports packages
+    trackers = statistics.mean(spent[step - 1] for step in on if step > 2 * BLOCK)
     row(
         name, len(means) * (BLOCK - 1), f"{usual:.2f}", f"{ratios.mean():.3f} ({low:.3f} to {high:.3f})",
         f"{own * 1000:.1f} ({own / usual:.2%})", f"{writers * 1000:.1f} ({writers / usual:.2%})",
@@ -196,7 +204,7 @@ def run_in_turns(name: str, steps: int, *settings: str) -> None:
 def real_runs(runs: Sequence[str], steps: int) -> None:
     heads(
         "run", "steps", "s/step", "with / without (95 %)", "run's thread, ms of a step", "writer's thread, CPU ms",
-        "trackers' threads, CPU ms", "KiB of a step",
+        "trackers' processes, CPU ms", "KiB of a step",
     )  # fmt: skip
     for run in runs:
         with tempfile.TemporaryDirectory() as directory:
