@@ -84,19 +84,18 @@ def _scored(score: Score | None) -> dict[str, Any]:
 
 
 def tables(rollouts: StepRollouts, texts: TokenTexts | None) -> Iterator[pa.Table]:
-    """The rows, in parts of about PART_TOKENS tokens, which have figures of their tokens or have not; without `texts`
-    none has. Raises what pyarrow and the tokenizer raise."""
+    """The rows, in parts of about PART_TOKENS tokens; without `texts` none has figures of its tokens. Raises what
+    pyarrow and the tokenizer raise."""
     part: list[_Row] = []
     tokens = 0
     for name, groups in rollouts.sets.items():
-        number, figured = 0, len(figured_groups(groups, rollouts.token_samples))
+        number, figured = 0, len(figured_groups(groups, rollouts.token_samples)) if texts else 0
         for place, group in enumerate(groups):
             for sample, score in zip(group.samples, group.scores or (None,) * len(group.samples), strict=True):
-                row = _Row(name, number, group, sample, score, place < figured)
-                if part and (tokens + len(sample.tokens) > PART_TOKENS or row.figured != part[-1].figured):
+                if part and tokens + len(sample.tokens) > PART_TOKENS:
                     yield _table(rollouts, part, texts)
                     part, tokens = [], 0
-                part.append(row)
+                part.append(_Row(name, number, group, sample, score, place < figured))
                 number, tokens = number + 1, tokens + len(sample.tokens)
     yield _table(rollouts, part, texts)
 
@@ -106,7 +105,7 @@ def _table(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts | Non
     for row in rows:
         for name, value in _values(rollouts, row).items():
             columns[name].append(value)
-    made = _token_columns(rollouts, rows, texts) if texts and rows and rows[0].figured else {}
+    made = _token_columns(rollouts, rows, texts) if texts and any(row.figured for row in rows) else {}
     arrays = [made.get(field.name, pa.array(columns[field.name] or [None] * len(rows), field.type)) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
@@ -147,34 +146,30 @@ def _json(value: Any) -> str:
 
 
 def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts) -> dict[str, pa.Array]:
-    samples = [row.sample for row in rows]
-    offsets = np.concatenate([[0], np.cumsum([len(sample.tokens) for sample in samples])])
-    tokens = _joined((sample.tokens for sample in samples), np.int32)
+    """A list for each row; null for those without figures."""
+    figured, learned = np.array([row.figured for row in rows]), rollouts.learned
+    lengths = np.where(figured, [len(row.sample.tokens) for row in rows], 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    shown = [row for row in rows if row.figured]
+    tokens = _joined((row.sample.tokens for row in shown), np.int32)
     made = {
         "token_ids": tokens,
         "token_texts": texts.pieces(tokens, offsets),
-        "token_versions": _joined((sample.versions for sample in samples), np.int32),
-        "rollout_logprobs": _joined((sample.logprobs for sample in samples), np.float32),
+        "token_versions": _joined((row.sample.versions for row in shown), np.int32),
+        "rollout_logprobs": _joined((row.sample.logprobs for row in shown), np.float32),
     }
-    lists = {name: _lists(name, values, offsets) for name, values in made.items()}
-    if (learned := rollouts.learned) is not None:
-        known = learned.rows[[row.number for row in rows]]
-        for name, ragged in (
-            ("train_logprobs", learned.logprobs),
-            ("entropies", learned.entropies),
-            ("token_advantages", _token_advantages(learned.advantages, [len(s.tokens) for s in samples], rows)),
-        ):
+    lists = {name: _lists(name, values, offsets, figured) for name, values in made.items()}
+    if learned is not None:
+        known = figured & learned.rows[[row.number for row in rows]]
+        advantages = learned.advantages.of_tokens
+        of_rows = np.repeat(learned.advantages.of_rows[[row.number for row in rows]], lengths)
+        lists["token_advantages"] = _lists(
+            "token_advantages", of_rows if advantages is None else _of_rows(advantages, shown), offsets, known
+        )
+        for name, ragged in (("train_logprobs", learned.logprobs), ("entropies", learned.entropies)):
             if ragged is not None:
-                values = ragged if isinstance(ragged, np.ndarray) else _of_rows(ragged, rows)
-                lists[name] = _lists(name, values, offsets, known)
+                lists[name] = _lists(name, _of_rows(ragged, shown), offsets, known)
     return lists
-
-
-def _token_advantages(advantages: Advantages, lengths: Sequence[int], rows: Sequence[_Row]) -> np.ndarray:
-    """float [tokens of these rows]."""
-    if advantages.of_tokens is not None:
-        return _of_rows(advantages.of_tokens, rows)
-    return np.repeat(advantages.of_rows[[row.number for row in rows]], lengths)
 
 
 def _of_rows(ragged: Ragged, rows: Sequence[_Row]) -> np.ndarray:
@@ -185,11 +180,8 @@ def _joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
 
 
-def _lists(
-    name: str, values: np.ndarray | pa.Array, offsets: np.ndarray, known: np.ndarray | None = None
-) -> pa.ListArray:
+def _lists(name: str, values: np.ndarray | pa.Array, offsets: np.ndarray, known: np.ndarray) -> pa.ListArray:
     """One list for each row. values: [tokens]; offsets: int64 [rows + 1]; known: bool [rows], the others are null."""
     kind = SCHEMA.field(name).type
     flat = values if isinstance(values, pa.Array) else pa.array(values, kind.value_type)
-    mask = None if known is None else pa.array(~known)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=kind, mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=kind, mask=pa.array(~known))

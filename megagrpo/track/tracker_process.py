@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,8 @@ def bring(messages: Iterable[str], say: Callable[[str], None]) -> None:
 def main() -> None:
     end_with_parent()
     os.nice(NICENESS)
+    with suppress(OSError):  # where the kernel weighs sessions (autogroup), niceness counts inside of one only
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
     for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes; the driver says what to do
         signal.signal(number, lambda *_: None)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
