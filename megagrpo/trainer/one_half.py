@@ -27,7 +27,7 @@ from megagrpo.trainer.batches import (
 )
 from megagrpo.trainer.run import PhaseClock, TrainRun
 from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
-from megagrpo.trainer.step import Trained, load, sample, solved_prompts, train
+from megagrpo.trainer.step import Loaded, Trained, load, sample, solved_prompts, train, what_was_learned
 from megagrpo.trainer.step_metrics import report_mismatch, rollout_metrics, sampling_metrics, step_metrics
 from megagrpo.trainer.stopping import StopRequested
 from megagrpo.trainer.train import GrpoTraining, prompt_reader, start_training
@@ -116,11 +116,10 @@ def start_train_run(
     return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
 
 
-def train_on(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> tuple[dict[str, float], Trained]:
-    """Step `step` on samples that are there: its metrics without seconds, and what the ranks answered."""
+def train_on(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> tuple[Loaded, Trained]:
+    """Step `step` on samples that are there."""
     loaded = load(run, sampled, step, kl_coefficient)
-    trained = train(run, loaded, step, kl_coefficient)
-    return step_metrics(run, sampled, loaded, trained, step, kl_coefficient), trained
+    return loaded, train(run, loaded, step, kl_coefficient)
 
 
 @dataclass(frozen=True)
@@ -137,12 +136,15 @@ class TrainOnly:
         return self.run.policy
 
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
-        recipe, tracker = self.run.recipe, self.setup.tracker
+        recipe, tracker, coefficient = self.run.recipe, self.setup.tracker, kl_coefficient or 0.0
         sampled = read_batch(self.source, step).sampled
         vocabulary = self.setup.checked.architecture.vocab
         require_fitting(sampled, recipe, vocabulary, f"step {step} of {self.source}")
         with self.run.clock.phase("step"):
-            metrics, trained = train_on(self.run, sampled, step, kl_coefficient or 0.0)
+            loaded, trained = train_on(self.run, sampled, step, coefficient)
+            learned = what_was_learned(self.run, sampled, loaded, trained)
+        metrics = step_metrics(self.run, sampled, loaded, trained, step, coefficient)
+        tracker.rollouts(step, sampled.groups, step - 1, learned)
         mismatch = trained.policy.mismatch if trained.policy else None
         excess = report_mismatch(recipe, step, mismatch, sampled.groups, tracker, self.setup.tokenizer.decode)
         tokens = sum(group.sequence_tokens for group in sampled.all)

@@ -21,6 +21,7 @@ from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_
 from megagrpo.trainer.one_half import start_train_run, train_on
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.run_loop import first_kl_coefficient
+from megagrpo.trainer.step_metrics import step_metrics
 
 NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/", "memory/", "restarts")
 """What measures the machine, or was made by engines after the step."""
@@ -99,7 +100,8 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
             require_fitting(batch.sampled, recipe, checked.architecture.vocab, f"step {number} of {directory}")
             if batch.recipe != last.recipe:
                 say(f"step {number} was trained with {batch.recipe}, and is now trained with {last.recipe}")
-            metrics, trained = train_on(run, batch.sampled, number, coefficient)
+            loaded, trained = train_on(run, batch.sampled, number, coefficient)
+            metrics = step_metrics(run, batch.sampled, loaded, trained, number, coefficient)
             coefficient = trained.kl_coefficient
             if number < step:
                 say(f"trained step {number}")

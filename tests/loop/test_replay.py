@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.report.rollouts import read_rollouts
+from megagrpo.track.rollout_files import TRAIN
 from megagrpo.trainer.batches import read_batch, saved_steps
 from tests.loop import small_run
 from tests.loop.conftest import Finished
@@ -66,6 +68,11 @@ def test_each_half_of_a_run_gives_the_same_with_the_others_saved_output(
         for directory in (tmp_path / "train_only", finished.directory)
     )
     assert trained == whole
+    looked_at, by_whole = (
+        [row for row in read_rollouts(directory).to_pylist() if row["set"] == TRAIN]
+        for directory in (tmp_path / "train_only", finished.directory)
+    )
+    assert looked_at == by_whole
     assert (tmp_path / "train_only" / "hugging_face").is_dir()
 
     samples = tmp_path / "rollout_only"
