@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
+from megagrpo.parent_process import end_with_parent
 from megagrpo.ports import free_port
 
 START_SECONDS = 300.0
@@ -35,6 +36,7 @@ class MlflowServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
                 env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # eight processes for judges
             )
         until = time.monotonic() + START_SECONDS

@@ -19,7 +19,7 @@ from megagrpo.track.sink import RunStart, Status
 FINISH_TIMEOUT_SECONDS = 60.0
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
 """Between two attempts: after the first failure, and at most."""
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 10.0
 """How often a thread looks for what is new."""
 
 

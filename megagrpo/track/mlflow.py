@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import posixpath
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PARAMS_PER_CALL = 100
+TRACES_SHARE = 0.01
+"""Of the time of a run that goes on, what its traces may take of a core; the others come at its end. MLflow takes some
+10 ms for one, which matters where steps are shorter than seconds."""
 METRICS_PER_CALL = 999
 """With the tag 1000 entities, as many as a request takes: mlflow's client stores more than that in parts, tag first."""
 NAME_CHARACTERS = 250
@@ -60,6 +65,7 @@ class MLflowRemote:
         self._place = place("mlflow", self._uri)
         self._lines = MetricLines(run.directory / "metrics.jsonl", after=-1)
         self._connected = False
+        self._traces_asked = time.monotonic()
         self._monitor: Any = None
         self.brought = 0
         """Steps."""
@@ -71,7 +77,7 @@ class MLflowRemote:
         if self._live:
             self._watch_system()
         self._bring_metrics()
-        self._bring_traces()
+        self._bring_traces(ended=not self._live)
         self._bring_data()
         self._bring_files()
         self._connected = True
@@ -82,6 +88,7 @@ class MLflowRemote:
 
     def finish(self, status: Status) -> None:
         export = self._run.directory / "hugging_face"
+        self._bring_traces(ended=True)
         if self._monitor:
             self._monitor.finish()
         if self._live or self._client.get_run(self.run_id).info.status != STATUSES[status]:
@@ -235,14 +242,21 @@ class MLflowRemote:
 
     # --- what else the run has ----------------------------------------------------------------------------------------
 
-    def _bring_traces(self) -> None:
+    def _bring_traces(self, *, ended: bool) -> None:
+        """Of the next steps, as many as TRACES_SHARE has room for since this was called last; all of a run that has
+        ended."""
         from megagrpo.track.mlflow_traces import log_traces  # imports pyarrow
         from megagrpo.track.rollout_files import rollout_file, steps_between
 
         count, known = self._settings.traces_per_step, (self._experiment_id, self.run_id, self._delivered.run)
         if not count or not self._run.recipe.track.rollouts:
             return
+        now = time.monotonic()
+        share, self._traces_asked = (now - self._traces_asked) * TRACES_SHARE, now
+        until = math.inf if ended else time.thread_time() + share
         for step in steps_between(self._run.directory, self._traces_step, self._lines.after):
+            if time.thread_time() > until:
+                return
             log_traces(self._uri, *known, rollout_file(self._run.directory, step), count)
             self._client.set_tag(self.run_id, TRACES_TAG, str(step))
             self._traces_step = step

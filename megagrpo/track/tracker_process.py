@@ -17,13 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import first_line
-from megagrpo.parent_process import end_with_parent
+from megagrpo.parent_process import end_with_parent, weigh_least
 from megagrpo.recipe.load import load_any
 from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.delivered import Delivered
@@ -32,8 +31,6 @@ from megagrpo.track.sink import RunStart, Status
 from megagrpo.track.tensorboard import TensorBoardRemote
 from megagrpo.track.wandb import WandBRemote
 
-NICENESS = 19
-"""Beside two processes that fill two cores it gets some 2 % of one."""
 LEAVE_SECONDS = 10.0
 """For the process to end, once its trackers have ended or were given up."""
 STARTS_MAX, AGAIN_SECONDS = 5, 10.0
@@ -179,9 +176,7 @@ def bring(messages: Iterable[str], say: Callable[[str], None]) -> None:
 
 def main() -> None:
     end_with_parent()
-    os.nice(NICENESS)
-    with suppress(OSError):  # where the kernel weighs sessions (autogroup), niceness counts inside of one only
-        Path("/proc/self/autogroup").write_text(str(NICENESS))
+    weigh_least(os.getpid())
     for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes; the driver says what to do
         signal.signal(number, lambda *_: None)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:

@@ -417,6 +417,14 @@ def test_a_full_disk_for_artifacts_loses_nothing(tmp_path: Path) -> None:
     assert brought(tracking_uri(recipe), tmp_path.name) == first
 
 
+def test_traces_that_a_run_has_no_time_for_come_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megagrpo.track.mlflow.TRACES_SHARE", 0.0)
+    recipe = recipe_of(tmp_path)
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(3))
+    check_each_step_once(tracking_uri(recipe), tmp_path.name, tmp_path / "runs" / "adder")
+
+
 def test_an_exported_model_is_a_version_in_the_registry_that_answers(
     tmp_path: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

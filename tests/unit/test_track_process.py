@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo.parent_process import NICENESS
 from megagrpo.track import tracker_process
 from megagrpo.track.delivered import FILE
 from megagrpo.track.tracker import Tracker
-from megagrpo.track.tracker_process import NICENESS
 from tests.tiny_run import tracked_recipe
 from tests.unit.test_track_others import scalars
 
