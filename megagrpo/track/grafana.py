@@ -9,6 +9,8 @@ from typing import Any
 from megagrpo.track.metrics import described
 from megagrpo.track.prometheus import STEP, prometheus_name
 
+NAME = "{{__name__}}"
+"""Grafana's word for the name of a curve's gauge."""
 ACROSS, WIDTH, HEIGHT = 3, 8, 8
 """Panels in a row, and the size of each in Grafana's grid of 24 columns."""
 
@@ -45,6 +47,12 @@ PANELS = (
     Panel("Idle", ("trainer/idle_share", "engines/idle_share"), "percentunit"),
     Panel("Tokens per second", ("tokens_per_second",)),
 )
+RAY_PANELS = (
+    Panel("Processors of each node", ("ray_node_cpu_utilization",), "percent"),
+    Panel("Memory of each node", ("ray_node_mem_used",), "bytes"),
+    Panel("GPUs of each node", ("ray_node_gpus_utilization",), "percent"),
+)
+"""Ray's own gauges, by their names in Prometheus."""
 
 
 def dashboard() -> dict[str, Any]:
@@ -71,7 +79,7 @@ def dashboard() -> dict[str, Any]:
                 },
             ]
         },
-        "panels": [_panel(number, panel, source) for number, panel in enumerate(PANELS)],
+        "panels": [_panel(number, panel, source) for number, panel in enumerate(PANELS + RAY_PANELS)],
     }
 
 
@@ -97,8 +105,10 @@ def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": source,
-                "expr": query(name),
-                "legendFormat": f"{{{{run}}}} {'{{__name__}}' if '{' in name else name}",
+                "expr": name if panel in RAY_PANELS else query(name),
+                "legendFormat": "{{instance}}"
+                if panel in RAY_PANELS
+                else f"{{{{run}}}} {NAME if '{' in name else name}",
             }
             for index, name in enumerate(panel.metrics)
         ],
