@@ -82,7 +82,8 @@ def _firings(run: RunRead) -> list[str]:
         text = str(firing.first) if firing.first == firing.last else f"{firing.first}-{firing.last}"
         spans.setdefault(RULES[firing.rule].title, []).append(text)
     told = [f"  {title}: step {', '.join(found[-6:])}" for title, found in spans.items()]
-    return [f"{run.name}: {steps}, {f'{len(told)} rules fire:' if told else 'no rule fires'}", *told]
+    fire = {0: "no rule fires", 1: "1 rule fires:"}.get(len(told), f"{len(told)} rules fire:")
+    return [f"{run.name}: {steps}, {fire}", *told]
 
 
 def _rollout(text: str) -> tuple[int, int]:
