@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from megagrpo.track.wandb import WandBRemote
 
 LEAVE_SECONDS = 10.0
 """For the process to end, once its trackers have ended or were given up."""
+REPORT_SECONDS = 30.0
+"""For the report of a run that has ended: one of 1,000 steps with 100 samples each takes 12 s."""
 STARTS_MAX, AGAIN_SECONDS = 5, 10.0
 """How often it is started, if it dies, and the seconds between."""
 ALL_STEPS = sys.maxsize
@@ -151,8 +154,10 @@ def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart
     return found
 
 
-def bring(messages: Iterable[str], say: Callable[[str], None]) -> None:
-    """Brings a run to its trackers until a message says how it ended, then what is left."""
+def bring(
+    messages: Iterable[str], say: Callable[[str], None], at_end: Callable[[RunStart], None] | None = None
+) -> None:
+    """Brings a run to its trackers until a message says how it ended, then what is left, and what `at_end` has made."""
     read = map(json.loads, messages)
     start = next(read)
     directory = Path(start.pop("directory"))
@@ -166,12 +171,28 @@ def bring(messages: Iterable[str], say: Callable[[str], None]) -> None:
             for each in behind:
                 each.rewind(message["rewind"])
         else:
+            until = time.monotonic() + message["seconds"]
+            if at_end and message["end"] != "interrupted":  # what stops a run may not wait long
+                at_end(run)
             for each in behind:
                 each.end(message["end"])
-            until = time.monotonic() + message["seconds"]
             for each in behind:
                 each.finish(until)
             return
+
+
+def make_report(run: RunStart) -> None:
+    """Makes report.html, which is one of MLflow's artifacts, unless that takes too long."""
+    if run.recipe.track.mlflow:
+        nothing = subprocess.DEVNULL
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-m", "megagrpo.cli", "report", str(run.directory)],
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                timeout=REPORT_SECONDS,
+            )
 
 
 def main() -> None:
@@ -181,7 +202,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
         os.dup2(2, 1)  # what libraries print is no message
-        bring(sys.stdin, lambda line: print(json.dumps(line), file=said))
+        bring(sys.stdin, lambda line: print(json.dumps(line), file=said), make_report)
     sys.stdout.flush()
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 

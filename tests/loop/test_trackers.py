@@ -85,4 +85,4 @@ def check(client: MlflowClient, metrics: dict[int, dict[str, float]], steps: int
     assert len(traces) == 2 * steps
     assert {span.name for span in traces[0].data.spans} >= {"response", "share_of_digits"}
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert {"recipe.yaml", "environment.json", "data.json", "hugging_face"} <= names
+    assert {"recipe.yaml", "environment.json", "data.json", "report.html", "hugging_face"} <= names
