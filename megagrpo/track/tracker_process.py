@@ -103,7 +103,7 @@ class TrackerProcess:
             except OSError as error:
                 why = f"does not start: {first_line(error)}"
             else:
-                if code == 0:
+                if code == 0 and self._ended.is_set():
                     return
                 why = f"has ended with status {code}"
             if self._ended.is_set() or not left:

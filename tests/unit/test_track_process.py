@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -40,13 +41,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def processes_of(pid: int) -> Iterator[psutil.Process]:
     for child in psutil.Process(pid).children():
-        if "megagrpo.track.tracker_process" in child.cmdline():
-            yield child
+        with suppress(psutil.Error):  # it has ended
+            if "megagrpo.track.tracker_process" in child.cmdline():
+                yield child
 
 
-def the_process() -> psutil.Process:
-    """Of this driver, once it is there."""
-    while not (found := list(processes_of(os.getpid()))):
+def the_process(before: int = 0) -> psutil.Process:
+    """Of this driver, once it is there, and not the one of before."""
+    while not (found := [process for process in processes_of(os.getpid()) if process.pid != before]):
         time.sleep(0.05)
     return found[0]
 
@@ -69,10 +71,11 @@ def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
         first = the_process()
         assert first.nice() == NICENESS
         first.kill()
-        first.wait()
+        while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:  # its status is for who started it
+            time.sleep(0.05)
         for step in range(3, 6):
             tracker.log(step, {"reward/mean": step / 8})
-        assert the_process().pid != first.pid
+        the_process(before=first.pid)
     assert scalars(directory)["reward/mean"] == [(step, step / 8) for step in range(6)]
     assert "it is started again" in capsys.readouterr().out
     assert not list(processes_of(os.getpid()))
