@@ -18,7 +18,8 @@ PAGE = "report.html"
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "write a run's page: its health, curves, time, samples and recipe; of several runs, each beside the others"
     added = add_command(commands, "report", text, report)
-    added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    text = "such as runs/NAME; or where `megagrpo eval` has written"
+    added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)
     added.add_argument("--output", type=Path, metavar="FILE", help=f"the page; default: RUN_DIRECTORY/{PAGE}")
     added.add_argument("--plots", type=Path, metavar="DIRECTORY", help="also write each plot there as PNG and SVG")
     text = "most samples in the page, however large it becomes; default: as many as 64 MB hold"
@@ -73,9 +74,12 @@ def _text(asked: argparse.Namespace) -> str:
 
 
 def _firings(run: RunRead) -> list[str]:
-    """How far a run is, and a line for each rule that fires."""
+    """How far a run is, and a line for each rule that fires; without steps the models that were evaluated there."""
     from megagrpo.report.rules import RULES, firings
+    from megagrpo.report.run import responses_in
 
+    if not len(run.steps) and (evaluated := responses_in(run.directory)):
+        return [f"{run.name}: responses of {', '.join(path.absolute().parent.name for path in evaluated)}"]
     steps = f"step {run.steps[-1]:,}" if len(run.steps) else "no step yet"
     spans: dict[str, list[str]] = {}
     for firing in firings(run.steps, run.metrics):

@@ -14,6 +14,9 @@ import yaml
 
 from megagrpo.errors import Problem, ReportError
 
+RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
+"""Where `megagrpo eval` has its responses: in a run's directory, in its own --output, and in one model's folder."""
+
 
 @dataclass(frozen=True)
 class RunRead:
@@ -42,14 +45,19 @@ class RunRead:
 
 
 def read_run(directory: Path) -> RunRead:
-    """The run in `directory`, also while it goes on. Raises ReportError if there is none."""
+    """The run in `directory`, also while it goes on, or without steps what `megagrpo eval` has left there.
+
+    Raises ReportError if there is neither.
+    """
     require_directory(directory)
     path = directory / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
-        needed = "the directory of a run that has started: each writes metrics.jsonl"
-        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
+        if not (isinstance(error, FileNotFoundError) and responses_in(directory)):
+            needed = "the directory of a run that has started (each writes metrics.jsonl), or of `megagrpo eval`"
+            raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
+        lines = []
     entries: dict[int, dict[str, Any]] = {}
     for line in lines:
         try:
@@ -70,6 +78,11 @@ def read_run(directory: Path) -> RunRead:
         read_json(directory / "environment.json"),
         len(list(directory.glob("recipe.*.yaml"))),
     )
+
+
+def responses_in(directory: Path) -> list[Path]:
+    """The files of `megagrpo eval`, one for each model, each in a folder named after it."""
+    return [path for pattern in RESPONSES for path in sorted(directory.glob(pattern))]
 
 
 def require_directory(directory: Path) -> None:

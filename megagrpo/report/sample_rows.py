@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from megagrpo.errors import first_line
 from megagrpo.evaluation.responses import FILE_NAME, read_responses
-from megagrpo.report.run import RunRead
+from megagrpo.report.run import RunRead, responses_in
 from megagrpo.track.rollout_files import SCHEMA, encodable, rollout_files
 
 NO_STEP = -1
@@ -89,8 +89,8 @@ def sources_of(run: RunRead, number: int) -> list[Source]:
     for path in sorted((directory / "evaluations").glob("step_*.jsonl")):
         if (name := FILE_NAME.fullmatch(path.name)) and int(name[1]) not in evaluated:
             found.append(Source(number, path, _responses(path, int(name[1]), "")))
-    for path in sorted((directory / "eval").glob("*/responses.jsonl")):
-        found.append(Source(number, path, _responses(path, NO_STEP, path.parent.name)))
+    for path in responses_in(directory):
+        found.append(Source(number, path, _responses(path, NO_STEP, path.absolute().parent.name)))
     return found
 
 

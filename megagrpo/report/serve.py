@@ -16,12 +16,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from megagrpo.errors import MegagrpoError, Problem, ReportError
 from megagrpo.report.embed import Part, digest, encode
 from megagrpo.report.page import page_of, parts
-from megagrpo.report.run import RunRead, read_run
+from megagrpo.report.run import RESPONSES, RunRead, read_run
 from megagrpo.track.rollout_files import ROLLOUTS
 
 LIVE_SAMPLES = 5_000
 """Samples of a page that is made anew after every step."""
-READ = ("*.json*", "*.yaml", "eval/*/responses.jsonl")
+READ = ("*.json*", "*.yaml", *RESPONSES)
 NEWEST = 8  # files of a folder that has some for each step
 LOOPBACK = "127.0.0.1"
 HEADERS = {

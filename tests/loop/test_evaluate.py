@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megagrpo.evaluation.responses import Response, read_responses, to_line
+from megagrpo.report.run import read_run
+from megagrpo.report.samples import sample_data
 from tests.loop import small_run
 from tests.loop.conftest import Finished
 
@@ -50,6 +52,8 @@ def test_a_runs_model_and_its_checkpoint_answer_as_in_its_last_evaluation(
     compared = json.loads((output / "comparison.json").read_text())["sets"]["sums"]
     assert {(one["difference"], one["p_value"]) for one in compared} == {(0.0, 1.0)}
     assert "mean@1" in printed
+    shown, _ = sample_data([read_run(output)])
+    assert shown["rows"] == 2 * len(in_run), "the page of this directory has the responses of both"
 
 
 def test_an_evaluation_that_was_killed_goes_on_with_what_it_lacks(

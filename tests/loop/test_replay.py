@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megagrpo.report.rollouts import read_rollouts
+from megagrpo.report.run import read_run
+from megagrpo.report.samples import sample_data
 from megagrpo.track.rollout_files import TRAIN
 from megagrpo.trainer.batches import read_batch, saved_steps
 from tests.loop import small_run
@@ -48,6 +51,11 @@ def test_in_another_layout_a_replay_shows_what_differs(finished: Finished, ray: 
     assert "metrics differ" in printed
 
 
+def of_training(directory: Path) -> list[dict[str, Any]]:
+    """Rows of the run's rollouts, without those of evaluations."""
+    return [row for row in read_rollouts(directory).to_pylist() if row["set"] == TRAIN]
+
+
 @pytest.mark.long
 def test_each_half_of_a_run_gives_the_same_with_the_others_saved_output(
     inputs: Path, finished: Finished, tmp_path: Path, ray: Mapping[str, str]
@@ -68,10 +76,7 @@ def test_each_half_of_a_run_gives_the_same_with_the_others_saved_output(
         for directory in (tmp_path / "train_only", finished.directory)
     )
     assert trained == whole
-    looked_at, by_whole = (
-        [row for row in read_rollouts(directory).to_pylist() if row["set"] == TRAIN]
-        for directory in (tmp_path / "train_only", finished.directory)
-    )
+    looked_at, by_whole = (of_training(directory) for directory in (tmp_path / "train_only", finished.directory))
     assert looked_at == by_whole
     assert (tmp_path / "train_only" / "hugging_face").is_dir()
 
@@ -82,3 +87,9 @@ def test_each_half_of_a_run_gives_the_same_with_the_others_saved_output(
     versions = {v for g in read_batch(samples, 2).sampled.all for s in g.samples for v in s.versions.tolist()}
     assert versions == {0}, "nothing was trained"
     assert not (samples / "checkpoints").exists()
+    first_rows, second_rows = ([row for row in of_training(samples) if row["step"] == step] for step in (1, 2))
+    untrained = dict.fromkeys(("advantage", "train_logprobs", "entropies", "token_advantages"))
+    assert first_rows == [row | untrained for row in by_whole if row["step"] == 1]
+    assert [row["age"] for row in second_rows] == [0] * len(first_rows)
+    shown, _ = sample_data([read_run(samples)])
+    assert shown["rows"] == len(first_rows) + len(second_rows)

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megagrpo.cli import main
+from megagrpo.evaluation.responses import write_responses
 from megagrpo.report import samples, serve
 from megagrpo.report.run import RunRead, read_run
 from megagrpo.report.sample_chunks import Texts
 from megagrpo.report.sample_rows import AGENT, FAILED, MASKED, NO_STEP, Rows
 from megagrpo.report.samples import kept_rows, sample_data, token_rows
-from tests.sample_runs import HOSTILE, make_samples, sample, write_samples
+from tests.sample_runs import HOSTILE, make_samples, response, sample, write_samples
 
 
 def run_in(directory: Path) -> RunRead:
@@ -117,6 +119,23 @@ def test_a_page_carries_every_kind_of_sample(tmp_path: Path) -> None:
     prompts = decoded(chunks[f"{columns['chunks']}_prompts_0"])
     asked = texts_of(prompts, "prompt")
     assert len(asked) == len(set(asked)) == len(columns["prompt_ids"]) == 9
+
+
+@pytest.mark.parametrize("place", [".", "eval", "eval/teacher"])
+def test_what_eval_has_written_has_a_page_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    write_responses(tmp_path / "eval" / "teacher" / "responses.jsonl", [response(index=index) for index in (0, 1)])
+    directory = tmp_path / place
+    columns, _ = sample_data([read_run(directory)])
+    assert columns["rows"] == 2
+    assert columns["names"]["set"] == ["held_out · teacher"]
+    live = serve.LiveReport([directory])
+    before = live.changes()
+    assert main(["report", str(directory)]) == 0
+    assert "teacher" in capsys.readouterr().out
+    write_responses(tmp_path / "eval" / "student" / "responses.jsonl", [response()])
+    assert (live.changes() == before) == (place == "eval/teacher")
 
 
 def test_the_figures_of_a_token_come_back(tmp_path: Path) -> None:
