@@ -24,7 +24,7 @@ class TrackerThread:
 
     def _work(self) -> None:
         with self._messages, self._said:
-            tracker_process.bring(self._messages, lambda line: print(json.dumps(line), file=self._said))
+            tracker_process.bring(self._messages, lambda line: self._said.write(f"{json.dumps(line)}\n"))
             self._code = 0
 
     def __enter__(self) -> TrackerThread:

@@ -39,7 +39,7 @@ class Remote(Protocol):
 class Behind:
     """A tracker as the run sees it. `say` receives the lines about failures, by any thread."""
 
-    def __init__(self, name: str, connect: Callable[[RunStart], Remote], say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, connect: Callable[[RunStart], Remote], say: Callable[[str], object]) -> None:
         self._name, self._connect, self._say = name, connect, say
         self._wake = threading.Event()
         self._status: Status | None = None

@@ -122,7 +122,8 @@ class TrackerProcess:
                 self._process = process
                 self._write([{**start, "directory": str(run.directory)}, *self._messages])
             for line in process.stdout or ():
-                self._say(json.loads(line))
+                with suppress(ValueError):  # it died in the middle of a line
+                    self._say(json.loads(line))
             with self._lock:
                 self._process = None
             return process.wait()
@@ -155,7 +156,7 @@ def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart
 
 
 def bring(
-    messages: Iterable[str], say: Callable[[str], None], at_end: Callable[[RunStart], None] | None = None
+    messages: Iterable[str], say: Callable[[str], object], at_end: Callable[[RunStart], None] | None = None
 ) -> None:
     """Brings a run to its trackers until a message says how it ended, then what is left, and what `at_end` has made."""
     read = map(json.loads, messages)
@@ -202,7 +203,8 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
         os.dup2(2, 1)  # what libraries print is no message
-        bring(sys.stdin, lambda line: print(json.dumps(line), file=said), make_report)
+        # One write for each line: several threads say something.
+        bring(sys.stdin, lambda line: said.write(f"{json.dumps(line)}\n"), make_report)
     sys.stdout.flush()
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 
