@@ -22,9 +22,11 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def weigh_least(pid: int) -> None:
-    """Gives a process of this user, which has a session of its own, the lowest priority. Linux may weigh sessions
-    against each other (autogroup); niceness then counts inside of a session only."""
-    with suppress(OSError):  # it has ended, or another kernel
-        os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
-        Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
+def weigh(pid: int, niceness: int) -> None:
+    """Gives all threads of a process of this user, which has a session of its own, a niceness from 0 to NICENESS. Linux
+    may weigh sessions against each other (autogroup); niceness then counts inside of a session only. For less than it
+    has, a process must be root's: else it keeps what it has."""
+    with suppress(OSError):  # that, another kernel, or a process or thread that has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))

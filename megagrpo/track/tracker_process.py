@@ -22,8 +22,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megagrpo.errors import first_line
-from megagrpo.parent_process import end_with_parent, weigh_least
+from megagrpo.parent_process import NICENESS, end_with_parent, weigh
 from megagrpo.recipe.load import load_any
 from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.delivered import Delivered
@@ -156,9 +158,9 @@ def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart
 
 
 def bring(
-    messages: Iterable[str], say: Callable[[str], object], at_end: Callable[[RunStart], None] | None = None
+    messages: Iterable[str], say: Callable[[str], object], at_end: Callable[[RunStart, Status], None] | None = None
 ) -> None:
-    """Brings a run to its trackers until a message says how it ended, then what is left, and what `at_end` has made."""
+    """Brings a run to its trackers until a message says how it ended, then what is left. at_end: comes in between."""
     read = map(json.loads, messages)
     start = next(read)
     directory = Path(start.pop("directory"))
@@ -173,8 +175,8 @@ def bring(
                 each.rewind(message["rewind"])
         else:
             until = time.monotonic() + message["seconds"]
-            if at_end and message["end"] != "interrupted":  # what stops a run may not wait long
-                at_end(run)
+            if at_end:
+                at_end(run, message["end"])
             for each in behind:
                 each.end(message["end"])
             for each in behind:
@@ -182,9 +184,12 @@ def bring(
             return
 
 
-def make_report(run: RunStart) -> None:
-    """Makes report.html, which is one of MLflow's artifacts, unless that takes too long."""
-    if run.recipe.track.mlflow:
+def at_end_of(run: RunStart, status: Status) -> None:
+    """The run waits now: the process gets time as others do, where it may. Makes report.html, one of MLflow's
+    artifacts, unless the run was stopped, and may not end late, or that takes too long."""
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        weigh(process.pid, 0)
+    if run.recipe.track.mlflow and status != "interrupted":
         nothing = subprocess.DEVNULL
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(
@@ -198,13 +203,13 @@ def make_report(run: RunStart) -> None:
 
 def main() -> None:
     end_with_parent()
-    weigh_least(os.getpid())
+    weigh(os.getpid(), NICENESS)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes; the driver says what to do
         signal.signal(number, lambda *_: None)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
         os.dup2(2, 1)  # what libraries print is no message
         # One write for each line: several threads say something.
-        bring(sys.stdin, lambda line: said.write(f"{json.dumps(line)}\n"), make_report)
+        bring(sys.stdin, lambda line: said.write(f"{json.dumps(line)}\n"), at_end_of)
     sys.stdout.flush()
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 

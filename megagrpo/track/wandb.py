@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from megagrpo.parent_process import weigh_least
+from megagrpo.parent_process import NICENESS, weigh
 from megagrpo.recipe.schema import WandBConfig
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.metric_lines import MetricLines
@@ -83,7 +83,7 @@ class WandBRemote:
         )
         for process in psutil.Process().children(recursive=True):
             if process.name().startswith(NAME):  # it has started them, each in a session of its own
-                weigh_least(process.pid)
+                weigh(process.pid, NICENESS)
         self._delivered.note(NAME, run_id=self._wandb.id)
         self._lines.again(max(self._lines.after, self._wandb.step - 1))
         if run.changed:
