@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -158,11 +159,12 @@ def test_agent_processes_that_are_killed_cost_rollouts_and_no_step(
         """One of the three, again and again."""
         while not over.wait(1.5):
             for child in psutil.Process(process.pid).children(recursive=True):
-                with_runner = any(part.endswith("agents/runner.py") for part in child.cmdline())
-                if with_runner and not child.children() and time.time() - child.create_time() > 1.0:
-                    child.kill()
-                    killed.append(child.pid)
-                    break
+                with suppress(psutil.Error):  # it has ended
+                    with_runner = any(part.endswith("agents/runner.py") for part in child.cmdline())
+                    if with_runner and not child.children() and time.time() - child.create_time() > 1.0:
+                        child.kill()
+                        killed.append(child.pid)
+                        break
 
     killing = Thread(target=kill, daemon=True)
     killing.start()
