@@ -27,10 +27,10 @@ TYPES = {"f4": "Float32Array", "f8": "Float64Array", "i4": "Int32Array", "i2": "
 class Part:
     """A section of the page.
 
-    anchor: its id. html: its content, before its script if it has one. data: columns by name, that are unique in the
-    page; report.load(name) gives them to scripts of any part. late: the same, encoded already, for what a page reads
-    only when it is asked for. scripts: files of this folder, which call report.part(anchor, start). styles: the same in
-    CSS.
+    anchor: its id. html: its content, before its script if it has one. data: columns by name; a name is unique in the
+    page, and report.load(name) gives them to scripts of any part. late: the same, encoded already, for what a page
+    reads only when it is asked for. scripts: files of this folder, which call report.part(anchor, start). styles: the
+    same in CSS.
     """
 
     anchor: str

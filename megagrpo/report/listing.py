@@ -1,4 +1,4 @@
-"""The runs of a directory: what `megagrpo runs` lists. Reads the ends of files, so that many long runs take no time."""
+"""The runs of a directory: what `megagrpo runs` lists. Reads only the ends of files, as long runs are many bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLES = {
     "interrupted": "yellow",
 }
 WIDTH = 200
-"""Characters of a line that no terminal limits."""
+"""Characters of a line where no terminal limits it."""
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -91,7 +91,7 @@ def is_run(directory: Path) -> bool:
 
 
 def listed(directory: Path, now: float) -> ListedRun:
-    """now: seconds since 1970."""
+    """The run in `directory`. now: seconds since 1970."""
     status, last = read_status(directory), last_entry(directory)
     state: str = "unknown" if status is None else status.state
     if status is None or state == "running":  # `megagrpo track sync` has the lock of a run that has ended

@@ -1,4 +1,4 @@
-"""A run's report as one web page that needs nothing else: no network, no other files. Several runs are laid over."""
+"""A run's report as one web page that needs nothing else: no network, no other files. Several runs share it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """Scripts of the page alone run, whatever a sample's text says; and nothing is fetched but from its own server."""
+    """Only the page's own scripts run, whatever a sample's text says, and it asks no server but its own."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"

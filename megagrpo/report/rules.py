@@ -19,7 +19,7 @@ Series = Mapping[str, np.ndarray]
 HELD_OUT = re.compile(r"eval/[^/]+/mean@\d+")
 
 SHORT, LONG = 5, 20
-"""Known values of a metric that a mean is over: of one that jumps, and of one that is noisy."""
+"""How many known values a mean is over: SHORT for a metric that jumps, LONG for one that is noisy."""
 KL_GROWTH, KL_LEAST = 2.0, 0.01
 ENTROPY_LEFT = 0.2
 LENGTH_GROWTH = 2.0
@@ -35,7 +35,7 @@ ERRORS_SHARE = 0.05
 class Rule:
     """One sign of illness.
 
-    holds: of a run's series, bool [steps]: whether it holds at each step, from the steps up to it alone.
+    holds: from a run's series, whether the rule holds at each step: bool [steps], by the values up to that step alone.
     """
 
     title: str
@@ -131,7 +131,7 @@ def _staleness(series: Series) -> np.ndarray:
 
 
 def _overfitting(series: Series) -> np.ndarray:
-    """At an evaluation, and from it to the next."""
+    """The rule holds from such an evaluation until the next one."""
     reward = _mean(series, "reward/mean", SHORT)
     found = np.zeros(len(reward), bool)
     for name, values in series.items():
@@ -141,7 +141,10 @@ def _overfitting(series: Series) -> np.ndarray:
 
 
 def _below_its_best(scores: np.ndarray, reward: np.ndarray) -> np.ndarray:
-    """Where a set's newest score is below its best, and the reward above that of then. Both: float64 [steps]."""
+    """Where a set's newest score is below its best, and the reward higher than it was at that best: bool [steps].
+
+    scores, reward: float64 [steps]; scores are NaN at steps without an evaluation.
+    """
     evaluations = np.flatnonzero(np.isfinite(scores))
     best, holds = 0, [False]
     for number, step in enumerate(evaluations, 1):

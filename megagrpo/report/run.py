@@ -23,7 +23,7 @@ class RunRead:
     """A run, as far as it has come.
 
     metrics: float64 [steps] by name, NaN where a step has no such metric; `steps` has the numbers of the steps, int64
-    [steps], rising. times: seconds since 1970, float64 [steps].
+    [steps], rising. times: seconds since 1970, float64 [steps]. starts: how many times the run was started.
     """
 
     directory: Path

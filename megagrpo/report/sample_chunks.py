@@ -215,7 +215,7 @@ def _preview(text: str, characters: int) -> str:
 
 
 def _asked(messages: str) -> str:
-    """What the user said last, in JSON messages; empty if they are not to be read."""
+    """What the user said last, in JSON messages; empty if they cannot be read."""
     try:
         said = [message["content"] for message in json.loads(messages or "[]") if message.get("role") == "user"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -224,5 +224,5 @@ def _asked(messages: str) -> str:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """JSON has no NaN."""
+    """The value as JSON takes it: NaN and infinities by their names."""
     return value if value is None or math.isfinite(value) else str(value)

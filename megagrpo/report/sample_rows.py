@@ -1,4 +1,4 @@
-"""All samples of runs as columns of numbers: where they lie, and what is filtered, sorted and chosen by."""
+"""All samples of runs as columns of numbers: their files, and what samples are filtered, sorted and chosen by."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Source:
-    """A file of samples, or those of a file that is no parquet. run: number of its run."""
+    """A file of samples. run: number of its run. table: the samples, already read, if the file is no parquet."""
 
     run: int
     path: Path
@@ -81,7 +81,7 @@ class Rows:
 
 
 def sources_of(run: RunRead, number: int) -> list[Source]:
-    """Where samples lie: by step, then evaluations that are in no such file, then those of `megagrpo eval`."""
+    """A run's files of samples: rollouts/ by step, then evaluations that it lacks, then those of `megagrpo eval`."""
     directory = run.directory
     files = rollout_files(directory)
     found = [Source(number, path) for _, path in files]
@@ -95,7 +95,7 @@ def sources_of(run: RunRead, number: int) -> list[Source]:
 
 
 def read_rows(sources: Sequence[Source]) -> tuple[Rows, list[Source], list[str]]:
-    """Rows, the sources that could be read, and a sentence for each other."""
+    """Rows, the sources that could be read, and a sentence for each source that could not."""
     parts, coded, read, failed = list[dict[str, np.ndarray]](), list[pa.Table](), list[Source](), list[str]()
     with ThreadPoolExecutor(READERS, "samples of a run") as threads:
         tables = list(threads.map(_facts, sources))
@@ -114,8 +114,7 @@ def read_rows(sources: Sequence[Source]) -> tuple[Rows, list[Source], list[str]]
     codes, values = dict[str, np.ndarray](), dict[str, list[str]]()
     whole = pa.concat_tables(coded)
     for name in CODED:
-        array = pc.fill_null(whole[name], "").combine_chunks().dictionary_encode()
-        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+        array = pc.fill_null(whole[name], "").dictionary_encode().combine_chunks()
         codes[name], values[name] = array.indices.to_numpy(), array.dictionary.to_pylist()
     return Rows(numbers.pop("source"), numbers, codes, values), read, failed
 
@@ -135,7 +134,7 @@ def _facts(source: Source) -> tuple[dict[str, np.ndarray], pa.Table] | str:
 
 @lru_cache(FILES_KEPT)
 def _read_file(path: Path, changed: int, size: int) -> tuple[dict[str, np.ndarray], pa.Table]:
-    """A report that follows a run reads each file once. changed, size: of the file as it is."""
+    """A report that follows a run reads each file once. changed: nanoseconds; size: bytes."""
     return _read(Source(0, path))
 
 
@@ -186,7 +185,7 @@ def _filled(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _responses(path: Path, step: int, model: str) -> pa.Table:
-    """Responses of an evaluation's file as SCHEMA has them. model: that was evaluated by itself, in the set's name."""
+    """Responses of an evaluation's file as SCHEMA has them. model: for `megagrpo eval`, named beside the set."""
     rows = list[dict[str, Any]]()
     try:
         for response in read_responses(path):
@@ -204,5 +203,5 @@ def _responses(path: Path, step: int, model: str) -> pa.Table:
 def _encodable(value: Any) -> Any:
     """A text, or texts in lists and tuples, without halves of characters, which JSON may have and Arrow may not."""
     if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value] if isinstance(value, list) else tuple(map(_encodable, value))
+        return type(value)(map(_encodable, value))
     return encodable(value) if isinstance(value, str) else value

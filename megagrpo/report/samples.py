@@ -29,13 +29,13 @@ TOKEN_SHARE = 0.2
 TOKEN_BYTES = 9.0
 """About what a token's figures take of a page, compressed and in base64."""
 ROW_BYTES = 150.0
-"""The same of a sample besides its texts."""
+"""About what a sample takes besides its texts and figures."""
 PROBES = 8
 SCRIPTS = ("vendor/diff.min.js", "samples_store.js", "sample_tokens.js", "sample_view.js", "samples.js")
 
 
 def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Part]:
-    """The section of samples; none of runs that are all fine-tuning. samples: as for sample_data."""
+    """The section of samples; no section if all runs are fine-tuning. samples: as for sample_data."""
     columns, chunks = sample_data(runs, samples)
     if chunks:
         data, styles = {"samples": columns}, ("samples.css",)
@@ -80,7 +80,7 @@ def _data(runs: Sequence[RunRead], samples: int | None) -> tuple[Columns, dict[s
 
 
 def kept_rows(rows: Rows, samples: int | None, room: float, ratio: float) -> np.ndarray:
-    """bool [rows]: those that a page carries. room: bytes of the page; ratio: of them for a byte of text.
+    """bool [rows]: those that a page carries. room: bytes of the page; ratio: bytes of the page for a byte of text.
 
     First each run's last step and its last evaluation of each set; then whole prompts, drawn by their ids: the same
     ones at each step and in each run, so that all that is known of a prompt is there or nothing.
@@ -138,14 +138,14 @@ def left_out(
     known = int((rows.numbers["figures"] > 0).sum())
     if len(figured) < known:
         told.append(
-            f"Figures of tokens: of {len(figured):,} samples. {known:,} have them on disk; more would make the page "
-            "too large. They are, by turns, the newest, those with the greatest mismatch, with the highest and with "
+            f"{len(figured):,} samples have figures of tokens in this page, {known:,} on disk: more would make it too "
+            "large. They are, by turns, the newest, those with the greatest mismatch, with the highest and with "
             "the lowest score, and some of every step."
         )
     if known < len(rows):
         told.append(
             f"{len(rows) - known:,} samples have no figures of tokens on disk: track.rollouts.token_samples_per_step "
-            "says of how many a run writes them."
+            "says how many samples of a step have them."
         )
     for run in runs:
         track = run.recipe.get("track")
@@ -174,7 +174,7 @@ def _encoded(
 
 
 def _ratio(sources: Sequence[Source]) -> float:
-    """Bytes of a page for a byte of text: of some sources, compressed."""
+    """Bytes of a page that a byte of text takes, compressed and in base64; measured on some of the sources."""
     some = [sources[number] for number in np.linspace(0, len(sources) - 1, PROBES).astype(int)]
     texts = (source.read(TEXTS).slice(0, 64).to_pylist() for source in some)
     raw = "".join(str(value or "") for lines in texts for line in lines for value in line.values()).encode(

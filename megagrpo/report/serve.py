@@ -22,7 +22,7 @@ from megagrpo.track.rollout_files import ROLLOUTS
 LIVE_SAMPLES = 5_000
 """Samples of a page that is made anew after every step."""
 READ = ("*.json*", "*.yaml", *RESPONSES)
-NEWEST = 8  # files of a folder that has some for each step
+NEWEST = 8  # files of a folder that has files for each step
 LOOPBACK = "127.0.0.1"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -180,4 +180,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # its reader has gone
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a terminal that follows a run has other things to show."""
+        """Prints nothing: a terminal that follows a run has other things to show."""

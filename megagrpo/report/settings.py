@@ -19,17 +19,17 @@ FINAL = [curve.metric for curves in HEALTH.values() for curve in curves]
 FINAL += ["entropy", "response_tokens/truncated_share", "tokens_per_second", "seconds/step"]
 """Metrics of the table of final values, as patterns of whole names."""
 OF_A_START = ("time", "command", "directory")
-"""What an environment says that is another at each start."""
+"""Entries of environment.json that differ at each start, so that they are no change to tell."""
 
 
 def settings_parts(runs: Sequence[RunRead]) -> list[Part]:
-    """Recipes, versions and starts; of several runs also their final values."""
+    """Recipes, versions and starts; with several runs also their final values."""
     names = labels(runs)
-    recipes = [flat(run.recipe) for run in runs]
+    recipes = [json_by_path(run.recipe) for run in runs]
     paths = list(dict.fromkeys(path for recipe in recipes for path in recipe))
     values = {"runs": names, "paths": paths, "values": [[recipe.get(path) for path in paths] for recipe in recipes]}
     final = [Part("final", "Final values", _final(runs, names))] if len(runs) > 1 else []
-    versions = _compared([flat(run.environment) for run in runs], names)
+    versions = _compared([json_by_path(run.environment) for run in runs], names)
     starts = "".join(
         f"{f'<h3>{escape(name)}</h3>' if len(runs) > 1 else ''}{_starts(starts_of(run))}"
         for run, name in zip(runs, names, strict=True)
@@ -38,13 +38,13 @@ def settings_parts(runs: Sequence[RunRead]) -> list[Part]:
     return [*final, recipe, Part("versions", "Versions", versions), Part("starts", "Starts", starts)]
 
 
-def flat(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
+def json_by_path(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
     """Each leaf of nested mappings as JSON, by its path, such as train.optimizer.lr. A list is one leaf."""
     found = dict[str, str]()
     for name, value in values.items():
         path = f"{within}{name}"
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{path}.")
+            found |= json_by_path(value, f"{path}.")
         else:
             found[path] = json.dumps(value, ensure_ascii=False, default=str)
     return found
@@ -52,7 +52,7 @@ def flat(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What differs between two nested mappings: path, and both values as JSON, "–" for none."""
-    old, new = flat(before), flat(after)
+    old, new = json_by_path(before), json_by_path(after)
     paths = [path for path in dict.fromkeys((*old, *new)) if old.get(path) != new.get(path)]
     return [(path, old.get(path, "–"), new.get(path, "–")) for path in paths]
 
@@ -85,7 +85,7 @@ def _cell(value: float | None, first: float | None) -> str:
 
 
 def _compared(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
-    """A row for each path; those in which runs differ are marked."""
+    """A row for each path. facts: of each run, JSON by path. Rows in which runs differ are marked."""
     rows, kinds = [], []
     for path in dict.fromkeys(path for fact in facts for path in fact):
         found = [fact.get(path, "–").strip('"') for fact in facts]
@@ -102,13 +102,11 @@ def _starts(starts: Sequence[Start]) -> str:
         return "<p class=soft>This directory has no numbered recipes.</p>"
     rows = []
     for number, start in enumerate(starts):
-        before = starts[number - 1] if number else None
-        found = changes(before.recipe, start.recipe) if before else []
-        found += (
-            [one for one in changes(before.environment, start.environment) if one[0] not in OF_A_START]
-            if before
-            else []
-        )
+        found = []
+        if number:
+            before = starts[number - 1]
+            found = changes(before.recipe, start.recipe)
+            found += [one for one in changes(before.environment, start.environment) if one[0] not in OF_A_START]
         told = "<br>".join(f"<code>{escape(path)}</code>: {escape(old)} → {escape(new)}" for path, old, new in found)
         rows.append(
             (
@@ -116,7 +114,7 @@ def _starts(starts: Sequence[Start]) -> str:
                 f"<span class=name>{escape(str(start.environment.get('time', '–')))}</span>",
                 "–" if start.first is None else f"{start.first:,}",
                 f"<code>{escape(str(start.environment.get('command', '–')))}</code>",
-                told or ("nothing" if before else "–"),
+                told or ("nothing" if number else "–"),
             )
         )
     return _table(("start", "time", "first step", "command", "changed since the start before"), rows)

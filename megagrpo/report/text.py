@@ -23,7 +23,7 @@ QUANTIZED = (
     "mean 0.00038, p99 0.0022, k3 6e-05 (emulated on CPUs, docs/mismatch.md#float8). How much it is of your model, a\n"
     "run with quantization: null shows."
 )
-"""As benchmarks/quantization.py has measured it."""
+"""Said of runs with fp8 engines; benchmarks/quantization.py measured the figures."""
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
 KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}

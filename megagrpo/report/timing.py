@@ -50,7 +50,9 @@ CURVES = (
         "Fewer than the recipe's: engines were lost. They come back after a sync that is verified.",
     ),
     Curve(
-        "Restarts of ranks", "restarts", "So often lost training ranks were started again, by each start of the run."
+        "Restarts of ranks",
+        "restarts",
+        "How many times lost training ranks were started again, counted anew from each start of the run.",
     ),
     Curve(
         "Memory of tensors",
@@ -84,7 +86,7 @@ def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
 def phases_of(run: RunRead) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Steps with seconds/step, int64 [n], and their seconds by phase, each float64 [n].
 
-    What no phase of the step tells is "other"; phases that come on top of seconds/step are last.
+    Seconds of a step that are in none of its phases are "other"; phases that come on top of seconds/step are last.
     """
     there = np.isfinite(run.metrics.get("seconds/step", np.full(len(run.steps), np.nan)))
     spent = {

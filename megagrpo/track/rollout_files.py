@@ -81,8 +81,8 @@ def rollout_steps(directory: Path) -> list[int]:
 
 
 def steps_between(directory: Path, after: int, last: int) -> list[int]:
-    """Of the steps after `after` until `last`, those with samples to train on. Few are asked for by name: a run may
-    have a hundred thousand files, and this is asked at each step."""
+    """Those of the steps after `after` until `last` that have samples to train on. Few steps are looked up by name: a
+    run may have a hundred thousand files, and this is asked at each step."""
     steps = range(after + 1, last + 1)
     if len(steps) > NAMES_MAX:
         there = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}

@@ -150,8 +150,8 @@ class RolloutFilesConfig(Section):
     """Most samples of each step and of each evaluation set: whole groups, the first ones, at least one. null: all."""
 
     token_samples_per_step: NonNegativeInt | None = 16
-    """Of how many of these samples also what is known of each token is kept: its text, version, logprobs, entropy and
-    advantage. Whole groups, the first ones, at least one unless it is 0. null: of all, some 14 bytes for each token."""
+    """How many of these samples are kept with what is known of each token: its text, version, logprobs, entropy and
+    advantage. Whole groups, the first ones, at least one unless it is 0. null: all, some 14 bytes for each token."""
 
 
 class TrackConfig(Section):
