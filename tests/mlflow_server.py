@@ -12,7 +12,6 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
-from megagrpo.parent_process import end_with_parent
 from megagrpo.ports import free_port
 
 START_SECONDS = 300.0
@@ -36,9 +35,13 @@ class MlflowServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
                 env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # eight processes for judges
             )
+        # It ends all of the server's processes once its input is closed: also when the tests are killed.
+        command = ["sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(self._process.pid)]
+        self._keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         until = time.monotonic() + START_SECONDS
         while True:
             try:
@@ -54,7 +57,7 @@ class MlflowServer:
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        self._keeper.communicate()
         self._process.wait()
 
     def __enter__(self) -> Self:
