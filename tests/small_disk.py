@@ -1,4 +1,4 @@
-"""Disks that are full: for this process, or for all."""
+"""Disks that are small or full: for this process, or for all."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import resource
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 import pytest
 
 ROOM = "16m"
+FILLER = "filler"
 
 
 @contextmanager
@@ -26,24 +27,27 @@ def small_disk(file_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class FullDisk:
-    """A file system in memory, full, at `directory`. A context; skips the test where it cannot be mounted."""
+class MountedDisk:
+    """A file system in memory, of ROOM, at `directory`. A context; skips the test where it cannot be mounted."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True)
-        if os.geteuid() or self._mount("size=4k").returncode:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(self._directory)]
+        if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
             pytest.skip("mounts a file system: needs root")
-        (self._directory / "full").write_bytes(bytes(4096))
         return self
 
+    def fill(self) -> None:
+        """Until nothing more can be written."""
+        with (self._directory / FILLER).open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
     def make_room(self) -> None:
-        self._mount(f"remount,size={ROOM}").check_returncode()
+        (self._directory / FILLER).unlink()
 
     def __exit__(self, *_: object) -> None:
         subprocess.run(["umount", "--lazy", self._directory], check=True)
-
-    def _mount(self, options: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", self._directory], capture_output=True)

@@ -1,19 +1,24 @@
-"""Real runs whose MLflow server dies half-way, or has a full disk."""
+"""Real runs whose MLflow server dies half-way, or whose MLflow has a full disk."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from mlflow.tracking import MlflowClient
+from transformers import Qwen2ForCausalLM
 
+from megagrpo.checkpoint.store import damage
 from megagrpo.track.mlflow import mlflow_name
+from megagrpo.track.rollout_files import rollout_files
 from tests.loop import small_run
 from tests.mlflow_server import MlflowServer
-from tests.small_disk import FullDisk
+from tests.small_disk import MountedDisk
 
 
 @pytest.mark.long
@@ -34,33 +39,70 @@ def test_a_run_whose_tracker_is_killed_ends_as_any_other_and_sync_leaves_the_sam
         metrics = small_run.metrics(directory)
         assert sorted(metrics) == list(range(13))
         server.start()
-        check_synced(directory, server, metrics, steps=12)
+        check_synced(directory, server.uri, metrics, steps=12)
 
 
 @pytest.mark.long
-def test_a_run_whose_trackers_disk_is_full_loses_nothing_and_sync_leaves_the_same_numbers_once(
+def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
     inputs: Path, tmp_path: Path
 ) -> None:
     values = small_run.recipe(inputs, tmp_path)
     directory = tmp_path / values["name"]
-    with FullDisk(tmp_path / "artifacts") as disk, MlflowServer(tmp_path) as server:
+    with MountedDisk(tmp_path / "artifacts") as disk, MlflowServer(tmp_path) as server:
+        disk.fill()
         values["track"] |= {"mlflow": {"uri": server.uri, "traces_per_step": 2}, "tensorboard": True}
         printed = small_run.end(small_run.start(small_run.write(values, tmp_path)))
-        assert "training goes on" in printed
-        assert f"megagrpo track sync {directory}" in printed
-        assert (directory / "hugging_face" / "config.json").exists()
-        metrics = small_run.metrics(directory)
-        assert sorted(metrics) == list(range(small_run.STEPS + 1))
+        check_kept(directory, printed, steps=small_run.STEPS)
         disk.make_room()
-        check_synced(directory, server, metrics, steps=small_run.STEPS)
+        check_synced(directory, server.uri, small_run.metrics(directory), steps=small_run.STEPS)
 
 
-def check_synced(directory: Path, server: MlflowServer, metrics: dict[int, dict[str, float]], steps: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("half_way", [False, True])
+def test_a_run_whose_mlflow_database_has_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
+    half_way: bool, inputs: Path, tmp_path: Path
+) -> None:
+    values = small_run.recipe(inputs, tmp_path)
+    values["train"]["total_steps"] = 12
+    directory, small = tmp_path / values["name"], tmp_path / "disk"
+    uri = f"sqlite:///{small}/mlflow.db"
+    with MountedDisk(small) as disk:
+        MlflowClient(uri).create_experiment("megagrpo", artifact_location=(small / "mlruns").as_uri())
+        values["track"] |= {"mlflow": {"uri": uri, "traces_per_step": 2}, "tensorboard": True}
+        recipe = small_run.write(values, tmp_path)
+        if half_way:
+            process = small_run.start(recipe)
+            metrics = directory / "metrics.jsonl"
+            small_run.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, "a step", process=process)
+            process.send_signal(signal.SIGSTOP)  # however slow its tracker's process is, it has steps to go
+            small_run.wait_until(lambda: '"step"' in brought(directory), "a step is brought", process=process)
+            disk.fill()
+            process.send_signal(signal.SIGCONT)
+        else:
+            disk.fill()
+            process = small_run.start(recipe)
+        check_kept(directory, small_run.end(process), steps=12)
+        disk.make_room()
+        check_synced(directory, uri, small_run.metrics(directory), steps=12)
+
+
+def check_kept(directory: Path, printed: str, steps: int) -> None:
+    """The run has said what its tracker lacks, and has all of its own files."""
+    assert f"megagrpo track sync {directory}" in printed
+    assert sorted(small_run.metrics(directory)) == list(range(steps + 1))
+    assert [step for step, _ in rollout_files(directory)][-1] == steps
+    checkpoints = list((directory / "checkpoints").glob("step_*"))
+    assert checkpoints
+    assert [damage(checkpoint) for checkpoint in checkpoints] == [[]] * len(checkpoints)
+    Qwen2ForCausalLM.from_pretrained(directory / "hugging_face")
+
+
+def check_synced(directory: Path, uri: str, metrics: dict[int, dict[str, float]], steps: int) -> None:
     """Brings what is left, twice."""
     for _ in range(2):
         synced = small_run.end(small_run.start(Path("sync"), str(directory), command="track"))
         assert synced.count("it has everything") == 2
-        check(MlflowClient(server.uri), metrics, steps)
+        check(MlflowClient(uri), directory, metrics, steps)
 
 
 def brought(directory: Path) -> str:
@@ -70,7 +112,7 @@ def brought(directory: Path) -> str:
     return json.dumps([known for name, known in trackers.items() if name.startswith("mlflow")])
 
 
-def check(client: MlflowClient, metrics: dict[int, dict[str, float]], steps: int) -> None:
+def check(client: MlflowClient, directory: Path, metrics: dict[int, dict[str, float]], steps: int) -> None:
     experiment = client.get_experiment_by_name("megagrpo")
     assert experiment
     (run,) = client.search_runs([experiment.experiment_id])
@@ -86,3 +128,7 @@ def check(client: MlflowClient, metrics: dict[int, dict[str, float]], steps: int
     assert {span.name for span in traces[0].data.spans} >= {"response", "share_of_digits"}
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"recipe.yaml", "environment.json", "data.json", "report.html", "hugging_face"} <= names
+    for name in ("recipe.yaml", "environment.json", "data.json", "hugging_face/config.json"):
+        with TemporaryDirectory() as downloaded:
+            copy = Path(client.download_artifacts(run.info.run_id, name, downloaded))
+            assert copy.read_bytes() == (directory / name).read_bytes(), name
