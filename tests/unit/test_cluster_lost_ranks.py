@@ -16,32 +16,55 @@ import psutil
 from megagrpo.cluster.lost_ranks import STACK_SIGNAL, Found, ProcessAt, found_at
 from tests.loop import small_run
 
-# A rank's process as an actor has it, whose rank takes for ever: in torch.distributed, or elsewhere.
-RANK = """
-import faulthandler, sys, time, types
+# Ranks as actors have them, which take for ever: in torch.distributed, or elsewhere. Their processes are copies of one,
+# which imports once, says their numbers, and waits for their end.
+RANKS = """
+import faulthandler, os, sys, time, types
 from megagrpo.cluster.actors import RankProcess
-faulthandler.register(int(sys.argv[1]), file=2, all_threads=True)
 waiting = "def load(directory):\\n    print('begun', file=sys.stderr, flush=True)\\n    time.sleep(600)"
-rank = types.ModuleType("rank")
-rank.sys, rank.time = sys, time
-exec(compile(waiting, sys.argv[2], "exec"), rank.__dict__)
-process = RankProcess()
-process.rank = rank
-process.load(None)
+
+def work(file, log):
+    os.dup2(os.open(log, os.O_WRONLY), 2)
+    faulthandler.register(int(sys.argv[1]), file=2, all_threads=True)
+    rank = types.ModuleType("rank")
+    rank.sys, rank.time = sys, time
+    exec(compile(waiting, file, "exec"), rank.__dict__)
+    process = RankProcess()
+    process.rank = rank
+    process.load(None)
+
+for file, log in zip(sys.argv[2::2], sys.argv[3::2]):
+    if (number := os.fork()) == 0:
+        work(file, log)
+    print(number, flush=True)
+sys.stdin.read()
+for _ in sys.argv[2::2]:
+    os.wait()
 """
 
 
 @contextmanager
-def rank_in(file: str, log: Path) -> Iterator[ProcessAt]:
-    """A rank that is in this file, with this log."""
-    with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-c", RANK, str(int(STACK_SIGNAL)), file], stderr=output)
-    try:
-        small_run.wait_until(lambda: "begun" in log.read_text(), "a rank at work")
-        yield ProcessAt(process.pid, psutil.Process(process.pid).create_time(), "node", log)
-    finally:
-        process.kill()
-        process.wait()
+def ranks_in(directory: Path, *files: str) -> Iterator[list[ProcessAt]]:
+    """Ranks each of which is in one of these files, with logs in `directory`."""
+    logs = [directory / f"rank_{number}.log" for number in range(len(files))]
+    for log in logs:
+        log.touch()
+    named = [str(word) for pair in zip(files, logs, strict=True) for word in pair]
+    command = [sys.executable, "-c", RANKS, str(int(STACK_SIGNAL)), *named]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        numbers = [int(process.stdout.readline()) for _ in files]
+        try:
+            for log in logs:
+                small_run.wait_until(lambda log=log: "begun" in log.read_text(), "a rank at work")
+            yield [
+                ProcessAt(number, psutil.Process(number).create_time(), "node", log)
+                for number, log in zip(numbers, logs, strict=True)
+            ]
+        finally:
+            for number in numbers:
+                os.kill(number, signal.SIGKILL)
+            process.communicate()
 
 
 def found(at: ProcessAt, until: str | None = None) -> Found:
@@ -54,10 +77,9 @@ def found(at: ProcessAt, until: str | None = None) -> Found:
 
 
 def test_a_dead_rank_is_blamed_before_a_stopped_one_and_one_elsewhere_before_those_that_wait(tmp_path: Path) -> None:
-    with rank_in("/own/loss.py", tmp_path / "own") as at:
-        elsewhere = found(at, "<module>\n")
-    assert elsewhere.lines[0] == 'File "/own/loss.py", line 3 in load'
-    with rank_in("/torch/distributed/distributed_c10d.py", tmp_path / "collective") as at:
+    with ranks_in(tmp_path, "/own/loss.py", "/torch/distributed/distributed_c10d.py") as (own, at):
+        elsewhere = found(own, "<module>\n")
+        assert elsewhere.lines[0] == 'File "/own/loss.py", line 3 in load'
         waits = found(at, "<module>\n")
         at.signal(signal.SIGSTOP)
         small_run.wait_until(lambda: at.process.status() == psutil.STATUS_STOPPED, "a stop")

@@ -109,7 +109,7 @@ def test_a_repeatable_run_is_not_told_to_sample_all_the_time() -> None:
 
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
-    of = recipe(SMALL)
+    of = recipe(SMALL, rollout__prompts_per_step=32)  # each estimate plays all responses of its steps
     model = architecture(of)
     every = (
         options.placed({**layout, **saving, **engine}, colocated=gpus == 2)

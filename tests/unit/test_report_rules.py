@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.recipe.schema.rollout import AlertName
@@ -96,13 +96,21 @@ def test_an_illness_that_comes_twice_is_marked_twice() -> None:
     assert (first, second) == (Firing("reward_errors", 21, 34), Firing("reward_errors", 71, 84))
 
 
-@given(st.data())
-def test_whether_a_rule_holds_at_a_step_does_not_depend_on_later_ones(data: st.DataObject) -> None:
-    values = st.one_of(st.just(np.nan), st.floats(0, 2))
-    steps = data.draw(st.integers(1, 70))
-    column = st.lists(values, min_size=steps, max_size=steps).map(np.array)
-    series = {name: data.draw(column) for name in HEALTHY}
-    until = data.draw(st.integers(1, steps))
+def drawn(random: np.random.Generator, steps: int) -> np.ndarray:
+    """Values that change at one step, with noise, some of them not known."""
+    before, after = random.choice([0.0, 0.01, 0.1, 0.5, 1.0, 2.0], 2)
+    column = np.where(np.arange(steps) < random.integers(steps + 1), before, after)
+    column = column + random.uniform(0, random.choice([0.0, 0.01, 1.0]), steps)
+    return np.where(random.random(steps) < random.choice([0.0, 0.2, 0.9]), np.nan, column)
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 2**32 - 1))
+def test_whether_a_rule_holds_at_a_step_does_not_depend_on_later_ones(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    steps = int(random.integers(1, 71))
+    series = {name: drawn(random, steps) for name in HEALTHY}
+    until = int(random.integers(1, steps + 1))
     for rule in RULES.values():
         whole, part = rule.holds(series), rule.holds({name: column[:until] for name, column in series.items()})
         assert whole.shape == (steps,)

@@ -4,6 +4,7 @@ Time passes for the scorer only when a test lets it, so that slow responses on a
 """
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -409,10 +410,17 @@ def ends(pid: int) -> bool:
 
 
 def test_workers_end_with_a_killed_driver(faults):
+    reward = reward_of({"function": f"{faults}:fault"}, workers=1, timeout_seconds=1000.0)
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(faults)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", DRIVER, str(faults)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
     )
+    assert driver.stdin is not None
     assert driver.stdout is not None
+    with driver.stdin as given:
+        pickle.dump((reward, make_group("fine"), make_group("loop")), given)
     pid = int(driver.stdout.readline())
     driver.kill()
     driver.wait()
@@ -420,15 +428,18 @@ def test_workers_end_with_a_killed_driver(faults):
 
 
 DRIVER = """
-import pathlib, sys, threading, time
+import pathlib, pickle, sys, threading, time
+import psutil
 sys.path.insert(0, ".")
-from tests.unit.test_reward_scorer import below, make_group, scorer_of
-scorer = scorer_of({"function": sys.argv[1] + ":fault"}, workers=1, timeout_seconds=1000.0)
-(group,) = scorer.score([make_group("fine")])
-threading.Thread(target=scorer.score, args=([make_group("loop")],)).start()
+from megagrpo.reward.scorer import Scorer
+reward, fine, loop = pickle.load(sys.stdin.buffer)
+scorer = Scorer(reward, response_tokens_max=8)
+scorer.score([fine])
+threading.Thread(target=scorer.score, args=([loop],)).start()
 while not pathlib.Path(sys.argv[1]).with_name("hangs").exists():
     time.sleep(0.01)
-print(below(scorer._pool._workers[0].process.pid)[-1].pid, flush=True)
+keeper = psutil.Process(scorer._pool._workers[0].process.pid)
+print(keeper.children(recursive=True)[-1].pid, flush=True)
 """
 
 

@@ -19,6 +19,8 @@ from megagrpo.track.jsonl import JsonlMetrics
 from megagrpo.track.metrics import METRICS, UndocumentedMetric, as_markdown, undocumented
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.sink import RunStart
+from megagrpo.track.status import read_status
+from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
 from tests.tiny_run import tracked_recipe
 
@@ -99,7 +101,7 @@ def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
 def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tracked_recipe(tmp_path, console="lines", mlflow={})
+    recipe = tracked_recipe(tmp_path, console="lines")
     with Tracker(recipe, 1) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
     directory = tmp_path / "runs" / "adder"
@@ -116,7 +118,10 @@ def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
     assert lines(directory / "metrics.jsonl")[0]["reward/mean"] == 0.5
     said = capsys.readouterr().out
     assert str(directory) in said
-    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db" in said
+    status = read_status(directory)
+    assert status is not None
+    places = summary_of(tracked_recipe(tmp_path, mlflow={}), status).places
+    assert places["MLflow"] == f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/runs/mlflow.db"
     assert f"megagrpo train {directory}/recipe.yaml train.total_steps=2\n" in said
 
 

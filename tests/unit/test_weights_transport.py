@@ -443,16 +443,15 @@ def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
     owner_code = (
         "import os, pathlib, sys, time; from megagrpo.weights.transport import shared_memory; "
         "shared_memory.DIRECTORY = pathlib.Path(sys.argv[1]); "
-        "sys.argv[3:] or setattr(shared_memory, 'remove_after_me', lambda path: open(os.devnull, 'wb')); "
-        "area = shared_memory.FileArea(sys.argv[2], 4096); print(flush=True); time.sleep(1000)"
+        "watched = shared_memory.FileArea(sys.argv[3], 4096); "
+        "shared_memory.remove_after_me = lambda path: open(os.devnull, 'wb'); "
+        "left = shared_memory.FileArea(sys.argv[2], 4096); print(flush=True); time.sleep(1000)"
     )
-    command = [sys.executable, "-c", owner_code, str(tmp_path), left.name]
-    other = [*command[:-1], watched.name, "watched"]
-    with subprocess.Popen(command, stdout=-1) as owner, subprocess.Popen(other, stdout=-1) as watched_owner:
+    command = [sys.executable, "-c", owner_code, str(tmp_path), left.name, watched.name]
+    with subprocess.Popen(command, stdout=-1) as owner:
         try:
-            for process in (owner, watched_owner):
-                assert process.stdout is not None
-                assert process.stdout.readline() == b"\n"
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == b"\n"
             assert watched.exists()
             young.touch()
             os.utime(young, (2**32, 2**32))  # stays young
@@ -461,7 +460,6 @@ def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
             assert left.exists()
         finally:
             owner.kill()
-            watched_owner.kill()
     deadline = time.monotonic() + 20
     while watched.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
