@@ -411,12 +411,8 @@ def ends(pid: int) -> bool:
 
 def test_workers_end_with_a_killed_driver(faults):
     reward = reward_of({"function": f"{faults}:fault"}, workers=1, timeout_seconds=1000.0)
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(faults)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
+    command, pipe = [sys.executable, "-c", DRIVER, str(faults)], subprocess.PIPE
+    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=Path(__file__).parents[2])
     assert driver.stdin is not None
     assert driver.stdout is not None
     with driver.stdin as given:
