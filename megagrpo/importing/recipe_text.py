@@ -75,7 +75,9 @@ def report(translation: Translation, problems: Sequence[Problem], output: str) -
 
 
 def shown(outcome: Outcome) -> str:
-    """OPTION=VALUE, without the values of what looks like a secret."""
+    """OPTION=VALUE, without the values of what looks like a secret; an array of another file is its name alone."""
+    if UNKNOWN in outcome.option:
+        return outcome.option.replace(UNKNOWN, "")
     value = "..." if SECRET.search(outcome.option.lower()) else outcome.value
     text = str(value).replace(UNKNOWN, "").replace("\n", " ")
     return f"{outcome.option}={text if len(text) <= 60 else text[:57] + '...'}"

@@ -158,7 +158,7 @@ def _answer(framework: Framework, options: Options, option: str) -> Write | Toge
         return Outcome(option, value, line, kind, why)
 
     if row is None:
-        elsewhere = "it is set in another file: look there, and add what it has"
+        elsewhere = "another file sets it: add what it has besides the model's shape, which config.json says"
         unlisted = f"no such option of {framework.title} is known here"
         return outcome("unknown", elsewhere if UNKNOWN in option else unlisted)
     try:

@@ -116,6 +116,8 @@ class Sampling:
                     raise self._failure
                 require_alive(self._thread)
                 work.done = min(self._per_step, sum(each.group is not None for each in self._begun.values()))
+                if self._dropped:
+                    work.unit = f"groups; {len(self._dropped):,} others taught nothing"
                 taken.extend(self._admission.take() or ())
                 return bool(taken)
 

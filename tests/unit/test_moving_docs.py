@@ -11,7 +11,9 @@ import pytest
 from megagrpo.cli import main, parse
 from megagrpo.importing.read import FRAMEWORKS
 from megagrpo.importing.tables import with_tables
+from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
+from megagrpo.section import broken_rules
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "moving"
 FIELD = re.compile(r"^\| `[^`]+` \|(?: `[^`]*`)? ?\| `([^`]+)` \|", re.MULTILINE)
@@ -53,3 +55,7 @@ def test_the_worked_example_of_verl_gives_the_recipe_that_the_page_shows_and_it_
     assert Path("gsm8k.yaml").read_text().endswith(recipe)
     assert main(shlex.split(second)) == 0
     assert capsys.readouterr().out.splitlines()[-2] == "OK"
+    overrides = re.findall(r"```sh\nmegagrpo train gsm8k.yaml (.*?)```", page, re.DOTALL)[0].replace("\\\n", " ")
+    small = load("gsm8k.yaml", shlex.split(overrides)).recipe
+    assert small.rollout.engine == "transformers"
+    assert not list(broken_rules(small))

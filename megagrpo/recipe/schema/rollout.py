@@ -192,7 +192,8 @@ class RolloutConfig(Section):
         if self.engine != "sglang" and (self.sglang.python is not None or self.sglang.model_extra):
             given = f"settings, with engine: {self.engine}"
             needed = "nothing: they are for servers that the run starts"
-            yield Problem("sglang", given, needed, "remove them, or write engine: sglang")
+            fix = "remove them (rollout.sglang={} as an override), or write engine: sglang"
+            yield Problem("sglang", given, needed, fix)
         if self.engine != "sglang" and self.quantization:
             given = f"{self.quantization}, with engine: {self.engine}"
             needed = "null: the run sends quantised weights to servers that it starts"
