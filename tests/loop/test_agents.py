@@ -156,8 +156,11 @@ def test_agent_processes_that_are_killed_cost_rollouts_and_no_step(
     over, killed = Event(), list[int]()
 
     def kill() -> None:
-        """One of the three, again and again."""
-        while not over.wait(1.5):
+        """One of the three at each step: more often, a slow machine would have no rollout left."""
+        logged = tmp_path / "run" / "metrics.jsonl"
+        while not over.wait(0.1):
+            if not logged.exists() or len(killed) >= len(logged.read_text().splitlines()):
+                continue
             for child in psutil.Process(process.pid).children(recursive=True):
                 with suppress(psutil.Error):  # it has ended
                     with_runner = any(part.endswith("agents/runner.py") for part in child.cmdline())
