@@ -48,6 +48,7 @@ from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.ports import free_port
+from megagrpo.track import tracker_process
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_table import Learned, StepRollouts
@@ -149,7 +150,7 @@ def writers_time(measured: Measured) -> Iterator[None]:
 def trackers_processes() -> list[psutil.Process]:
     """That of the trackers, and W&B's own, which it starts."""
     children = psutil.Process().children()
-    found = [child for child in children if "megagrpo.track.tracker_process" in child.cmdline()]
+    found = [child for child in children if tracker_process.LAUNCH in child.cmdline()]
     return [process for each in found for process in (each, *each.children(recursive=True))]
 
 

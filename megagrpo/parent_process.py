@@ -9,6 +9,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 NICENESS = 19
 """Beside two processes that fill two cores one of this niceness gets some 2 % of a core."""
@@ -22,11 +24,12 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def weigh(pid: int, niceness: int) -> None:
-    """Gives all threads of a process of this user, which has a session of its own, a niceness from 0 to NICENESS. Linux
-    may weigh sessions against each other (autogroup); niceness then counts inside of a session only. For less than it
-    has, a process must be root's: else it keeps what it has."""
-    with suppress(OSError):  # that, another kernel, or a process or thread that has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
-        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+def weigh_family(pid: int, niceness: int) -> None:
+    """Gives all threads of a process of this user and of its children, whose sessions are their own, a niceness from 0
+    to NICENESS. Linux may weigh sessions against each other (autogroup); niceness then counts inside of a session only.
+    For less than they have, this process must be root's: else they keep what they have."""
+    with suppress(psutil.Error, OSError):  # that, another kernel, or a process or thread that has ended
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            for thread in process.threads():
+                os.setpriority(os.PRIO_PROCESS, thread.id, niceness)
+            Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))

@@ -14,6 +14,8 @@ from megagrpo.track import behind, tracker_process, wandb
 class TrackerThread:
     """What TrackerProcess uses of a process."""
 
+    pid = os.getpid()
+
     def __init__(self) -> None:
         read, write = os.pipe()
         self.stdin, self._messages = os.fdopen(write, "w"), os.fdopen(read)
@@ -44,6 +46,6 @@ class TrackerThread:
 def trackers_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are patient, too: one that is slow because the machine is busy does not fail."""
     monkeypatch.setattr(tracker_process, "started_process", TrackerThread)
-    monkeypatch.setattr(wandb, "weigh", lambda pid, niceness: None)  # beside other tests it would get no time
+    monkeypatch.setattr(wandb, "weigh_family", lambda pid, niceness: None)  # beside other tests it would get no time
     monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 250.0)
     monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from megagrpo.errors import first_line
 from megagrpo.track.delivered import without_password
 from megagrpo.track.sink import RunStart, Status
 
@@ -74,8 +73,8 @@ class Behind:
     def _work(self) -> None:
         remote: Remote | None = None
         while True:
-            status = self._status
             self._wake.clear()
+            status = self._status
             try:
                 remote = remote or self._connect(self._run)
                 self._go_back(remote)
@@ -115,5 +114,11 @@ class Behind:
         self.failures += 1
         if self.failures == 1:
             self._say(
-                f"warning: {self._name}: {without_password(first_line(error))}; training goes on, and it is tried again"
+                f"warning: {self._name}: {without_password(cause(error))}; training goes on, and it is tried again"
             )
+
+
+def cause(error: Exception) -> str:
+    """The first line that says it: SQLAlchemy begins with where it found it."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("(raised as a result")]
+    return lines[0] if lines else type(error).__name__

@@ -20,6 +20,7 @@ class TensorBoardRemote:
         brought = int(delivered.of(FOLDER).get("step", -1))
         kept = run.resumed_step - run.unlogged if run.resumed_step else -1
         self._lines = MetricLines(run.directory / "metrics.jsonl", min(brought, kept) if live else brought)
+        self._note()
         self._writer: Any = None
         self.brought = 0
         """Steps."""
@@ -32,15 +33,16 @@ class TensorBoardRemote:
                 for name, value in line.metrics.items():
                     writer.add_scalar(name, value, line.step, walltime=line.seconds)
             writer.flush()
-            last, count = lines[-1].step, len(lines)
+            count = len(lines)
             self._lines.take(count)
             self.brought += count
-            self._delivered.note(FOLDER, step=last)
+            self._note()
         self._writer = writer
 
     def rewind(self, step: int) -> None:
         self._close()
         self._lines.again(min(self._lines.after, step))
+        self._note()
 
     def finish(self, status: Status) -> None:
         self._close()
@@ -48,11 +50,15 @@ class TensorBoardRemote:
     def _new_writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        run, after = self._run, self._lines.after
-        writer = SummaryWriter(str(run.directory / FOLDER), purge_step=None if after < 0 else after + 1)
+        run, folder = self._run, self._run.directory / FOLDER
+        writer = SummaryWriter(str(folder), purge_step=self._lines.after + 1 if folder.exists() else None)
         if run.changed:
             writer.add_text(run.label, "\n\n".join(run.changed), run.resumed_step)
         return writer
+
+    def _note(self) -> None:
+        """Before steps come again, too: what brings the rest then knows of it."""
+        self._delivered.note(FOLDER, step=self._lines.after)
 
     def _close(self) -> None:
         if self._writer:

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megagrpo.errors import first_line
-from megagrpo.parent_process import NICENESS, end_with_parent, weigh
+from megagrpo.parent_process import NICENESS, end_with_parent, weigh_family
 from megagrpo.recipe.load import load_any
 from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.delivered import Delivered
@@ -38,9 +35,24 @@ LEAVE_SECONDS = 10.0
 """For the process to end, once its trackers have ended or were given up."""
 REPORT_SECONDS = 30.0
 """For the report of a run that has ended: one of 1,000 steps with 100 samples each takes 12 s."""
-STARTS_MAX, AGAIN_SECONDS = 5, 10.0
-"""How often it is started, if it dies, and the seconds between."""
-ALL_STEPS = sys.maxsize
+STARTS_MAX, AGAIN_SECONDS, LONG_SECONDS = 5, 10.0, 600.0
+"""How often a process that dies early is started, and the seconds between. One that lived so long counts anew."""
+Say = Callable[[str], object]
+LAUNCH = """
+import signal
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+from megagrpo.track.tracker_process import main
+main()
+"""
+"""Slurm sends these signals to all processes, and the driver says what to do: nothing may be imported before."""
+REPORT = """
+import sys
+from megagrpo.parent_process import end_with_parent
+end_with_parent()
+from megagrpo.cli import main
+sys.exit(main(["report", sys.argv[1]]))
+"""
 
 
 # --- in the driver ----------------------------------------------------------------------------------------------------
@@ -52,8 +64,8 @@ class TrackerProcess:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._lock = threading.Lock()
-        self._messages: list[Mapping[str, Any]] = []  # after the first; also for a process that is started again
-        self._ended = threading.Event()
+        self._end: Mapping[str, Any] | None = None  # the last message
+        self._ended, self._given_up = threading.Event(), False
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, run: RunStart) -> None:
@@ -64,77 +76,84 @@ class TrackerProcess:
 
     def rewind(self, step: int) -> None:
         """The steps after `step` come again, in files that are new."""
-        self._send({"rewind": step})
+        with self._lock:
+            self._write({"rewind": step})
 
     def finish(self, status: Status) -> None:
-        """Nothing more will come. Waits until trackers have everything, or FINISH_TIMEOUT_SECONDS are over."""
+        """Nothing more will come. Waits until trackers have everything, or too long: a minute, and for the report."""
         self._ended.set()
-        self._send({"end": status, "seconds": FINISH_TIMEOUT_SECONDS})
-        self._thread.join(FINISH_TIMEOUT_SECONDS + LEAVE_SECONDS)
+        with self._lock:
+            self._end = {"end": status, "seconds": FINISH_TIMEOUT_SECONDS}
+            if self._process:  # the run waits now: it gets time as others do, where it may
+                weigh_family(self._process.pid, 0)
+            self._write(self._end)
+        self._thread.join(FINISH_TIMEOUT_SECONDS + REPORT_SECONDS + LEAVE_SECONDS)
         if self._thread.is_alive():
             self._say(f"trackers: their process does not end; {self._brings_rest}")
             with self._lock:
+                self._given_up = True
                 if self._process:
                     self._process.kill()
-            self._thread.join()
+            self._thread.join(LEAVE_SECONDS)  # it may hang in a file system that is gone
 
     @property
     def _brings_rest(self) -> str:
         return f"megagrpo track sync {self._run.directory} brings the rest"
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._messages.append(message)
-            self._write([message])
-
-    def _write(self, messages: Iterable[Mapping[str, Any]]) -> None:
-        """They are few and short: the pipe has room for all, also where the process does not read."""
-        try:
-            if self._process and self._process.stdin:
-                self._process.stdin.write("".join(f"{json.dumps(message)}\n" for message in messages))
+    def _write(self, message: Mapping[str, Any]) -> None:
+        """Messages are few and short: the pipe has room for all, also where the process does not read."""
+        if self._process and self._process.stdin:
+            with suppress(OSError):  # it has died: the next one starts where this one did
+                self._process.stdin.write(f"{json.dumps(message)}\n")
                 self._process.stdin.flush()
-        except OSError:  # it has died: the next one gets them
-            pass
 
     def _keep(self) -> None:
         """Starts it, passes on what it says, and starts it again when it dies."""
-        run = self._run
-        for left in reversed(range(STARTS_MAX)):
+        left = STARTS_MAX
+        while True:
+            begun = time.monotonic()
             try:
-                code = self._follow(run)
+                process = started_process()
             except OSError as error:
                 why = f"does not start: {first_line(error)}"
             else:
-                if code == 0 and self._ended.is_set():
+                code = self._follow(process)
+                if self._given_up or (code == 0 and self._ended.is_set()):
                     return
                 why = f"has ended with status {code}"
-            if self._ended.is_set() or not left:
+            left = STARTS_MAX if time.monotonic() - begun > LONG_SECONDS else left - 1
+            if not left:
                 self._say(f"trackers: their process {why}; {self._brings_rest}")
                 return
-            self._say(f"warning: trackers: their process {why}; training goes on, and it is started again")
+            self._say(f"warning: trackers: their process {why}; it is started again")
             self._ended.wait(AGAIN_SECONDS)
-            # What trackers have, none of them gets again.
-            run = replace(run, resumed_step=ALL_STEPS, unlogged=False, changed=())
 
-    def _follow(self, run: RunStart) -> int:
-        """One process, until it ends. Returns its exit status. Raises OSError if it cannot be started."""
-        with started_process() as process:
-            start = {each.name: getattr(run, each.name) for each in fields(run) if each.name != "recipe"}
+    def _follow(self, process: subprocess.Popen[str]) -> int:
+        """One process, until it ends. Returns its exit status. What trackers have, they do not get again; TensorBoard
+        gets the steps since the run's start again, which hide those before: some may have been repeated."""
+        run = self._run
+        start = {each.name: getattr(run, each.name) for each in fields(run) if each.name != "recipe"}
+        with process:
             with self._lock:
                 self._process = process
-                self._write([{**start, "directory": str(run.directory)}, *self._messages])
+                for message in ({**start, "directory": str(run.directory)}, self._end):
+                    if message:
+                        self._write(message)
             for line in process.stdout or ():
                 with suppress(ValueError):  # it died in the middle of a line
                     self._say(json.loads(line))
             with self._lock:
                 self._process = None
+            if process.stdin:
+                with suppress(OSError):  # what it has not read
+                    process.stdin.close()
             return process.wait()
 
 
 def started_process() -> subprocess.Popen[str]:
     """Raises OSError."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megagrpo.track.tracker_process"],
+        [sys.executable, "-P", "-c", LAUNCH],  # -P: files of the current directory are no modules
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -157,10 +176,8 @@ def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart
     return found
 
 
-def bring(
-    messages: Iterable[str], say: Callable[[str], object], at_end: Callable[[RunStart, Status], None] | None = None
-) -> None:
-    """Brings a run to its trackers until a message says how it ended, then what is left. at_end: comes in between."""
+def bring(messages: Iterable[str], say: Say, make_report: Callable[[RunStart, Say], None] | None = None) -> None:
+    """Brings a run to its trackers until a message says how it ended, then what is left, with the report."""
     read = map(json.loads, messages)
     start = next(read)
     directory = Path(start.pop("directory"))
@@ -174,9 +191,9 @@ def bring(
             for each in behind:
                 each.rewind(message["rewind"])
         else:
+            if make_report and message["end"] != "interrupted":  # such a run may not end late
+                make_report(run, say)
             until = time.monotonic() + message["seconds"]
-            if at_end:
-                at_end(run, message["end"])
             for each in behind:
                 each.end(message["end"])
             for each in behind:
@@ -184,35 +201,29 @@ def bring(
             return
 
 
-def at_end_of(run: RunStart, status: Status) -> None:
-    """The run waits now: the process gets time as others do, where it may. Makes report.html, one of MLflow's
-    artifacts, unless the run was stopped, and may not end late, or that takes too long."""
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        weigh(process.pid, 0)
-    if run.recipe.track.mlflow and status != "interrupted":
-        nothing = subprocess.DEVNULL
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                [sys.executable, "-m", "megagrpo.cli", "report", str(run.directory)],
-                stdin=nothing,
-                stdout=nothing,
-                stderr=nothing,
-                timeout=REPORT_SECONDS,
-            )
+def report(run: RunStart, say: Say) -> None:
+    """Makes report.html, one of MLflow's artifacts, unless that takes too long."""
+    if run.recipe.track.mlflow is None:
+        return
+    nothing = subprocess.DEVNULL
+    try:
+        subprocess.run(
+            [sys.executable, "-P", "-c", REPORT, str(run.directory)],
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            timeout=REPORT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"no report for MLflow: {first_line(error)}; megagrpo report {run.directory} makes it")
 
 
 def main() -> None:
     end_with_parent()
-    weigh(os.getpid(), NICENESS)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes; the driver says what to do
-        signal.signal(number, lambda *_: None)
+    weigh_family(os.getpid(), NICENESS)
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
         os.dup2(2, 1)  # what libraries print is no message
         # One write for each line: several threads say something.
-        bring(sys.stdin, lambda line: said.write(f"{json.dumps(line)}\n"), at_end_of)
+        bring(sys.stdin, lambda line: said.write(f"{json.dumps(line)}\n"), report)
     sys.stdout.flush()
     os._exit(0)  # threads of a tracker that never answers do not keep the process
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from megagrpo.parent_process import NICENESS, weigh
+from megagrpo.parent_process import NICENESS, weigh_family
 from megagrpo.recipe.schema import WandBConfig
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.metric_lines import MetricLines
@@ -81,9 +79,7 @@ class WandBRemote:
                 console="off", quiet=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True
             ),
         )
-        for process in psutil.Process().children(recursive=True):
-            if process.name().startswith(NAME):  # it has started them, each in a session of its own
-                weigh(process.pid, NICENESS)
+        weigh_family(os.getpid(), NICENESS)  # wandb has started processes, each in a session of its own
         self._delivered.note(NAME, run_id=self._wandb.id)
         self._lines.again(max(self._lines.after, self._wandb.step - 1))
         if run.changed:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo.cli import main
 from megagrpo.parent_process import NICENESS
 from megagrpo.track import tracker_process
 from megagrpo.track.delivered import FILE
@@ -42,12 +43,12 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def processes_of(pid: int) -> Iterator[psutil.Process]:
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):  # it has ended
-            if "megagrpo.track.tracker_process" in child.cmdline():
+            if tracker_process.LAUNCH in child.cmdline():
                 yield child
 
 
 def the_process(before: int = 0) -> psutil.Process:
-    """Of this driver, once it is there, and not the one of before."""
+    """The one of this driver, once it is there, and not the one of before."""
     while not (found := [process for process in processes_of(os.getpid()) if process.pid != before]):
         time.sleep(0.05)
     return found[0]
@@ -61,8 +62,10 @@ def await_step(directory: Path, step: int) -> None:
 
 
 def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "psutil.py").write_text("raise RuntimeError('a file of the user, which is no module')")
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:
         for step in range(3):
@@ -70,10 +73,14 @@ def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
         await_step(directory, 2)
         first = the_process()
         assert first.nice() == NICENESS
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # they are the driver's
+            first.send_signal(number)
+        tracker.log(3, {"reward/mean": 3 / 8})
+        await_step(directory, 3)
         first.kill()
         while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:  # its status is for who started it
             time.sleep(0.05)
-        for step in range(3, 6):
+        for step in range(4, 6):
             tracker.log(step, {"reward/mean": step / 8})
         the_process(before=first.pid)
     assert scalars(directory)["reward/mean"] == [(step, step / 8) for step in range(6)]
@@ -85,7 +92,7 @@ def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(tracker_process, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(tracker_process, "REPORT_SECONDS", 0.1)
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:
         the_process().send_signal(signal.SIGSTOP)
@@ -93,8 +100,24 @@ def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
             tracker.log(step, {"reward/mean": step / 8})
         tracker.rewind(1, unlogged=False)
         tracker.log(2, {"reward/mean": 0.5})
-    assert f"megagrpo track sync {directory}" in capsys.readouterr().out
+    assert capsys.readouterr().out.count(f"megagrpo track sync {directory}") == 1
     assert not list(processes_of(os.getpid()))
+    assert main(["track", "sync", str(directory)]) == 0
+    assert scalars(directory)["reward/mean"] == [(0, 0.0), (1, 0.125), (2, 0.5)]
+
+
+def test_a_run_that_goes_back_while_no_process_brings_it_keeps_in_tensorboard_what_came_last(tmp_path: Path) -> None:
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10) as tracker:
+        for step in range(4):
+            tracker.log(step, {"reward/mean": step / 8})
+        await_step(directory, 3)
+        the_process().send_signal(signal.SIGSTOP)
+        tracker.rewind(1, unlogged=False)
+        for step in range(2, 6):
+            tracker.log(step, {"reward/mean": 1.0})
+        the_process().kill()
+    assert scalars(directory)["reward/mean"] == [(0, 0.0), (1, 0.125), *((step, 1.0) for step in range(2, 6))]
 
 
 def test_it_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
