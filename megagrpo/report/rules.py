@@ -181,9 +181,11 @@ RULES: dict[AlertName, Rule] = {
         "entropy collapses",
         ("entropy",),
         f"The policy's entropy, mean of {SHORT} steps, is below {ENTROPY_LEFT:.0%} of that of its first {SHORT} steps.",
-        "Responses to a prompt become the same, and groups lose their signal. Raise the upper clip bound (DAPO's "
-        "clip-higher, docs/algorithms.md), keep `rollout.temperature` at 1, or add harder prompts. At the end of a "
-        "task that is solved it is no illness.",
+        "Responses to a prompt become the same, and groups lose their signal. With several minibatches or epochs raise "
+        "`algorithm.loss.clip_high` (0.28, as DAPO does); with one of each no ratio reaches a bound. In both cases try "
+        "`clip_cov`, a small `algorithm.entropy_coefficient` or a lower learning rate, keep `rollout.temperature` at "
+        "1, or add harder prompts. At the end of a task that is solved it is no illness. Silent with "
+        "`algorithm.entropy_metric: false`.",
         _entropy_collapse,
     ),
     "length_explosion": Rule(
@@ -245,7 +247,7 @@ RULES: dict[AlertName, Rule] = {
         ("reward/errors_share",),
         f"More than {ERRORS_SHARE:.0%} of the samples have no reward, because a reward function raised or timed out, "
         f"mean of {SHORT} steps.",
-        "The samples' `error` says why (`megagrpo report`, filter by error). Mend the function, raise "
+        "The samples' `error` says why (`megagrpo report`, filter by the state `failed`). Mend the function, raise "
         "`reward.timeout_seconds`, or give it more workers.",
         _reward_errors,
     ),
