@@ -76,7 +76,7 @@ def reference_logits(directory: Path, responses: list[str], question: dict[str, 
 
 
 def make_judge(directory: Path, *, steps: int = 250) -> Path:
-    """A model that writes yes if what it is asked ends in a digit, else no. Of two layers, float32."""
+    """A model that writes yes if what it is asked ends in a digit, else no. It has two layers, float32."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = transformers.Qwen2Config(

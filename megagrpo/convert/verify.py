@@ -1,4 +1,4 @@
-"""Are two checkpoints the same model, element by element? Of whatever kind each is."""
+"""Are two checkpoints the same model, element by element? Each may be of any kind."""
 
 from __future__ import annotations
 

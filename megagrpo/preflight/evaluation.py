@@ -40,7 +40,7 @@ def check_recipe(loaded: LoadedRecipe[Recipe]) -> None:
 
 
 def check_model(recipe: Recipe) -> Preflight[Recipe]:
-    """The model at model.path, its tokenizer, engines, reward models and their devices. Of servers that others run
+    """The model at model.path, its tokenizer, engines, reward models and their devices. If others run the servers,
     nothing is checked but that the tokenizer is there. Raises PreflightError with every problem found."""
     problems: list[Problem] = []
     served = recipe.rollout.engine == "external"

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from megagrpo.errors import Problem, ReportError
+from megagrpo.track.jsonl import read_json
 
 RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
 """Where `megagrpo eval` has its responses: in a run's directory, in its own --output, and in one model's folder."""
@@ -128,14 +129,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, yaml.YAMLError):
-        return {}
-    return read if isinstance(read, dict) else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none."""
-    try:
-        read = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}

@@ -12,7 +12,8 @@ import numpy as np
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.report.curves import labels
 from megagrpo.report.embed import Part
-from megagrpo.report.run import RunRead, read_json
+from megagrpo.report.run import RunRead
+from megagrpo.track.jsonl import read_json
 from megagrpo.track.sink import PLAN_FILE
 
 WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_sync")

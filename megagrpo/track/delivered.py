@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megagrpo.track.jsonl import read_json
+
 FILE = "track.json"
 LEFT_MAX = 8
 USER = re.compile(r"(?<=://)[^/\s]*@")
-"""Of an address, with the password."""
+"""The user of an address, with the password."""
 
 
 class Delivered:
@@ -94,9 +96,5 @@ def without_password(text: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    whole = isinstance(read, dict) and {"id", "begun", "first_start", "trackers"} <= read.keys()
-    return read if whole else {}
+    read = read_json(path)
+    return read if {"id", "begun", "first_start", "trackers"} <= read.keys() else {}

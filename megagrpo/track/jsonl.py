@@ -1,4 +1,4 @@
-"""JSON lines in the run's directory: metrics.jsonl (a line per step), mismatch.jsonl and schedule.jsonl
+"""JSON in the run's directory. In lines: metrics.jsonl (a line per step), mismatch.jsonl and schedule.jsonl
 (trainer/schedule_log.py)."""
 
 from __future__ import annotations
@@ -130,6 +130,15 @@ def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
                 except (ValueError, KeyError, TypeError, RecursionError):
                     unread.append(whole)
     return kept, unread
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def finite(value: Any) -> Any:

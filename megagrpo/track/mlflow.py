@@ -23,6 +23,7 @@ import yaml
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.delivered import Delivered, place
+from megagrpo.track.jsonl import read_json
 from megagrpo.track.metric_lines import Line, MetricLines
 from megagrpo.track.mlflow_model import log_model
 from megagrpo.track.sink import RunStart, Status
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 PARAMS_PER_CALL = 100
 TRACES_SHARE = 0.01
-"""Of the time of a run that goes on, what its traces may take of a core; the others come at its end. MLflow takes some
-10 ms for one, which matters where steps are shorter than seconds."""
+"""While a run goes on, traces may take this share of a core; the others come at its end. MLflow takes some 10 ms for
+one, which matters where steps are shorter than seconds."""
 METRICS_PER_CALL = 999
 """With the tag 1000 entities, as many as a request takes: mlflow's client stores more than that in parts, tag first."""
 NAME_CHARACTERS = 250
@@ -192,7 +193,7 @@ class MLflowRemote:
         run, number = self._run, self._delivered.first_start
         tags = {RUN_TAG: self._delivered.run, "run_directory": str(run.directory.absolute())}
         tags |= description(run.recipe)
-        tags |= environment_tags(_json(run.directory / f"environment.{number}.json"))
+        tags |= environment_tags(read_json(run.directory / f"environment.{number}.json"))
         if run.changed:  # parameters cannot change: they stay those of the first start
             tags[run.label] = "\n".join(run.changed)
         return {mlflow_name(name): value[:TAG_CHARACTERS] for name, value in tags.items() if value}
@@ -243,8 +244,8 @@ class MLflowRemote:
     # --- what else the run has ----------------------------------------------------------------------------------------
 
     def _bring_traces(self, *, ended: bool) -> None:
-        """Of the next steps, as many as TRACES_SHARE has room for since this was called last; all of a run that has
-        ended."""
+        """Brings the traces of the next steps: as many as TRACES_SHARE has room for since this was called last, and all
+        if the run has ended."""
         from megagrpo.track.mlflow_traces import log_traces  # imports pyarrow
         from megagrpo.track.rollout_files import rollout_file, steps_between
 
@@ -266,7 +267,7 @@ class MLflowRemote:
         """What the run trains and evaluates on, with digests, as MLflow's dataset inputs."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        sections = _json(self._run.directory / "data.json")
+        sections = read_json(self._run.directory / "data.json")
         digests = {name: str(section.get("digest")) for name, section in sections.items()}
         if not digests or self._delivered.of(self._place).get("data") == digests:
             return
@@ -377,11 +378,3 @@ def environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
 def _points(line: Line) -> Iterator[tuple[str, float, int, int]]:
     for name, value in line.metrics.items():
         yield mlflow_name(name), value, int(line.seconds * 1000), line.step
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return read if isinstance(read, dict) else {}

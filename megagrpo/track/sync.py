@@ -109,7 +109,7 @@ def _without_unknown(tree: dict[str, Any]) -> list[str]:
     for *outer, last in unknown:
         section: Any = tree
         for key in outer:
-            # Of a section of several kinds, the place names the kind too, which is no key.
+            # Where a section may be of several kinds, the place names the kind too, which is no key.
             if key in section if isinstance(section, dict) else isinstance(section, list):
                 section = section[key]
         if isinstance(section, dict) and section.pop(last, removed) is not removed:

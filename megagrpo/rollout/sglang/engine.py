@@ -81,7 +81,7 @@ class SglangEngine(Engine):
     no tokenizer.
 
     With `keeps_weights` the engine samples from the weights that the server has, as version 0, and no update ever
-    comes. Of an external server then nothing is asked or changed but /generate: it may be of any layout.
+    comes. An external server is then asked for nothing but /generate, and not changed: it may be of any layout.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ def make(
     r"""1.0 if the response's program passes all tests (`credit: all`), or the share that it passes (`share`), which
     counts as 0 below `threshold`.
 
-    The program is the last fenced block of Python after the reasoning, or the whole response. Of more than `tests_max`
-    tests, the same ones are taken each time. Each test has `test_seconds`, all together have `seconds`: tests that are
-    not reached have failed; keep that below reward.timeout_seconds. `packages`: the program may import what is
-    installed, such as numpy. ValueError for arguments that cannot be, or if this machine has no such isolation.
+    The program is the last fenced block of Python after the reasoning, or the whole response. If there are more than
+    `tests_max` tests, the same ones are taken each time. Each test has `test_seconds`, all together have `seconds`:
+    tests that are not reached have failed; keep that below reward.timeout_seconds. `packages`: the program may import
+    what is installed, such as numpy. ValueError for arguments that cannot be, or if this machine has no such isolation.
 
     >>> code = make()
     >>> right = "```python\nprint(int(input()) + 1)\n```"

@@ -18,7 +18,7 @@ def make(mode: str = "strict", score: str = "share") -> RewardCallable:
 
     The constraints are JSON in the ground truth, or fields of extra_info: `instruction_id_list` and `kwargs` as IFEval
     has them, `instruction_id` and `kwargs` (open-instruct's IF-multi-constraints), or `func_name` with arguments
-    (RLVR-IFeval). Of a response that reasons, what follows the last `</think>` counts. An empty one keeps nothing.
+    (RLVR-IFeval). If a response reasons, what follows the last `</think>` counts. An empty one keeps nothing.
 
     Metrics: `all`, `share`, and the outcome of each constraint under its id with `_` in place of `:`, the mean where
     one is given twice. Raises ValueError for another mode or score, and if nltk or langdetect is not installed; the
