@@ -12,7 +12,8 @@ from megagrpo.errors import Problem, ReportError
 if TYPE_CHECKING:
     from megagrpo.report.run import RunRead
 
-PAGE = "report.html"
+PAGE, COMPARISON = "report.html", "comparison.html"
+"""In a run's directory: its own page, which its end makes too, and one on which other runs are beside it."""
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +21,8 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     added = add_command(commands, "report", text, report)
     text = "such as runs/NAME; or where `megagrpo eval` has written"
     added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)
-    added.add_argument("--output", type=Path, metavar="FILE", help=f"the page; default: RUN_DIRECTORY/{PAGE}")
+    text = f"the page; default: RUN_DIRECTORY/{PAGE}, and with several runs {COMPARISON} in the first one's"
+    added.add_argument("--output", type=Path, metavar="FILE", help=text)
     added.add_argument("--plots", type=Path, metavar="DIRECTORY", help="also write each plot there as PNG and SVG")
     text = "most samples in the page, however large it becomes; default: as many as 64 MB hold"
     added.add_argument("--samples", type=whole_number(1, 10**9), metavar="N", help=text)
@@ -51,7 +53,7 @@ def report(asked: argparse.Namespace) -> int:
     from megagrpo.report.run import read_run
 
     runs = [read_run(directory) for directory in asked.directories]
-    written = asked.output or asked.directories[0] / PAGE
+    written = asked.output or asked.directories[0] / (PAGE if len(runs) == 1 else COMPARISON)
     write_page(written, page(runs, samples=asked.samples))
     for run in runs:
         print("\n".join(_firings(run)))

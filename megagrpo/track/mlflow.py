@@ -258,7 +258,13 @@ class MLflowRemote:
         for step in steps_between(self._run.directory, self._traces_step, self._lines.after):
             if time.thread_time() > until:
                 return
-            log_traces(self._uri, *known, rollout_file(self._run.directory, step), count)
+            path = rollout_file(self._run.directory, step)
+            try:
+                log_traces(self._uri, *known, path, count)
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                return  # the run goes back, and has removed it meanwhile: the step comes again
             self._client.set_tag(self.run_id, TRACES_TAG, str(step))
             self._traces_step = step
             self._delivered.note(self._place, traces_step=step)

@@ -93,7 +93,10 @@ class WandBRemote:
 
         if found := self._missing_samples():
             paths = (rollout_file(self._run.directory, step) for step in found)
-            rows = [row for path in paths for row in _rows(path, self._settings.samples_per_step)]
+            try:
+                rows = [row for path in paths for row in _rows(path, self._settings.samples_per_step)]
+            except FileNotFoundError:
+                return  # the run goes back, and has removed one meanwhile: these steps come again
             self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._lines.after)
             self._samples_step = found[-1]
             self._delivered.note(NAME, samples_step=found[-1])

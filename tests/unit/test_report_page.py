@@ -250,6 +250,15 @@ def test_what_is_no_run_is_refused_and_no_file_but_a_report_is_replaced(
     assert main(["report", str(run)]) == 0  # an earlier page makes room
 
 
+def test_a_page_of_several_runs_leaves_the_page_of_each_run_as_it_is(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, {"step": 1, "time": 1}, name=name) for name in ("first", "second")]
+    assert main(["report", str(runs[0])]) == 0
+    own = (runs[0] / "report.html").read_text()
+    assert main(["report", *map(str, runs)]) == 0
+    assert (runs[0] / "report.html").read_text() == own
+    assert len(list(tmp_path.rglob("*.html"))) == 2
+
+
 @pytest.mark.long
 def test_plots_are_written_as_png_and_svg_and_are_the_same_each_time(tmp_path: Path) -> None:
     told = {"reward/mean": 0.5, "seconds/step": 2, "own/a": 1, "own/b": None}

@@ -97,6 +97,25 @@ def test_tensorboards_full_disk_ends_nothing_and_sync_brings_the_rest(
         assert scalars(directory)["reward/part_99"] == [(2, 1.0)]
 
 
+# --- a run that goes back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_files_of_samples_that_vanish_once_they_were_found_are_no_fault_of_a_tracker(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = "megagrpo.track.rollout_files.steps_between"
+    monkeypatch.setattr(found, lambda directory, after, last: list(range(max(0, after + 1), last + 1)))
+    recipe = tracked_recipe(tmp_path, console="lines", **{tracker: {}})
+    with Tracker(recipe, 10) as run:
+        for step in range(4):
+            run.log(step, {"reward/mean": step / 8})
+    said = capsys.readouterr().out
+    assert "step 3/10" in said
+    assert "warning" not in said
+    assert "megagrpo track sync" not in said
+
+
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
