@@ -27,7 +27,8 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     """Logs the first `count` rollouts of a step's file. run: the name of which ids of traces and spans are made, so
     that logging them again changes nothing.
 
-    A trace ends when the file was written; the times of an agent's turns and tools are known, those of others are not.
+    A trace ends when the file was written; the times of an agent's turns and tools are known, those of others are not:
+    such a trace has no duration, and its spans begin and end with it.
     MLflow's own tracing logs to one server for the whole process, which may be the user's; so spans are handed to this
     server. Raises what mlflow and its store raise, and OSError.
     """
@@ -50,7 +51,7 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
             trace_id=trace_id,
             trace_location=TraceLocation.from_experiment_id(experiment_id),
             request_time=begin_ns // 10**6,
-            execution_duration=(ended_ns - begin_ns) // 10**6,
+            execution_duration=(ended_ns - begin_ns) // 10**6 if agent else None,
             state=TraceState.ERROR if failed else TraceState.OK,
             request_preview=_text(root.inputs)[:PREVIEW_CHARACTERS],
             response_preview=_text(root.outputs)[:PREVIEW_CHARACTERS],

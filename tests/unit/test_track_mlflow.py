@@ -282,6 +282,7 @@ def test_a_rollout_is_a_trace_with_its_response_and_what_each_reward_function_sa
     assert response.inputs["messages"] == [{"role": "user", "content": "é"}]
     assert response.outputs == {"role": "assistant", "content": "82"}
     assert (digits.name, digits.span_type, digits.outputs) == ("digits", "EVALUATOR", {"score": 0.5, "read": "8?2"})
+    assert good.info.execution_duration is None  # nobody has measured it
     (score,) = good.info.assessments
     assert (score.name, score.feedback.value) == ("score", 1.0)
 
@@ -301,6 +302,7 @@ def test_an_agents_rollout_is_a_trace_with_a_span_for_each_turn_and_tool(traces:
     assert tool.end_time_ns - tool.start_time_ns == 500_000_000
     assert root.start_time_ns <= turn.start_time_ns <= tool.start_time_ns < answer.end_time_ns <= root.end_time_ns
     assert bad.data.spans[1].status.status_code == "ERROR"
+    assert good.info.execution_duration == (root.end_time_ns - root.start_time_ns) // 10**6 > 0
 
 
 # --- on a server ------------------------------------------------------------------------------------------------------
