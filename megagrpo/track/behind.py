@@ -63,12 +63,14 @@ class Behind:
         self._status = status
         self._wake.set()
 
-    def finish(self, until: float) -> None:
-        """Waits, after `end`, until everything is brought or could not be. until: at most, of time.monotonic()."""
+    def finish(self, until: float) -> bool:
+        """Waits, after `end`, until everything is brought or could not be. until: at most, of time.monotonic(). Whether
+        the tracker has everything."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if (late := self._thread.is_alive()) or self.failures:
             why = "has not taken everything yet" if late else "lacks a part of the run"
             self._say(f"{self._name}: {why}; megagrpo track sync {self._run.directory} brings the rest")
+        return not (late or self.failures)
 
     def _work(self) -> None:
         remote: Remote | None = None

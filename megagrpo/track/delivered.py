@@ -57,6 +57,16 @@ class Delivered:
         with self._lock:
             return dict(self._content["trackers"].get(tracker, {}))
 
+    @property
+    def whole(self) -> bool:
+        """Whether the run is finished, and every tracker has all of it."""
+        return bool(self._content.get("whole"))
+
+    def note_whole(self, whole: bool) -> None:
+        """False once the run goes on."""
+        with self._lock:
+            self._write(self._content | {"whole": whole})
+
     def left(self, tracker: str) -> list[str]:
         """Ids, at a tracker, of the runs that were in this directory before the run started anew."""
         with self._lock:

@@ -66,6 +66,7 @@ class Tracker:
         tokenizer: PreTrainedTokenizerBase | None = None,
         unlogged: bool = False,
         changed: Sequence[str] = (),
+        complete: bool = False,
         console: ConsoleMode | None = None,
     ) -> None:
         """Writes recipe.yaml and environment.json to the run's directory, and for every start a numbered copy of both;
@@ -74,12 +75,11 @@ class Tracker:
         resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
         tokenizer: of the samples to keep; None: none are kept.
         unlogged: the metrics of that step are still to come. changed: what differs from the recipe until then, by line.
+        complete: no step is left to do. Trackers that have the whole run are then left alone.
         console: what is printed; None: what the recipe says.
         """
         self._recipe, self._tokenizer = recipe, tokenizer
         self._console = make_console(console or recipe.track.console)
-        track = recipe.track
-        self._process = TrackerProcess(self.say) if track.mlflow or track.wandb or track.tensorboard else None
         self._endpoint = PrometheusEndpoint(port) if (port := recipe.track.prometheus_port) else None
         if self._endpoint:  # first: where its port is taken, nothing has begun
             self._endpoint.start(recipe.name)
@@ -93,12 +93,16 @@ class Tracker:
         for part in ("", f".{number}"):
             (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
             (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
-        Delivered(directory, anew=resumed_step == 0, number=number)  # makes the file
+        delivered = Delivered(directory, anew=resumed_step == 0, number=number)  # makes the file
         run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
         self._start(run)
         self._status = RunStatus("running", total_steps, resumed_step)
         self._status.write(directory)
+        track, brought = recipe.track, complete and not changed and delivered.whole
+        wanted = (track.mlflow or track.wandb or track.tensorboard) and not brought
+        self._process = TrackerProcess(self.say) if wanted else None
         if self._process:
+            delivered.note_whole(False)
             self._process.start(run)
 
     def _start(self, run: RunStart) -> None:

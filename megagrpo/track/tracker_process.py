@@ -196,8 +196,9 @@ def bring(messages: Iterable[str], say: Say, make_report: Callable[[RunStart, Sa
             until = time.monotonic() + message["seconds"]
             for each in behind:
                 each.end(message["end"])
-            for each in behind:
-                each.finish(until)
+            whole = [each.finish(until) for each in behind]
+            with suppress(OSError):  # a full disk
+                delivered.note_whole(all(whole) and message["end"] == "finished")
             return
 
 

@@ -187,6 +187,9 @@ def run_to_end(
 
         runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
         changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
+        exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
+        over = progress.step >= steps or _reason_to_stop(progress, cursor)
+        complete = resumed is not None and exported and bool(over) and not unlogged
         tracked = Tracker(
             recipe,
             steps,
@@ -195,6 +198,7 @@ def run_to_end(
             tokenizer=tokenizer,
             unlogged=unlogged,
             changed=changed,
+            complete=complete,
             console=checked.console,
         )
         tracker = closing.enter_context(tracked)
@@ -209,11 +213,9 @@ def run_to_end(
                 tracker.say(line)
             for line in changed:
                 tracker.say(f"changed: {line}")
-            exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
-            over = progress.step >= steps or _reason_to_stop(progress, cursor)
-            if exported and over and progress.unlogged is None:
-                tracker.say("the run is complete: nothing to do")
-                return 0
+        if complete:
+            tracker.say("the run is complete: nothing to do")
+            return 0
 
         clock, held_out = PhaseClock(), {name: of_set.items for name, of_set in evaluated.items()}
         saving = Saving(store, tracker.say, progress.step)

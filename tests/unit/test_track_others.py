@@ -23,7 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from megagrpo.cli import main
 from megagrpo.errors import MachineError
 from megagrpo.ports import free_port
+from megagrpo.track import tracker_process
 from megagrpo.track.behind import Behind
+from megagrpo.track.delivered import Delivered
 from megagrpo.track.grafana import PANELS, dashboard, query
 from megagrpo.track.metric_lines import MetricLines
 from megagrpo.track.metrics import METRICS
@@ -35,7 +37,7 @@ from megagrpo.track.tracker import Tracker
 from tests.small_disk import small_disk
 from tests.terminal import Terminal
 from tests.tiny_run import tracked_recipe
-from tests.tracker_thread import trackers_in_thread
+from tests.tracker_thread import TrackerThread, trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -97,7 +99,7 @@ def test_tensorboards_full_disk_ends_nothing_and_sync_brings_the_rest(
         assert scalars(directory)["reward/part_99"] == [(2, 1.0)]
 
 
-# --- a run that goes back ---------------------------------------------------------------------------------------------
+# --- a run that is complete, or goes back -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
@@ -114,6 +116,29 @@ def test_files_of_samples_that_vanish_once_they_were_found_are_no_fault_of_a_tra
     assert "step 3/10" in said
     assert "warning" not in said
     assert "megagrpo track sync" not in said
+
+
+def test_a_complete_run_leaves_trackers_alone_that_have_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts(*changed: str) -> int:
+        """How often the same command starts the trackers' process."""
+        counted, start = list[TrackerThread](), tracker_process.started_process
+        with monkeypatch.context() as patched:
+            patched.setattr(tracker_process, "started_process", lambda: counted.append(start()) or counted[-1])
+            with Tracker(recipe, 2, 2, changed=changed, complete=True):
+                pass
+        return len(counted)
+
+    recipe = tracked_recipe(tmp_path, tensorboard=True)
+    with Tracker(recipe, 2) as tracker:
+        log(tracker, range(3))
+    assert starts() == 0
+    assert starts("track.tensorboard: false -> true") == 1
+    assert starts() == 0
+    Delivered(tmp_path / "runs" / "adder", anew=False).note_whole(False)  # it was killed, or a tracker was gone
+    assert starts() == 1
+    assert starts() == 0
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------

@@ -32,6 +32,16 @@ with Tracker(tracked_recipe(Path(sys.argv[1]), tensorboard=True), 10) as tracker
     tracker.log(0, {"reward/mean": 0.0})
     time.sleep(600)
 """
+WANDB_DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.tiny_run import tracked_recipe
+from megagrpo.track.tracker import Tracker
+with Tracker(tracked_recipe(Path(sys.argv[1]), mlflow={}, wandb={}), 10) as tracker:
+    tracker.log(0, {"reward/mean": 0.0})
+    while not list(Path(sys.argv[1]).glob("end")):
+        time.sleep(0.05)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +142,37 @@ def test_it_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
         driver.wait()
     psutil.wait_procs(found, timeout=60)
     assert not found[0].is_running()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", [False, True])
+def test_nothing_is_left_of_wandb_and_the_report_when_the_driver_is_killed(tmp_path: Path, ending: bool) -> None:
+    """While the run goes on, and while its end makes the report."""
+
+    def await_process(part: str) -> None:
+        while not any(part in " ".join(command) for command in commands()):
+            assert driver.poll() is None
+            time.sleep(0.05)
+
+    def commands() -> Iterator[list[str]]:
+        for process in psutil.Process(driver.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                yield process.cmdline()
+
+    # Without the address of a wandb-core that other tests have started.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    command = [sys.executable, "-c", WANDB_DRIVER, str(tmp_path)]
+    driver = subprocess.Popen(command, env=own | {"WANDB_MODE": "offline"})
+    try:
+        await_process("wandb-core")
+        if ending:
+            (tmp_path / "end").touch()
+            await_process(tracker_process.REPORT)
+        family = psutil.Process(driver.pid).children(recursive=True)
+    finally:
+        driver.kill()
+        driver.wait()
+    _, left = psutil.wait_procs(family, timeout=60)
+    assert len(family) > 1
+    assert not left
+    assert not list((tmp_path / "runs" / "adder").glob("*report.html*"))
