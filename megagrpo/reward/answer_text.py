@@ -134,6 +134,7 @@ _ARTICLES = frozenset({"a", "an", "the"})
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[-./:^*+=\u2212\u2013\u2044]+(?=\d)")
 _PARTING = re.compile(r"(?<=\d)[^\w\s,'\u2019\ue000-\ue0ff]+(?=\d)")  # what else stands between digits, as in (5)(3)
 _NUMBER_MINUS = re.compile(r"(?<![\w)])[-\u2212\u2013](?=[.$]?\d)")
+_FIRST_POINT = re.compile(r"(?<![\w.)])\.(?=\d)")  # of .75
 _ONE_SIGN = str.maketrans("\u2212\u2013\u2044", "--/")
 _KEPT = str.maketrans({sign: chr(0xE000 + ord(sign)) for sign in "-./:^*+="})  # private characters are no punctuation
 _BACK = str.maketrans({kept: chr(sign) for sign, kept in _KEPT.items()})
@@ -143,7 +144,8 @@ def squad_words(text: str) -> list[str]:
     """The words of a text as SQuAD compares them: lower case, without punctuation and articles.
 
     Unlike SQuAD's own, numbers keep their minus and the signs between digits (3.5 is not 35, nor 5/6 56) but for commas
-    and apostrophes, and a text of articles alone keeps them. Other signs vanish, as there: C++ and C# are C.
+    and apostrophes, .75 is 0.75, and a text of articles alone keeps them. Other signs of ASCII vanish, as there: C++ and
+    C# are C.
 
     >>> squad_words("The  Beatles' 1st U.S. tour!"), squad_words("-3.50 $"), squad_words("A")
     (['beatles', '1st', 'us', 'tour'], ['-3.50'], ['a'])
@@ -151,7 +153,7 @@ def squad_words(text: str) -> list[str]:
     ['5/6', 'at', '1:30', '1990-1995', 'c']
     """
     text = unicodedata.normalize("NFKC", text).lower()
-    text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, text))
+    text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, _FIRST_POINT.sub("0.", text)))
     words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
     return [word for word in words if word not in _ARTICLES] or words
 
