@@ -144,8 +144,8 @@ def squad_words(text: str) -> list[str]:
     """The words of a text as SQuAD compares them: lower case, without punctuation and articles.
 
     Unlike SQuAD's own, numbers keep their minus and the signs between digits (3.5 is not 35, nor 5/6 56) but for commas
-    and apostrophes, .75 is 0.75, and a text of articles alone keeps them. Other signs of ASCII vanish, as there: C++ and
-    C# are C.
+    and apostrophes, .75 is 0.75, and a text of articles alone keeps them. Other signs of ASCII vanish, as there: C++
+    and C# are C.
 
     >>> squad_words("The  Beatles' 1st U.S. tour!"), squad_words("-3.50 $"), squad_words("A")
     (['beatles', '1st', 'us', 'tour'], ['-3.50'], ['a'])

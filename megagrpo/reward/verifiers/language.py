@@ -20,7 +20,7 @@ COMMON = (
 )
 # fmt: on
 PIECE_BYTES = 40
-"""Lines are put together up to this many bytes of letters: less is too little to tell a language by."""
+"""Lines are put together up to this many bytes of letters, or `bytes_min`: less is too little to tell a language by."""
 
 # No language: fenced and inline code, formulas, links, tags and LaTeX commands. Bounded, to be linear.
 _NO_LANGUAGE = re.compile(
@@ -38,12 +38,12 @@ def make(
     """The share of the response's letters, 0.0 to 1.0, that are in the language; with `at_least`, 1.0 or 0.0 by it.
 
     `language` is an ISO 639-1 code, several of which any is right, or `prompt`: that of the last message of the user.
-    Code, formulas, links and tags do not count. Lines are told apart, and so are scripts within them, but Latin letters
-    in a text of another script are taken as names. A text with fewer than `bytes_min` bytes of letters (UTF-8) scores
-    1.0: it is too short to tell. An empty one scores 0.0, and so does one that hides its letters in code, formulas or
-    links, so that fewer than `bytes_min` are left. `among`: the languages that there may be; `language` is always. A
-    short prompt may be taken for a language near to its own (Russian for Bulgarian) unless `among` says what there is.
-    Metric: the share. ValueError for a code that py3langid does not know.
+    Code, formulas, links and tags do not count. Lines are told apart, and so are scripts within them, but Latin
+    letters in a text that is mostly of another script are taken as names. A text with fewer than `bytes_min` bytes of
+    letters (UTF-8) scores 1.0: it is too short to tell. An empty one scores 0.0, and so does one that hides its
+    letters in code, formulas or links, so that fewer than `bytes_min` are left. `among`: the languages that there may
+    be; `language` is always. A short prompt may be taken for a language near to its own (Russian for Bulgarian)
+    unless `among` says what there is. Metric: the share. ValueError for a code that py3langid does not know.
 
     >>> verify = make("de"); verify(response="Die Summe von zwei und zwei ist also vier.", prompt=[])
     {'score': 1.0, 'share': 1.0, 'language': 'de'}
@@ -97,17 +97,18 @@ def _question(prompt: Sequence[Mapping[str, Any]]) -> str:
 def _pieces(text: str, bytes_min: int) -> Iterator[str]:
     """The lines, short ones put together. A last one that is too short goes with the one before."""
     pieces: list[str] = []
-    size = PIECE_BYTES
+    enough = max(PIECE_BYTES, bytes_min)
+    size = enough
     for line in text.splitlines():
         if not (of_line := _letter_bytes(line)):
             continue
-        if size < PIECE_BYTES:
+        if size < enough:
             pieces[-1] += " " + line.strip()
             size += of_line
         else:
             pieces.append(line.strip())
             size = of_line
-    if len(pieces) > 1 and size < PIECE_BYTES:
+    if len(pieces) > 1 and size < enough:
         last = pieces.pop()
         pieces[-1] += " " + last
     yield from (piece for piece in pieces if _letter_bytes(piece) >= bytes_min)

@@ -16,8 +16,9 @@ from megagrpo.reward.functions import RewardCallable, RewardReturn
 ANSWER_CHARACTERS_MAX = 2000
 """A longer answer is none."""
 
+# Two backslashes begin a row of a matrix: group 1 is kept.
 _DROPPED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[!,;: ]|~|\\?\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\?%"
+    r"(\\\\)|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\[!,;: ]|~|\\?\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\\?%"
 )
 _STYLED = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORD = (
@@ -78,7 +79,7 @@ def normalised(latex: str) -> str:
     """
     text = latex.replace("\u2212", "-").replace("{,}", ",").replace("\n", " ").replace("\\!", "")
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
-    text = _DROPPED.sub("", text).strip().removesuffix(".").strip()
+    text = _DROPPED.sub(r"\1", text).strip().removesuffix(".").strip()
     text = _NAME.sub("", text)
     text = _STYLED.sub(r"\1", _UNIT.sub("", text))
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
