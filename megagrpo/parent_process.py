@@ -12,8 +12,6 @@ from pathlib import Path
 import psutil
 
 PARENT_DEATH_SIGNAL = 1  # of prctl(2)
-NICENESS = 19
-"""Beside two processes that fill two cores one of this niceness gets some 2 % of a core."""
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -24,12 +22,13 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def weigh_family(pid: int, niceness: int) -> None:
-    """Gives all threads of a process of this user and of its children, whose sessions are their own, a niceness from 0
-    to NICENESS. Linux may weigh sessions against each other (autogroup); niceness then counts inside of a session only.
-    For less than they have, this process must be root's: else they keep what they have."""
+def let_family_idle(pid: int, idle: bool = True) -> None:
+    """All threads of a process of this user and of its children, whose sessions are their own, run while a core has
+    nothing else to do, and give it up at once (SCHED_IDLE); or as others again: then this process must be root's, else
+    they keep what they have. Linux may weigh sessions against each other (autogroup): theirs get the least weight."""
+    policy = os.SCHED_IDLE if idle else os.SCHED_OTHER
     with suppress(psutil.Error, OSError):  # that, another kernel, or a process or thread that has ended
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
             for thread in process.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, niceness)
-            Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+                os.sched_setscheduler(thread.id, policy, os.sched_param(0))
+            Path(f"/proc/{process.pid}/autogroup").write_text("19" if idle else "0")

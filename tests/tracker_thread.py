@@ -46,6 +46,6 @@ class TrackerThread:
 def trackers_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are patient, too: one that is slow because the machine is busy does not fail."""
     monkeypatch.setattr(tracker_process, "started_process", TrackerThread)
-    monkeypatch.setattr(wandb, "weigh_family", lambda pid, niceness: None)  # beside other tests it would get no time
+    monkeypatch.setattr(wandb, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
     monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 250.0)
     monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)

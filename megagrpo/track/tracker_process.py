@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import first_line
-from megagrpo.parent_process import NICENESS, end_with_parent, weigh_family
+from megagrpo.parent_process import end_with_parent, let_family_idle
 from megagrpo.recipe.load import load_any
 from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.delivered import Delivered
@@ -85,7 +85,7 @@ class TrackerProcess:
         with self._lock:
             self._end = {"end": status, "seconds": FINISH_TIMEOUT_SECONDS}
             if self._process:  # the run waits now: it gets time as others do, where it may
-                weigh_family(self._process.pid, 0)
+                let_family_idle(self._process.pid, False)
             self._write(self._end)
         self._thread.join(FINISH_TIMEOUT_SECONDS + REPORT_SECONDS + LEAVE_SECONDS)
         if self._thread.is_alive():
@@ -221,7 +221,7 @@ def report(run: RunStart, say: Say) -> None:
 
 def main() -> None:
     end_with_parent()
-    weigh_family(os.getpid(), NICENESS)
+    let_family_idle(os.getpid())
     with os.fdopen(os.dup(1), "w", buffering=1) as said:
         os.dup2(2, 1)  # what libraries print is no message
         # One write for each line: several threads say something.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megagrpo.parent_process import NICENESS, weigh_family
+from megagrpo.parent_process import let_family_idle
 from megagrpo.recipe.schema import WandBConfig
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.metric_lines import MetricLines
@@ -79,7 +79,7 @@ class WandBRemote:
                 console="off", quiet=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True
             ),
         )
-        weigh_family(os.getpid(), NICENESS)  # wandb has started processes, each in a session of its own
+        let_family_idle(os.getpid())  # wandb has started processes, each in a session of its own
         self._delivered.note(NAME, run_id=self._wandb.id)
         self._lines.again(max(self._lines.after, self._wandb.step - 1))
         if run.changed:

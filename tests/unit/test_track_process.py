@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.parent_process import NICENESS
 from megagrpo.track import tracker_process
 from megagrpo.track.delivered import FILE
 from megagrpo.track.tracker import Tracker
@@ -82,7 +81,7 @@ def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
             tracker.log(step, {"reward/mean": step / 8})
         await_step(directory, 2)
         first = the_process()
-        assert first.nice() == NICENESS
+        assert os.sched_getscheduler(first.pid) == os.SCHED_IDLE
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # they are the driver's
             first.send_signal(number)
         tracker.log(3, {"reward/mean": 3 / 8})
