@@ -90,6 +90,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS_MAX, DESCRIPTORS_MAX))
     sys.path.extend(config["packages"])
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # site defines these, which is not imported here
     common: dict[str, Any] = {}
     exec(compile(COMMON_NAMES, "common.py", "exec"), common)  # the first `compile` of a process takes a millisecond
     for name in dir(builtins):
