@@ -25,8 +25,8 @@ from megagrpo.reward.verifiers.code import make
 from tests.unit.test_reward_scorer import below, make_group, reward_of
 
 KINDS = ("bubblewrap", "seccomp")
-MEMORY_MIB = 200 + os.getpid() % 199
-"""Nearly a number of this process's own, by which it knows its sandboxes."""
+MEMORY_MIB = 257 + os.getpid() % 199
+"""Nearly a number of this process's own, and not LIMITS', by which it knows its sandboxes."""
 LIMITS = Limits(memory_bytes=256 << 20, output_bytes=1 << 20, disk_bytes=4 << 20)
 ADDS = "print(sum(map(int, input().split())))"
 
