@@ -131,11 +131,13 @@ class _Punctuation(dict[int, int | None]):
 
 _PUNCTUATION = _Punctuation()
 _ARTICLES = frozenset({"a", "an", "the"})
-_BETWEEN_DIGITS = re.compile(r"(?<=\d)[-./:^*+=\u2212\u2013\u2044]+(?=\d)")
+_FRACTION = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")  # of 1½, which is not 11/2
+_POWER = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u2070\u2074-\u207b])")  # of 10², which is not 102
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[-./:^*+=\u2010\u2212\u2013\u2044]+(?=\d)")
 _PARTING = re.compile(r"(?<=\d)[^\w\s,'\u2019\ue000-\ue0ff]+(?=\d)")  # what else stands between digits, as in (5)(3)
-_NUMBER_MINUS = re.compile(r"(?<![\w)])[-\u2212\u2013](?=[.$]?\d)")
+_NUMBER_MINUS = re.compile(r"(?:(?<![\w)])|(?<=\de))[-\u2010\u2212\u2013](?=[.$]?\d)")  # of -5 and 5e-3
 _FIRST_POINT = re.compile(r"(?<![\w.)])\.(?=\d)")  # of .75
-_ONE_SIGN = str.maketrans("\u2212\u2013\u2044", "--/")
+_ONE_SIGN = str.maketrans("\u2010\u2212\u2013\u2044", "---/")
 _KEPT = str.maketrans({sign: chr(0xE000 + ord(sign)) for sign in "-./:^*+="})  # private characters are no punctuation
 _BACK = str.maketrans({kept: chr(sign) for sign, kept in _KEPT.items()})
 
@@ -149,10 +151,10 @@ def squad_words(text: str) -> list[str]:
 
     >>> squad_words("The  Beatles' 1st U.S. tour!"), squad_words("-3.50 $"), squad_words("A")
     (['beatles', '1st', 'us', 'tour'], ['-3.50'], ['a'])
-    >>> squad_words("5/6 at 1:30, 1990–1995, C++")
-    ['5/6', 'at', '1:30', '1990-1995', 'c']
+    >>> squad_words("5/6 at 1:30, 1990–1995, 1½, 10⁻³, C++")
+    ['5/6', 'at', '1:30', '1990-1995', '1', '1/2', '10^-3', 'c']
     """
-    text = unicodedata.normalize("NFKC", text).lower()
+    text = unicodedata.normalize("NFKC", _POWER.sub("^", _FRACTION.sub(" ", text))).lower()
     text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, _FIRST_POINT.sub("0.", text)))
     words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
     return [word for word in words if word not in _ARTICLES] or words

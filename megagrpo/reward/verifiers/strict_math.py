@@ -34,7 +34,9 @@ _UNIT = re.compile(
     rf"(?<=[\d}}.)])(?:\s*\\(?:text|mbox|mathrm)\s*\{{\s*(?:{_WORD}|m){_PER}{_POWER}\.?\s*\}}|\s*{_WORD}{_PER}|\s+m)"
     rf"{_POWER}\s*$"
 )
-_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
+# Not of a tuple, set or interval: (1,234) is a point.
+_THOUSANDS = re.compile(r"(?<![\d.(\[])(?<![(\[]-)(?<!\\\{)(?<!\\\{-)\d{1,3}(?:,\d{3})++(?![\d)\]]|\\\})")
+_GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d{3}(?!\d))")  # commas that LaTeX sets without a blank: of thousands
 _NAME = re.compile(r"^\s*(?:[A-Za-z]|\\[a-z]+|[a-z]\([a-z]\))\s*(?:=|\\in(?![a-z]))\s*(?=\S)")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|\d|[a-z])\s*(\{[^{}]*\}|\d|[a-z])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])")
@@ -77,11 +79,11 @@ def normalised(latex: str) -> str:
     >>> [normalised(text) for text in (r"x = \tfrac34", "3/4", r"\left( 1,\, 2 \right)", r"12\text{ cm}^2", "-.50")]
     ['\\frac{3}{4}', '\\frac{3}{4}', '(1,2)', '12', '-0.5']
     """
-    text = latex.replace("\u2212", "-").replace("{,}", ",").replace("\n", " ").replace("\\!", "")
+    text = _GROUPS.sub("", latex.replace("\u2212", "-")).replace("{,}", ",").replace("\n", " ").replace("\\!", "")
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = _DROPPED.sub(r"\1", text).strip().removesuffix(".").strip()
     text = _NAME.sub("", text)
-    text = _STYLED.sub(r"\1", _UNIT.sub("", text))
+    text = _UNIT.sub("", _STYLED.sub(r"\1", _UNIT.sub("", text)))
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _SHORT_FRACTION.sub(lambda found: f"\\frac{_braced(found.group(1))}{_braced(found.group(2))}", text)
