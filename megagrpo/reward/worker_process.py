@@ -100,14 +100,16 @@ def _begin_keeping(descriptor: int) -> tuple[int, int]:
 
 def _keep(worker: int, channel: int, output: int, died_from: int | None, output_bytes_max: int) -> None:
     """died_from: what bubblewrap adds to the number of the signal that its command died of."""
+    ended = os.pidfd_open(worker)
 
     def kill_worker(*_: object) -> None:
-        os.kill(worker, signal.SIGKILL)  # it is not reaped yet: the number is its own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself just before
+            signal.pidfd_send_signal(ended, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill_worker)
     os.set_blocking(output, False)
     passing = _pass_on(output, output_bytes_max)
-    ended = os.pidfd_open(worker)
     poll = select.poll()
     poll.register(channel, 0)  # says only that the driver's end is closed
     poll.register(output, select.POLLIN)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -180,6 +181,22 @@ def test_what_functions_print_is_bounded(make_scorer: Callable[..., Scorer], cap
     assert worker_process.OUTPUT_BYTES_MAX < len(printed) < 1.1 * worker_process.OUTPUT_BYTES_MAX
     left_out = sum(int(number.replace(",", "")) for number in re.findall(r"\[([\d,]+) bytes", printed))
     assert left_out == 64 * ((1 << 20) + 1) - worker_process.OUTPUT_BYTES_MAX
+
+
+def test_a_keeper_that_is_told_to_end_more_than_once_says_nothing() -> None:
+    waits = [sys.executable, "-S", "-c", "print('up', flush=True); import time; time.sleep(60)"]
+    for _ in range(20):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            command = worker_process.python("keep", theirs.fileno(), waits, 1000)
+            keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+            assert keeper.stderr
+            assert keeper.stderr.readline() == "up\n"
+            while keeper.poll() is None:
+                keeper.terminate()
+                time.sleep(5e-5)
+            assert (keeper.stderr.read(), keeper.returncode) == ("", -signal.SIGKILL)
+            keeper.stderr.close()
 
 
 def test_functions_see_the_variables_they_are_given_and_go_first_when_memory_ends(
