@@ -6,8 +6,8 @@
 
 In a real run, blocks of steps with and without take turns, in the order with, without, without, with, so that a machine
 that becomes slower in the run counts for both alike. A block's first step is left out: it writes what the block before
-has left. A step is all from its begin to that of the next one. The ratio's interval is that of a bootstrap over pairs
-of blocks.
+has left. So is the run's first quarter, in which the trackers' process imports packages. A step is all from its begin
+to that of the next one. The ratio's interval is that of a bootstrap over pairs of blocks.
 
 With them, samples are written and MLflow (sqlite), TensorBoard, W&B (offline) and Prometheus get the step; they then
 also get the steps of the block before, so that their cost is that of two. Without them, no samples are written, and the
@@ -180,7 +180,8 @@ def run_in_turns(name: str, steps: int, *settings: str) -> None:
         code = cli.main(["train", str(ROOT / "yaml_recipes" / "adder_cpu.yaml"), *common, *settings])
         assert code == 0
         files = [path.stat().st_size for path in (Path(directory) / "run" / "rollouts").iterdir()]
-    seconds = {step: took for step, took in measured.seconds.items() if (step - 1) % BLOCK}
+    warm = {step: took for step, took in measured.seconds.items() if step > steps // 4}
+    seconds = {step: took for step, took in warm.items() if (step - 1) % BLOCK}
     blocks: dict[int, list[float]] = defaultdict(list)
     for step, took in seconds.items():
         blocks[(step - 1) // BLOCK].append(took)
@@ -193,8 +194,8 @@ def run_in_turns(name: str, steps: int, *settings: str) -> None:
     on = [step for step in seconds if is_on(step)]
     own = statistics.median(measured.own[step] for step in on)
     writers = statistics.median(measured.writers[step] for step in on)
-    spent = np.diff(measured.trackers_before)  # the first imports packages
-    trackers = statistics.mean(spent[step - 1] for step in on if step > 2 * BLOCK)
+    spent = np.diff(measured.trackers_before)
+    trackers = statistics.mean(spent[step - 1] for step in warm if is_on(step))
     row(
         name, len(means) * (BLOCK - 1), f"{usual:.2f}", f"{ratios.mean():.3f} ({low:.3f} to {high:.3f})",
         f"{own * 1000:.1f} ({own / usual:.2%})", f"{writers * 1000:.1f} ({writers / usual:.2%})",
