@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megagrpo.commands.arguments import add_command, add_overrides, whole_number
+from megagrpo.errors import DataError, Problem
 
 EXIT_WRONG = 1
 PROBLEMS_SHOWN = 20
@@ -41,6 +42,9 @@ def data_show(asked: argparse.Namespace) -> int:
     from megagrpo.data.show import View, draw, entry_of, look
     from megagrpo.tokenizer import load_chat_tokenizer
 
+    if asked.file.endswith((".yaml", ".yml")):
+        fix = f"name a file of its data, and the recipe by --recipe {asked.file}"
+        raise DataError(Problem("FILE", given=f"{asked.file}, a recipe", needed="a file of data", fix=fix))
     entry, view = entry_of(asked.file, []), View()
     if asked.recipe:
         from megagrpo.preflight.preflight import tokenizer_of

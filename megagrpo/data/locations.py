@@ -71,8 +71,6 @@ def path_problem(path: str) -> Problem | None:
             return Problem(f"{path}: not a file", given, NEEDED)
     if not suffix_of(path):
         given, fix = f"extension {posixpath.splitext(path)[1]!r}", "convert it, or rename it if only the name is wrong"
-        if path.endswith((".yaml", ".yml")):
-            fix = f"name a file of the recipe's data, and the recipe by --recipe {path}"
         return Problem(f"{path}: unknown kind of file", given, needed=" or ".join(SUFFIXES), fix=fix)
     if size_and_version(path)[0] == 0:
         return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")

@@ -187,9 +187,12 @@ def run_to_end(
 
         runs, unlogged = resumed.state.tracker_runs if resumed else None, progress.unlogged is not None
         changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
-        exported = not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step
-        over = progress.step >= steps or _reason_to_stop(progress, cursor)
-        complete = resumed is not None and exported and bool(over) and not unlogged
+        complete = bool(
+            resumed
+            and not unlogged
+            and (progress.step >= steps or _reason_to_stop(progress, cursor))
+            and (not recipe.checkpoint.export_hugging_face or exported_step(recipe) == progress.step)
+        )
         tracked = Tracker(
             recipe,
             steps,

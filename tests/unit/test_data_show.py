@@ -92,3 +92,6 @@ def test_the_command_takes_columns_and_template_of_a_recipe(tmp_path, capsys):
     assert main(["data", "show", *told]) == 0
     assert "above 17" in capsys.readouterr().out
     assert main(["data", "show", str(tmp_path / "none.jsonl")]) == 2
+    capsys.readouterr()
+    assert main(["data", "show", str(recipe)]) == 2
+    assert f"--recipe {recipe}" in capsys.readouterr().err
