@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -189,24 +189,27 @@ def test_a_run_with_adapters_goes_on_when_a_server_is_killed_and_when_one_is_sto
     with ThreadPoolExecutor(1) as pool, ExitStack() as failing:
         failing.callback(process.kill)
         ended = pool.submit(small_run.end, process, EXIT_STOPPED)
-        wait_for_engines(2, run)
+        wait_for_engines(2, run, ended)
         for number in (signal.SIGKILL, signal.SIGSTOP):
             signal_a_scheduler(number)
-            wait_for_engines(1, run)
-            wait_for_engines(2, run)
+            wait_for_engines(1, run, ended)
+            wait_for_engines(2, run, ended)
         process.send_signal(signal.SIGTERM)
         failing.pop_all()
         printed = ended.result()
-    assert printed.count("restarting engine") == printed.count("samples again, with verified weights") == 2
-    assert "was stopped (SIGSTOP)" in printed
+    lost = [line for line in printed.splitlines() if "restarting engine" in line]
+    back = [line for line in printed.splitlines() if "samples again, with verified weights" in line]
+    assert len(lost) == len(back) == 2, "\n".join(lost + back)
+    assert "was stopped (SIGSTOP)" in lost[1]
     last = max(small_run.metrics(run))
     assert check_trained(run, last)[last]["kl/mean"] > 1e-5, "the servers' adapters are not those of the start"
 
 
-def wait_for_engines(count: int, run: Path) -> None:
-    """Until so many sample after a step."""
+def wait_for_engines(count: int, run: Path, ended: Future[str]) -> None:
+    """Until so many sample after a step. Fails with what the run printed, if that ends first."""
 
     def sample() -> bool:
+        assert not ended.done(), ended.result()
         with contextlib.suppress(FileNotFoundError, ValueError):  # a line that is being written
             by_step = small_run.metrics(run)
             return by_step[max(by_step)].get("engines/serving") == count
@@ -221,12 +224,17 @@ def is_engine(process: psutil.Process) -> bool:
 
 def signal_a_scheduler(number: int) -> None:
     """One of the run's two: the Ray that it joined is ours, as are servers that no run has started."""
-    schedulers = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "sglang::scheduler" in " ".join(child.cmdline()) and any(map(is_engine, child.parents())):
-                schedulers.append(child)
-    assert len(schedulers) == 2, schedulers
+    schedulers: list[psutil.Process] = []
+
+    def two() -> bool:
+        schedulers.clear()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if "sglang::scheduler" in " ".join(child.cmdline()) and any(map(is_engine, child.parents())):
+                    schedulers.append(child)
+        return len(schedulers) == 2
+
+    small_run.wait_until(two, "two schedulers")  # one look in 40 misses one that is there
     schedulers[0].send_signal(number)
 
 
