@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.reward.verifiers.ifeval import constraints, formats, make, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import constraints, formats, iftrain, make, open_instruct, text
 
 TABLE = Path(__file__).parents[1] / "golden" / "verifiers" / "ifeval.jsonl"
 PIECES = [
@@ -43,7 +43,7 @@ def golden() -> list[dict]:
     return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", [*constraints.BY_ID, *open_instruct.BY_NAME])
+@pytest.mark.parametrize("name", [*formats.BY_ID, *open_instruct.BY_NAME])
 def test_the_golden_table_has_a_kept_and_a_broken_case_of_every_constraint(name):
     assert {0.0, 1.0} <= {row["score"] for row in golden() if f'"{name}"' in row["ground_truth"]}
 
@@ -59,6 +59,9 @@ def test_constraints_find_what_the_expressions_of_the_original_find(response, n)
     sections = re.split(r"\s?S\s?\d+\s?", response)
     assert constraints.format_multiple_sections(response, " S ", n) == (len(sections) - 1 >= n)
     assert open_instruct.validate_highlighted_sections(response, n) == (len(re.findall(r"\*(.*?)\*", response)) >= n)
+    changed = [piece.split() for piece in re.findall(r"a .*? B", response)]
+    kept = len(changed) == n and all(len(words) == 3 and words[1] != "1" for words in changed)
+    assert iftrain.copy_repeat_phrase(response, "a 1 B", n) == kept
 
 
 @given(NASTY)

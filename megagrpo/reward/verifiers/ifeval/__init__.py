@@ -1,4 +1,4 @@
-"""Instruction following: constraints that a program can check, of IFEval and open-instruct."""
+"""Instruction following: constraints that a program can check, of IFEval, IFTrain and open-instruct."""
 
 from __future__ import annotations
 

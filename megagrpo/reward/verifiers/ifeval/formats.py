@@ -12,13 +12,15 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from megagrpo.errors import brief
-from megagrpo.reward.verifiers.ifeval.constraints import BY_ID
-from megagrpo.reward.verifiers.ifeval.open_instruct import BY_NAME
+from megagrpo.reward.verifiers.ifeval import constraints, iftrain, open_instruct
 
 IDS = ("instruction_id_list", "instruction_id")
 """The field with the ids: IFEval's, and that of open-instruct's IF-multi-constraints."""
 
 CONSTRAINTS_MAX = 100
+
+BY_ID = constraints.BY_ID | iftrain.BY_ID
+"""Every constraint that a row can name by an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     """
     if "func_name" in value:
         arguments = {name: argument for name, argument in value.items() if name != "func_name"}
-        return Instructions((constraint(BY_NAME, value["func_name"], arguments),), strip=True)
+        return Instructions((constraint(open_instruct.BY_NAME, value["func_name"], arguments),), strip=True)
     field = next((field for field in IDS if value.get(field) is not None), None)
     if field is None:
         raise ValueError(f"the constraints have none of the fields func_name, {', '.join(IDS)}: {brief(dict(value))}")
@@ -85,8 +87,8 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     if not 1 <= len(ids) <= CONSTRAINTS_MAX or len(ids) != len(arguments_of_all):
         needed = f"1 to {CONSTRAINTS_MAX}, and kwargs for each"
         raise ValueError(f"there are {len(ids)} constraints with kwargs for {len(arguments_of_all)}, not {needed}")
-    constraints = [constraint(BY_ID, name, arguments) for name, arguments in zip(ids, arguments_of_all, strict=True)]
-    return Instructions(tuple(constraints), strip=field == "instruction_id")
+    found = [constraint(BY_ID, name, arguments) for name, arguments in zip(ids, arguments_of_all, strict=True)]
+    return Instructions(tuple(found), strip=field == "instruction_id")
 
 
 def _list(value: object) -> Sequence[Any]:
@@ -121,7 +123,10 @@ def _hints(function: Callable[..., bool]) -> dict[str, Any]:
 
 
 def _argument(what: str, value: object, hint: Any) -> object:
-    """The value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words."""
+    """The value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words.
+
+    A list of one text is a text too: IF-multi-constraints has such.
+    """
     if hint is int:
         # Where some rows have no number, their column holds floats.
         if isinstance(value, float) and value.is_integer():
@@ -133,6 +138,8 @@ def _argument(what: str, value: object, hint: Any) -> object:
         if value in typing.get_args(hint):
             return value
         raise ValueError(f"{what} is {brief(value)}, not {' or '.join(typing.get_args(hint))}")
+    if hint is str and isinstance(value, list) and len(value) == 1:
+        value = value[0]
     texts = [value] if isinstance(value, str) else value
     fits = hint != list[str] if isinstance(value, str) else hint is not str
     if fits and isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts):

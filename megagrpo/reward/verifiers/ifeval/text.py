@@ -70,7 +70,12 @@ def sentence_count(text: str) -> int:
     >>> sentence_count("Dr. Smith paid $3.50. Did he? He did!")
     3
     """
-    return sum(1 for _ in _sentence_tokenizer().span_tokenize(text))
+    return len(sentences(text))
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences, without spaces around them."""
+    return [text[start:end].strip() for start, end in _sentence_tokenizer().span_tokenize(text)]
 
 
 def word_count(text: str) -> int:
@@ -89,8 +94,7 @@ def tokens(text: str) -> list[str]:
     ['DO', "N'T", 'stop', ',', 'NASA', '.']
     """
     words = _word_tokenizer()
-    spans = _sentence_tokenizer().span_tokenize(text)
-    return [token for start, end in spans for token in words.tokenize(text[start:end])]
+    return [token for sentence in sentences(text) for token in words.tokenize(sentence)]
 
 
 @lru_cache(maxsize=64)
