@@ -37,10 +37,14 @@ VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "math": [{"function": "math"}],
     "strict_math": [{"function": "strict_math"}],
     "ifeval*": [{"function": "ifeval"}],
-    "string_matcher": [{"function": "string_match"}],
+    "string_matcher": [{"function": "string_match", "arguments": {"tag_required": True}}],
     "string_f1": [{"function": "f1"}],
-    "flan": [{"function": "string_match"}],
-    "re_search": [{"function": "search_answer"}],
+    "puzzle": [{"function": "string_match"}],
+    "flan": [{"function": "string_match", "arguments": {"after": "The answer is:"}}],
+    "re_search": [{"function": "search_answer", "arguments": {"tag": "finish"}}],
+    "re_search_f1": [
+        {"function": "search_answer", "arguments": {"method": "f1", "tag": "finish", "format_score": 0.1}}
+    ],
     "code*": [{"function": "code", "arguments": {"credit": "share"}}],
 }
 """Functions by the name of a verifier, which rows have in `dataset`."""
@@ -126,7 +130,13 @@ def verified(value: Any, options: Options) -> Answer:
     if not truth(value):
         return Missing("give the functions that score in reward.functions")
     weight = options.number("verification_reward")
-    scaled = {name: [{**one, "weight": weight} for one in functions] for name, functions in VERIFIERS.items()}
+    tolerance = options.whole("max_length_verifier_max_length")
+    lengths = {
+        name: [{"function": "length", "arguments": {"kind": kind, "tolerance": tolerance}}]
+        for name, kind in (("max_length", "target"), ("up_to_max_length", "budget"))
+    }
+    by_source = VERIFIERS | lengths
+    scaled = {name: [{**one, "weight": weight} for one in functions] for name, functions in by_source.items()}
     return Write({"reward.by_source": scaled})
 
 
@@ -424,7 +434,7 @@ DATA_AND_REWARD: Table = {
     "llm_judge_*": missing(JUDGE),
     "code_api_url": missing("programs run in a sandbox here; a server is function: remote, shape: open_instruct_code"),
     "code_*": missing("arguments of function: code, or of function: remote: see docs/rewards.md"),
-    "max_length_verifier_max_length": missing("function: length has its own arguments"),
+    "max_length_verifier_max_length": together("reward.by_source.max_length.0.arguments.tolerance", 32768),
     "apply_evolving_rubric_reward": missing("function: judge_ranking compares the responses of a group"),
     "max_active_rubrics": always("apply_evolving_rubric_reward counts"),
     "tools": missing(AGENT, (*OFF, [])),

@@ -38,7 +38,6 @@ FUNCTIONS = {
     "dapo": "math",
     "f1": "f1",
     "gpqa": "multiple_choice",
-    "ifbench": "ifeval",
 }
 ADVANTAGES = {
     "grpo": "grpo",

@@ -21,6 +21,7 @@ from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
+from megagrpo.reward.functions import static_problems
 from tests.golden import record_imported
 from tests.golden.record_imported import PEERS, golden, imported
 from tests.plans import planned
@@ -39,6 +40,7 @@ def test_an_imported_recipe_loads_keeps_all_rules_and_has_a_plan(name: str) -> N
     assert not made.problems
     recipe = load(golden(name), ["cluster.gpu=H100"]).recipe
     assert recipe.model.path in known_models()
+    assert not [problem for problem in static_problems(recipe.reward) if ".py" not in problem.given]
     assert planned(recipe).memory
 
 
