@@ -37,8 +37,11 @@ def keywords_existence(response: str, keywords: list[str]) -> bool:
 
 def keywords_frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
     """The keyword is there so often, in any case, within words too."""
-    found = re.findall(re.escape(keyword.strip()), response, re.IGNORECASE)
-    return holds(len(found), relation, frequency)
+    return holds(occurrences(response, keyword), relation, frequency)
+
+
+def occurrences(response: str, keyword: str) -> int:
+    return len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE))
 
 
 def keywords_forbidden_words(response: str, forbidden_words: list[str]) -> bool:

@@ -98,16 +98,12 @@ def keywords_no_adjacent_consecutive(response: str) -> bool:
 
 def keywords_word_once(response: str, keyword: str) -> bool:
     """The keyword is there once, in any case, within words too."""
-    return _count(response, keyword) == 1
+    return constraints.occurrences(response, keyword) == 1
 
 
 def count_increment_word(response: str, keyword1: str, keyword2: str) -> bool:
     """One keyword is there once and the other twice, in any case, within words too."""
-    return _count(response, keyword1) == 1 and _count(response, keyword2) == 2
-
-
-def _count(response: str, keyword: str) -> int:
-    return len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE))
+    return constraints.occurrences(response, keyword1) == 1 and constraints.occurrences(response, keyword2) == 2
 
 
 def keywords_exclude_word_harder(response: str, keyword: str) -> bool:
