@@ -125,7 +125,7 @@ def _hints(function: Callable[..., bool]) -> dict[str, Any]:
 def _argument(what: str, value: object, hint: Any) -> object:
     """The value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words.
 
-    A list of one text is a text too: IF-multi-constraints has such.
+    A list of one text is a text too, as for open-instruct.
     """
     if hint is int:
         # Where some rows have no number, their column holds floats.
