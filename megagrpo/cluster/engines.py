@@ -320,14 +320,13 @@ def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
 
     recipe, rollout = spec.recipe, spec.recipe.rollout
     of_sets = (one.response_tokens_max or 0 for one in recipe.eval.of_sets().values())
-    longest_response = max(rollout.response_tokens_max, *of_sets)
     arguments = server_arguments(
         model_directory=spec.model_directory,
         layout=rollout.layout,
         dtype=dtype_name(recipe, spec.device),
         device=spec.device,
         requests_at_once=rollout.requests_at_once,
-        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + longest_response),
+        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + max(of_sets, default=0)),
         longest_pause_seconds=recipe.weights.timeout_seconds,
         options=rollout.sglang.model_extra or {},
         deterministic=bool(recipe.deterministic),

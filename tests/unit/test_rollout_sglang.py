@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
-from megagrpo.errors import Problem
+from megagrpo.cluster.engines import EngineSpec, make_engine
+from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.sglang import server
 from megagrpo.rollout.sglang.answers import Answer
+from megagrpo.rollout.sglang.arguments import cpu_cache_tokens
 from megagrpo.rollout.sglang.client import Endpoint, RequestGate, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import generate, request
+from tests.tiny_run import recipe_with
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -78,3 +82,24 @@ def test_a_response_that_is_given_back_at_its_end_has_ended(tokens: list[int], f
     meta = {"completion_tokens": len(tokens), "output_token_logprobs": entries, "weight_version": "4"}
     answer.add({"output_ids": tokens, "meta_info": {**meta, "finish_reason": {"type": "abort"}}})
     assert answer.sample(lambda _tokens, _finish: "", "a server", stops={2}).finish == finish
+
+
+@pytest.mark.parametrize(
+    ("sets", "longest"),
+    [("{}", 16), ("{a: {files: [{path: a.jsonl}]}}", 16), ("{a: {files: [{path: a}], response_tokens_max: 40}}", 40)],
+)
+def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
+    monkeypatch: pytest.MonkeyPatch, sets: str, longest: int
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    def start(arguments: dict[str, Any], **given: Any) -> None:
+        started.append(arguments)
+        raise EngineError(Problem("no server"))
+
+    monkeypatch.setattr(server, "Server", start)
+    recipe = recipe_with("rollout.engine=sglang", f"eval.sets={sets}")
+    with pytest.raises(EngineError, match="no server"):
+        make_engine(EngineSpec(recipe, 0, "model", "model", "cpu", gpus=(), api_key=None))
+    room = cpu_cache_tokens(recipe.rollout.requests_at_once, recipe.data.prompt_tokens_max + longest)
+    assert started[0]["max_total_tokens"] == room
