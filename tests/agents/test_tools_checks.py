@@ -58,6 +58,7 @@ def test_tools_that_can_run_have_no_problem(corpus: Path) -> None:
         ({"name": "python", "arguments": {"memory": 3}}, "arguments.memory"),
         ({"name": "python", "arguments": {"memory_mib": "lots"}}, "arguments.memory_mib"),
         ({"name": "python", "arguments": {"packages": 1}}, "arguments.packages"),
+        ({"name": "python", "arguments": {"memory": 3, "packages": 1}}, "arguments.packages"),
         ({"name": "python", "arguments": {"imports": "numpy"}}, "arguments.imports"),
         ({"name": "python", "arguments": {"isolation": "docker"}}, "arguments.isolation"),
         ({"name": "python", "arguments": {"imports": ["no_such_module"]}}, "arguments.imports"),

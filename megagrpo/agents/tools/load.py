@@ -74,7 +74,7 @@ def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Ar
         problems = broken_rules(read)
         if not problems:
             return read
-    raise RecipeError(*(replace(problem, where=f"{where}.arguments.{problem.where}") for problem in problems))
+    raise RecipeError(replace(problem, where=f"{where}.arguments.{problem.where}") for problem in problems)
 
 
 def variables(configs: Sequence[ToolConfig]) -> list[str]:
