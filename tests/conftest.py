@@ -1,7 +1,10 @@
 """What holds for every test: hypothesis draws the same examples each time, and what shares a start stays together."""
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,6 +29,31 @@ AROUND_ONE_RUN = ("test_evaluate", "test_lost_ranks", "test_replay", "test_resum
 """Files in loop/ that look at the same finished run, or compare theirs with it."""
 OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
 """Files in sglang/ that share no server with the others."""
+
+EXTRAS = {"bubblewrap": "make bubblewrap", "chromium": "make chromium", "slurm": "make slurm-cpu"}
+"""Programs that tests with the marker `needs` run, and the command that installs each."""
+INSTALLED = os.environ.get("MEGAGRPO_TEST_EXTRAS", "").split()
+"""Extras that are known to be here: a test that finds one missing fails in place of being skipped."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        (extra,) = mark.args
+        if reason := missing(extra):
+            (pytest.fail if extra in INSTALLED else pytest.skip)(f"{reason}: `{EXTRAS[extra]}` installs it, as root")
+
+
+@cache
+def missing(extra: str) -> str:
+    """Returns why an extra cannot be used here, empty if it can."""
+    from megagrpo.reward.sandbox.kinds import search
+    from tests.slurm.cluster import PROGRAMS
+
+    programs = {"bubblewrap": ("bwrap",), "chromium": ("chromium",), "slurm": PROGRAMS}[extra]
+    if absent := [program for program in programs if shutil.which(program) is None]:
+        return f"no {', '.join(absent)} on PATH"
+    kind, refused = search("bubblewrap") if extra == "bubblewrap" else (extra, ())
+    return "" if kind else f"bubblewrap does not work here ({'; '.join(refused)})"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: `make chromium` installs it")
+needs_chromium = pytest.mark.needs("chromium")
 
 PATIENCE_MS = 120_000
 """Only what never comes takes so long."""

@@ -13,7 +13,7 @@ from megagrpo.agents.tools.tool import Called, answer
 from megagrpo.recipe.schema.tools import ToolConfig
 
 Run = Callable[[str], Awaitable[Called]]
-KINDS = ("bubblewrap", "seccomp")
+KINDS = (pytest.param("bubblewrap", marks=pytest.mark.needs("bubblewrap")), "seccomp")
 
 
 def notebooks(config: ToolConfig, count: int, use: Callable[[list[Run], PythonTool], Awaitable[Any]]) -> Any:

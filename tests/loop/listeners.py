@@ -54,6 +54,8 @@ def listeners(driver: int, *nodes: int) -> Listeners:
             for process in (psutil.Process(top), *psutil.Process(top).children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     command, sockets = " ".join(process.cmdline()), process.net_connections(kind="inet")
+                    if not command:  # it ends
+                        continue
                     kinds = (kind for pattern, kind in KINDS.items() if re.match(pattern, command))
                     kind = "driver" if process.pid == driver else next(kinds, command)
                     addresses = (each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN)

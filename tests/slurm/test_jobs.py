@@ -15,7 +15,7 @@ import pytest
 from tests.loop import small_run
 from tests.slurm.cluster import NODES, SCRIPTS, Slurm, UnavailableError, edited, overrides, slurm
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
+pytestmark = [pytest.mark.long, pytest.mark.needs("slurm"), pytest.mark.timeout(2 * small_run.RUN_SECONDS)]
 
 
 @pytest.fixture(scope="module")

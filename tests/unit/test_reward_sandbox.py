@@ -19,12 +19,14 @@ from megagrpo.reward.sandbox import kinds
 from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
 from megagrpo.reward.sandbox.kinds import working_kind
 from megagrpo.reward.sandbox.programs import CodeTests, Program, Ran, verdicts
-from megagrpo.reward.sandbox.sandbox import Kind, Limits, Sandbox
+from megagrpo.reward.sandbox.sandbox import Kind, Limits, Sandbox, installed_packages
 from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.verifiers.code import make
 from tests.unit.test_reward_scorer import below, make_group, reward_of
 
 KINDS = ("bubblewrap", "seccomp")
+needs_bubblewrap = pytest.mark.needs("bubblewrap")
+EACH_KIND = (pytest.param("bubblewrap", marks=needs_bubblewrap), "seccomp")
 MEMORY_MIB = 257 + os.getpid() % 199
 """Nearly a number of this process's own, and not LIMITS', by which it knows its sandboxes."""
 LIMITS = Limits(memory_bytes=256 << 20, output_bytes=1 << 20, disk_bytes=4 << 20)
@@ -108,16 +110,9 @@ HELD = {
 """Attempts to get out, each of which must be refused."""
 
 
-def kind_of(isolation: str) -> Kind:
-    try:
-        return working_kind(isolation)
-    except RewardError as error:
-        pytest.skip(str(error.problems[0].given))
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=EACH_KIND)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    found = Sandbox(kind_of(request.param), LIMITS)
+    found = Sandbox(working_kind(request.param), LIMITS)
     yield found
     found.close()
 
@@ -173,8 +168,9 @@ def test_a_program_sees_no_environment_of_others(sandbox: Sandbox, monkeypatch: 
     assert "PATH" in found
 
 
+@needs_bubblewrap
 def test_the_disk_is_bounded_and_no_other_program_sees_its_files() -> None:
-    sandbox = Sandbox(kind_of("bubblewrap"), LIMITS)
+    sandbox = Sandbox(working_kind("bubblewrap"), LIMITS)
     fills = """
 import os
 n = 0
@@ -194,8 +190,9 @@ for path in ("/", "/dev", "/usr", "/tmp", "/dev/shm"):
     sandbox.close()
 
 
+@needs_bubblewrap
 def test_one_program_uses_its_own_files_over_several_runs() -> None:
-    sandbox = Sandbox(kind_of("bubblewrap"), LIMITS)
+    sandbox = Sandbox(working_kind("bubblewrap"), LIMITS)
     with Program(
         sandbox, "open('x', 'a').write('y')\nprint(open('x').read())", deadline=time.monotonic() + 20
     ) as program:
@@ -279,8 +276,22 @@ def test_modules_that_are_imported_outside_of_the_filter_do_nothing_but_define()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_without_a_file_system_no_file_is_there_and_none_is_made() -> None:
+    sandbox = Sandbox(working_kind("seccomp"), LIMITS, packages=installed_packages())
+    absent = "open('x'), os.stat('/etc/passwd'), os.listdir('/'), os.remove('x'), os.chdir('/tmp')"
+    for call in absent.split("), "):
+        source = f"import os\ntry: {call.rstrip(')')})\nexcept FileNotFoundError: print('absent')"
+        assert run(sandbox, source) == Ran("", "absent\n"), call
+    for call in ("open('x', 'w')", "os.mkdir('x')", "os.symlink('/', 'x')"):
+        assert run(sandbox, f"import os\ntry: {call}\nexcept PermissionError: print('refused')").value == "refused\n"
+    assert run(sandbox, "import os\nprint(os.path.exists('/'), os.path.isfile('/etc/passwd'))").value == "False False\n"
+    assert run(sandbox, "from numpy import linalg, arange\nprint(linalg.norm(arange(2)))").value == "1.0\n"
+    assert run(sandbox, "import pip.__main__\nprint('ran')").value == ""
+    sandbox.close()
+
+
 def test_no_other_module_is_imported_outside_of_the_filter(tmp_path: Path) -> None:
-    sandbox = Sandbox(kind_of("seccomp"), LIMITS)
+    sandbox = Sandbox(working_kind("seccomp"), LIMITS)
     for name in ("idlelib.idle", "antigravity", "this"):
         assert run(sandbox, f"import {name}").failure.startswith(("ModuleNotFoundError", "PermissionError"))
     assert run(sandbox, "from concurrent import futures\nimport dataclasses\nprint(1)").value == "1\n"
@@ -402,9 +413,8 @@ RIGHT = f"```python\n{ADDS}\n```"
 TRUTH = '{"inputs": ["1 2"], "outputs": ["3"]}'
 
 
-@pytest.mark.parametrize("isolation", KINDS)
+@pytest.mark.parametrize("isolation", EACH_KIND)
 def test_in_reward_workers_attacks_leave_other_samples_and_no_process(isolation: str) -> None:
-    kind_of(isolation)
     arguments = {"isolation": isolation, "test_seconds": 3.0, "seconds": 3.0, "memory_mib": MEMORY_MIB}
     scorer = Scorer(
         reward_of({"function": "code", "arguments": arguments}, workers=2, timeout_seconds=300.0, memory_gib=4),
@@ -421,9 +431,8 @@ def test_in_reward_workers_attacks_leave_other_samples_and_no_process(isolation:
     assert own_processes() == 0
 
 
-@pytest.mark.parametrize("isolation", KINDS)
+@pytest.mark.parametrize("isolation", EACH_KIND)
 def test_a_worker_that_is_killed_takes_its_sandbox_with_it(isolation: str) -> None:
-    kind_of(isolation)
     arguments = {"isolation": isolation, "test_seconds": 300.0, "seconds": 300.0, "memory_mib": MEMORY_MIB}
     reward = reward_of({"function": "code", "arguments": arguments}, workers=1, timeout_seconds=301.0, memory_gib=4)
     killed: list[int] = []

@@ -84,13 +84,11 @@ def misbehaves(data_source, response, ground_truth, extra_info):
 """
 
 
-@pytest.fixture(params=["apart", "beside"])
+@pytest.fixture(params=[pytest.param("apart", marks=pytest.mark.needs("bubblewrap")), "beside"])
 def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether workers have processes of their own, or not, as on a machine without bubblewrap."""
     if request.param == "beside":
         monkeypatch.setattr(workers, "processes_apart", lambda: ())
-    elif not workers.processes_apart():
-        pytest.skip("bubblewrap does not work here")
     return request.param
 
 
@@ -127,8 +125,7 @@ def test_a_worker_sees_no_other_process_where_bubblewrap_works(make_scorer: Call
     assert group.scores[0].parts["misbehaves.seen"] == (not workers.processes_apart())
 
 
-@pytest.mark.parametrize("apart", ["apart"], indirect=True)
-@pytest.mark.usefixtures("apart")
+@pytest.mark.needs("bubblewrap")
 def test_a_function_that_kills_its_parent_costs_nothing_where_bubblewrap_works(
     make_scorer: Callable[..., Scorer],
 ) -> None:

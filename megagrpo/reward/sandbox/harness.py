@@ -170,7 +170,7 @@ def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str
         _close_all_but(descriptors[2:])
         _limit(request, config)
         if config["imports_first"]:
-            _import_first(job["source"])
+            _import_first(job["source"], packages=bool(config["packages"]))
         _confine(config)
         sys.argv[:] = ["program.py"]
         MODES[request["mode"]](job, channels, common)
@@ -207,16 +207,21 @@ def _close_all_but(kept: list[int]) -> None:
         os.closerange(first + 1, last)
 
 
-def _import_first(source: str) -> None:
-    """Imports the modules of IMPORTED_FIRST that the source names: later no file can be opened."""
+def _import_first(source: str, *, packages: bool) -> None:
+    """Imports the modules of IMPORTED_FIRST that the source names, and of packages: later no file can be opened.
+
+    A package's `__main__` would run a program of its own.
+    """
     allowed = set(IMPORTED_FIRST.split())
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            if name in allowed:
-                with contextlib.suppress(ImportError):  # the program meets it again
+            parts = name.split(".")
+            of_package = packages and parts[0] not in sys.stdlib_module_names and "__main__" not in parts
+            if name in allowed or of_package:
+                with contextlib.suppress(Exception):  # the program meets it again
                     __import__(name)
 
 

@@ -38,7 +38,7 @@ def working_kind(isolation: Isolation) -> Kind:
     """
     kind, refused = search(isolation)
     if kind is None:
-        raise refusal(isolation, refused)
+        raise refusal(f"isolation: {isolation}, which does not work here ({'; '.join(refused)})")
     return kind
 
 

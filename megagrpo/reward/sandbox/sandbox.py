@@ -187,7 +187,7 @@ class Sandbox:
         self._clean = True
         if not ready:
             self.close()
-            raise refusal(self.kind.isolation, [f"{self.kind}: {reason or 'it did not start'}"])
+            raise refusal(f"{self.kind}: {reason or 'it did not start'}")
 
     def _command(self, control: int) -> list[str]:
         kind, limits = self.kind, self.limits
@@ -259,9 +259,8 @@ def installed_packages() -> list[str]:
     return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
-def refusal(isolation: Isolation, refused: Sequence[str]) -> RewardError:
-    """The error that says why there is no sandbox here, and what to do."""
-    given = f"isolation: {isolation}, which does not work here ({'; '.join(refused)})"
+def refusal(given: str) -> RewardError:
+    """Makes the error that says why there is no sandbox here, and what to do."""
     needed = "bubblewrap 0.7 or later that can make namespaces, or seccomp, with libseccomp.so.2"
     fix = "apt-get install bubblewrap libseccomp2, or isolation: none where a container that you trust holds all"
     return RewardError(Problem("the sandbox of programs", given, needed, fix))

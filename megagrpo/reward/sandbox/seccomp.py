@@ -1,7 +1,8 @@
 """Which system calls a sandboxed program may make: seccomp filters, compiled by libseccomp.
 
-Every other call fails with EPERM. Nothing allowed here starts a process, runs a file, opens a socket, sends a signal,
-traces or reads another process, or changes a limit.
+Every other call fails with EPERM; where there is no file system, one that looks for a file fails with ENOENT. Nothing
+allowed here starts a process, runs a file, opens a socket, sends a signal, traces or reads another process, or changes
+a limit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ FILES = (
     "fstatfs", "sendfile", "copy_file_range",
 )  # fmt: skip
 """Where the sandbox has a file system of its own."""
+LOOKS = (
+    "stat", "lstat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat", "chdir", "rmdir", "unlink",
+    "unlinkat", "rename", "renameat", "renameat2", "truncate", "utimensat", "chmod", "fchmodat", "statfs",
+)  # fmt: skip
+"""Without a file system, no file is there for these. With one, they are among FILES."""
 TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x5421, 0x541B, 0x5451, 0x5450)
 """ioctl requests that Python's files make: TCGETS, TIOCGWINSZ, FIONBIO, FIONREAD, FIOCLEX, FIONCLEX."""
 
@@ -56,8 +62,8 @@ class _Comparison(ctypes.Structure):
 def filter_bytes(*, files: bool, threads: bool) -> bytes:
     """The filter as an array of struct sock_filter.
 
-    With `files`, calls that name files are allowed; otherwise none can be opened or looked at. OSError if libseccomp
-    is not installed or refuses.
+    With `files`, calls that name files are allowed; otherwise no file is there, and none can be made. OSError if
+    libseccomp is not installed or refuses.
     """
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
@@ -85,6 +91,12 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, t
         rule(_ALLOW, name)
     if not files:
         rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
+        rule(_ALLOW, "getcwd")
+        for name in LOOKS:
+            rule(_ERRNO | errno.ENOENT, name)
+        rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
+        for name, flags in {"open": 1, "openat": 2}.items():
+            rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
     if threads:
         rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
     rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
