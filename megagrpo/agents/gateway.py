@@ -94,11 +94,12 @@ class Gateway:
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._refusing])
         for path, dialect in DIALECTS.items():
             app.router.add_post(path, self._handler(dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._models)
         # Without handler_cancellation, the turn of an agent that has died would go on in the engine.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
@@ -131,8 +132,25 @@ class Gateway:
     def _signed(self, number: str) -> str:
         return hashlib.blake2b(number.encode(), key=self._secret, digest_size=16).hexdigest()
 
+    @web.middleware
+    async def _refusing(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Says what is refused, also for a path or a method that nothing serves, in the JSON of the dialect."""
+        try:
+            return await handler(request)
+        except Refusal as refused:
+            refusal = refused
+        except web.HTTPException as error:
+            code = "not_found" if error.status == 404 else "invalid_request"
+            said = f"{request.method} {request.path}: {error.reason}. Answers are at POST {', '.join(DIALECTS)}"
+            refusal = Refusal(error.status, code, said)
+        if session := self._sessions.get(_key_of(request)):
+            session.rollout.counts[f"refused/{refusal.code}"] += 1
+        return _json(_dialect_of(request).refused(refusal), refusal.status)
+
     def _session(self, request: web.Request) -> tuple[str, _Session]:
-        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = _key_of(request)
         if session := self._sessions.get(key):
             return key, session
         number, _, signature = key.partition("-")
@@ -141,35 +159,29 @@ class Gateway:
         raise Refusal(401, "invalid_api_key", "no rollout has this key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            _, session = self._session(request)
-        except Refusal as refusal:
-            return _json(chat_completions.refused(refusal), refusal.status)
-        length = session.rollout.limits.tokens_max
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megagrpo", "max_model_len": length}
-        return _json({"object": "list", "data": [model]})
+        """All models, or the one of this name: every name is the policy's. In the words of OpenAI and Anthropic."""
+        _, session = self._session(request)
+        name = request.match_info.get("model", self._model)
+        model = {
+            "id": name, "object": "model", "created": 0, "owned_by": "megagrpo", "type": "model", "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z", "max_model_len": session.rollout.limits.tokens_max,
+        }  # fmt: skip
+        if "model" in request.match_info:
+            return _json(model)
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        try:
-            _, session = self._session(request)
-            asked = messages.read(_body(await request.read()), session.kept)
-            return _json({"input_tokens": await self._answers.tokens_of(session.rollout, asked)})
-        except Refusal as refusal:
-            return _json(messages.refused(refusal), refusal.status)
+        _, session = self._session(request)
+        asked = messages.read(_body(await request.read()), session.kept)
+        return _json({"input_tokens": await self._answers.tokens_of(session.rollout, asked)})
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session: _Session | None = None
-            try:
-                key, session = self._session(request)
-                raw = await request.read()
-                asked = dialect.read(_body(raw), session.kept)
-                turn = self._turn(key, session, request, raw, asked)
-                return await self._answered(request, session, turn, dialect, asked)
-            except Refusal as refusal:
-                if session is not None:
-                    session.rollout.counts[f"refused/{refusal.code}"] += 1
-                return _json(dialect.refused(refusal), refusal.status)
+            key, session = self._session(request)
+            raw = await request.read()
+            asked = dialect.read(_body(raw), session.kept)
+            turn = self._turn(key, session, request, raw, asked)
+            return await self._answered(request, session, turn, dialect, asked)
 
         return handle
 
@@ -240,6 +252,16 @@ class Gateway:
         except ConnectionError:  # the client has gone away, and may ask again
             pass
         return response
+
+
+def _key_of(request: web.Request) -> str:
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    """That of the path, or of the client where no dialect has the path."""
+    of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
+    return next(of_path, messages if "anthropic-version" in request.headers else chat_completions)
 
 
 def _answer_of(turn: _Turn) -> ChatAnswer:

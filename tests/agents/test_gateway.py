@@ -193,8 +193,14 @@ def test_a_stream_is_the_whole_answer_as_events_with_comments_before_it() -> Non
         ({"stop": [""]}, "stop"),
         ({"tools": [{"name": "f"}]}, "tools[0]"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"made_up": 1}, "made_up"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+         "messages[0].function_call"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_served_is_refused_and_the_field_named(body: dict[str, Any], field: str) -> None:
     async def work() -> None:
         async with served(chat_of("chatml"), numbered) as to:

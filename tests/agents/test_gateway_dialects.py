@@ -81,6 +81,17 @@ async def by_messages(session: Session) -> None:
     assert status == 200
 
 
+async def by_thread(session: Session) -> None:
+    tools = [{"name": "add", "input_schema": SCHEMA}]
+    begun = {"system": "Be brief.", "tools": tools, "messages": [{"role": "user", "content": "1+1?"}]}
+    _, answer = await session.post("/v1/messages", begun | {"max_tokens": 80, "thread": {"type": "create"}})
+    result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": "2"}
+    thread = {"type": "continue", "previous_message_id": answer["id"]}
+    given = [{"role": "user", "content": [result]}]
+    _, answer = await session.post("/v1/messages", {"messages": given, "max_tokens": 80, "thread": thread})
+    assert answer["content"] == [{"type": "text", "text": "It is 2."}]
+
+
 async def by_responses(session: Session) -> None:
     tools = [{"type": "function", "name": "add", "parameters": SCHEMA}]
     asked = {"instructions": "Be brief.", "tools": tools}
@@ -106,7 +117,7 @@ def rollout(by: Callable[[Session], Awaitable[None]]) -> Sample:
 
 
 def test_a_rollout_is_the_same_in_every_dialect() -> None:
-    samples = [rollout(by) for by in (by_chat, by_messages, by_responses)]
+    samples = [rollout(by) for by in (by_chat, by_messages, by_thread, by_responses)]
     for sample in samples:
         assert sample.agent is not None
         (branch,) = sample.agent.branches
@@ -131,6 +142,34 @@ def test_a_rollout_that_has_ended_says_so_in_the_dialect(
             status, said = await session.post(path, body)
             assert status == 409
             assert said["error"] | error == said["error"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/models/any/name", 200, {"id": "any/name", "object": "model", "type": "model"}),
+        ("POST", "/v1/completions", 404, {"error": {"code": "not_found"}}),
+        ("POST", "/v1/embeddings", 404, {"error": {"code": "not_found"}}),
+        ("GET", "/", 404, {"error": {"code": "not_found"}}),
+        ("GET", "/v1/chat/completions", 405, {"error": {"code": "invalid_request"}}),
+        ("GET", "/v1/responses/resp_1", 404, {"error": {"code": "not_found"}}),
+        ("POST", "/v1/messages/batches", 404, {"type": "error", "error": {"type": "not_found_error"}}),
+        ("GET", "/v1/messages", 405, {"type": "error", "error": {"type": "invalid_request_error"}}),
+    ],
+)
+def test_every_path_answers_json_of_its_dialect(method: str, path: str, status: int, said: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with opened(Policy(says)) as (gateway, key, _), aiohttp.ClientSession(gateway.url) as http:
+            async with http.request(method, path, json={}, headers={"x-api-key": key}) as response:
+                body = await response.json()
+            assert response.status == status
+            within = body.get("error", {}) if status >= 400 else body
+            assert within | said.get("error", said) == within
+            assert body.get("type") == said.get("type")
+            counts = (await gateway.close(key)).agent_run().counts
+            assert sum(count for name, count in counts.items() if name.startswith("refused/")) == (status >= 400)
 
     asyncio.run(run())
 

@@ -70,6 +70,26 @@ def test_an_answer_is_known_again_from_a_client_that_writes_whole_numbers_withou
     assert digest_of(b"", answer(2.5)) != digest_of(b"", answer(2))
 
 
+def test_a_thread_is_gone_on_with_by_the_id_of_its_answer() -> None:
+    kept = Kept()
+    first = messages.read(ASKED | {"system": "Add.", "tools": [TOOL], "thread": {"type": "create"}}, kept)
+    kept.keep(first, ANSWERS["calls"])
+    before = messages.written(first, ANSWERS["calls"])
+    results = [{"type": "tool_result", "tool_use_id": c, "content": "1"} for c in ("call_1", "call_2")]
+    new = {"role": "user", "content": results}
+    thread = {"type": "continue", "previous_message_id": before["id"]}
+    by_id = messages.read(ASKED | {"messages": [new], "thread": thread}, kept)
+    history = [*ASKED["messages"], {"role": "assistant", "content": before["content"]}, new]
+    whole = messages.read(ASKED | {"system": "Add.", "tools": [TOOL], "messages": history}, kept)
+    assert (by_id.messages, by_id.tools) == (whole.messages, whole.tools)
+    kept.keep(by_id, replace(ANSWERS["text"], id="f" * 16))
+    kept.keep(whole, replace(ANSWERS["text"], id="e" * 16))
+    assert len(kept.of("msg_" + "f" * 16, "").messages) == len(by_id.messages) + 1
+    with pytest.raises(Refusal) as refused:  # it was of no thread
+        kept.of("msg_" + "e" * 16, "")
+    assert messages.refused(refused.value)["error"]["details"] == {"error_code": "thread_not_found"}
+
+
 def test_an_answer_that_a_client_sends_back_in_parts_is_one_message() -> None:
     whole = ANSWERS["all"].choices[0].message
     parts = messages.blocks_of(whole, "0" * 16)
@@ -135,6 +155,11 @@ def test_usage_counts_cached_tokens_apart() -> None:
         ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "It is"}]}, "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "unsupported_content"),
         ({"messages": []}, "invalid_request"),
+        ({"compaction": {"type": "summarize"}}, "unsupported_parameter"),
+        ({"output_config": {"made_up": 1}}, "unsupported_parameter"),
+        ({"thread": {"type": "fork"}}, "invalid_request"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_other"}}, "previous_response_not_found"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_other"}, "system": "x"}, "unsupported_parameter"),
         ({"max_tokens": "many"}, "invalid_request"),
     ],
 )

@@ -123,8 +123,8 @@ def test_histories_that_are_sent_whole_are_held_once() -> None:
         outputs = [{"type": "function_call_output", "call_id": c, "output": str(turn)} for c in ("call_1", "call_2")]
         items += [*responses.written(request, answer)["output"], *outputs]
     conversations = list(kept.conversations.values())
-    assert [len(conversation) for conversation in conversations] == [2, 5, 8, 11]
-    assert len({id(message) for conversation in conversations for message in conversation}) <= 11 + 3
+    assert [len(each.messages) for each in conversations] == [2, 5, 8, 11]
+    assert len({id(message) for each in conversations for message in each.messages}) <= 11 + 3
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -151,6 +151,9 @@ def test_answers_and_streams_are_of_openais_types(name: str) -> None:
         ({"tool_choice": {"type": "function", "name": "add"}}, "unsupported_parameter"),
         ({"text": {"format": {"type": "json_schema"}}}, "unsupported_parameter"),
         ({"background": True}, "unsupported_parameter"),
+        ({"moderation": {"model": "m"}}, "unsupported_parameter"),
+        ({"stop": ["x"]}, "unsupported_parameter"),
+        ({"text": {"made_up": 1}}, "unsupported_parameter"),
         ({"conversation": "c"}, "unsupported_parameter"),
         ({"tools": [{"type": "local_shell"}]}, "unsupported_parameter"),
         ({"input": [{"type": "computer_call_output", "call_id": "c", "output": {}}]}, "unsupported_parameter"),

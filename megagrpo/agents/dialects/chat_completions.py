@@ -18,6 +18,7 @@ from megagrpo.agents.dialects.chat_request import (
     given_of_recipe,
     logprobs_of,
     not_served,
+    require_known,
     text_of,
     wrong,
 )
@@ -26,6 +27,14 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 NOT_SERVED = {
     "functions": "give tools", "function_call": "give tool_choice", "audio": "only text is served",
     "prediction": "nothing is predicted", "modalities": "only text is served",
+    "top_logprobs": "only sampled tokens have logprobs",
+}  # fmt: skip
+RECIPE = ("reasoning_effort", "verbosity", "web_search_options")
+"""Beside those of every dialect, fields that the recipe decides."""
+
+SERVED = {
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "n", "max_tokens",
+    "max_completion_tokens", "stop", "stream", "logprobs", "return_token_ids",
 }  # fmt: skip
 GRAMMARS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema")
 ANSWERS_MAX = 128
@@ -37,8 +46,9 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         if body.get(field) not in (None, {"type": "text"}):
             raise changes_distribution(field)
     for field, instead in NOT_SERVED.items():
-        if body.get(field) not in (None, ["text"]):
+        if body.get(field) not in (None, 0, ["text"]):
             raise not_served(field, instead)
+    require_known(body, {*SERVED, *NOT_SERVED, *GRAMMARS, *RECIPE})
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise changes_distribution("tool_choice")
@@ -51,6 +61,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         raise wrong("stop", "a text, or a list of texts")
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     options = body.get("stream_options")
+    serial = ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
     return ChatRequest(
         messages=tuple(message_of(message, f"messages[{number}]") for number, message in enumerate(messages)),
         tools=() if choice == "none" else tools_of(body.get("tools")),
@@ -61,7 +72,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         stream_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         token_ids=bool(body.get("return_token_ids")),
-        ignored=tuple(given_of_recipe(body)),
+        ignored=(*given_of_recipe(body, RECIPE), *serial),
         model=str(body.get("model") or ""),
     )
 
@@ -85,6 +96,8 @@ def message_of(message: Any, field: str) -> Message:
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str):
             made[name] = message[name]
+    if message.get("function_call") is not None:
+        raise not_served(f"{field}.function_call", "give tool_calls")
     calls = message.get("tool_calls")
     if calls and made["role"] == "assistant":
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -18,8 +18,24 @@ DISTRIBUTION = {
 }  # fmt: skip
 """Fields that would change what tokens are drawn from. The recipe says it; an agent's are ignored and counted."""
 
+HARMLESS = {
+    "model", "metadata", "client_metadata", "user", "user_profile_id", "workspace_id", "safety_identifier",
+    "access_programs", "service_tier", "priority", "inference_geo", "billing_policy", "fallbacks",
+    "fallback_credit_token", "diagnostics", "store", "cache_control", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "stream_options", "background_options", "request_id", "rid",
+}  # fmt: skip
+"""Fields that change no answer: who asks, who pays, what is cached and stored, on which machine."""
+
 ARGUMENTS_LEVELS_MAX = 64
 """Lists and objects in each other in a call's arguments: deeper ones cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What was said, and the tools that its agent runs: a request that goes on with it may leave both out."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +55,7 @@ class ChatRequest:
     token_ids: bool = False
     ignored: tuple[str, ...] = ()  # fields that were given, and that the recipe decides
     model: str = ""
-    conversation: tuple[Message, ...] = ()  # what a later request may go on with by the answer's id; empty: nothing
+    kept: Conversation | None = None  # what a later request may go on with by the answer's id, without the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +92,21 @@ class ChatAnswer:
 class Kept:
     """A rollout's conversations by the id of the answer that each ends with, for dialects that go on by it."""
 
-    conversations: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    conversations: dict[str, Conversation] = field(default_factory=dict)
     latest: tuple[Message, ...] = ()
 
     def keep(self, request: ChatRequest, answer: ChatAnswer) -> None:
-        if said := request.conversation:
+        if request.kept is not None:
             # Clients send the whole history each time: it is held once.
+            said = request.kept.messages
             same = [old if old == new else new for old, new in zip(self.latest, said, strict=False)]
             self.latest = (*same, *said[len(same) :], answer.choices[0].message)
-            self.conversations[answer.id] = self.latest
+            self.conversations[answer.id] = Conversation(self.latest, request.kept.tools)
 
-    def of(self, answer: str, wanted: str) -> tuple[Message, ...]:
-        """The conversation that ends with an answer; `wanted` is the field that names it. Raises Refusal if the
-        rollout has no such answer."""
-        found = self.conversations.get(answer)
+    def of(self, answer: str, wanted: str) -> Conversation:
+        """The conversation that ends with an answer, named by its id with any prefix; `wanted` is the field that names
+        it. Raises Refusal if the rollout has no such answer."""
+        found = self.conversations.get(answer.rpartition("_")[2])
         if found is None:
             raise Refusal(400, "previous_response_not_found", f"{wanted}: this rollout has no such response", wanted)
         return found
@@ -133,6 +150,13 @@ def wrong(field: str, needed: str) -> Refusal:
 
 def not_served(field: str, why: str) -> Refusal:
     return Refusal(400, "unsupported_parameter", f"{field}: {why}", field)
+
+
+def require_known(body: Mapping[str, Any], served: Collection[str], within: str = "") -> None:
+    """Raises Refusal for a field that is neither `served`, nor the recipe's, nor harmless. Null is not given."""
+    for name, value in body.items():
+        if value is not None and not (name in served or name in DISTRIBUTION or name in HARMLESS):
+            raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
 
 
 def changes_distribution(field: str) -> Refusal:

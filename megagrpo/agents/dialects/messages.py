@@ -12,6 +12,7 @@ from megagrpo.agents.dialects.chat_request import (
     ChatAnswer,
     ChatRequest,
     Choice,
+    Conversation,
     Kept,
     Message,
     Refusal,
@@ -23,12 +24,18 @@ from megagrpo.agents.dialects.chat_request import (
     list_of,
     not_served,
     object_of,
+    require_known,
     text_of,
     wrong,
 )
 
-RECIPE = ("thinking", "context_management", "speed")
+RECIPE = ("thinking", "context_management", "speed", "container")
 """Beside those of every dialect, fields that the recipe decides."""
+
+SERVED = {
+    "messages", "system", "thread", "tools", "tool_choice", "mcp_servers", "output_config", "output_format",
+    "max_tokens", "stop_sequences", "stream",
+}  # fmt: skip
 
 HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
 """Beginnings of the types of tools that run in Anthropic's servers. The policy is not told of them."""
@@ -36,7 +43,10 @@ HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "
 BILLING = "x-anthropic-billing-header:"
 """Claude Code's first line of the system prompt: it is for Anthropic's servers and changes with each question."""
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 408: "timeout_error", 409: "conflict_error"}
+ERRORS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 408: "timeout_error",
+    409: "conflict_error", 413: "request_too_large",
+}  # fmt: skip
 WAITING = event({"type": "ping"})
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -47,10 +57,14 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         raise changes_distribution("output_config.format")
     if body.get("mcp_servers"):
         raise not_served("mcp_servers", "the agent asks its servers itself")
+    require_known(body, {*SERVED, *RECIPE})
+    require_known(output, ("format", "effort"), "output_config.")
     choice = object_of(body, "tool_choice")
     if choice.get("type", "auto") not in ("auto", "none"):
         raise changes_distribution("tool_choice")
-    messages = joined([*system_of(body.get("system")), *conversation_of(list_of(body, "messages"))])
+    before = thread_of(body, kept)
+    said = [*system_of(body.get("system")), *conversation_of(list_of(body, "messages"))]
+    messages = joined([*(before.messages if before else ()), *said])
     if not messages:
         raise wrong("messages", "a list of messages")
     if messages[-1]["role"] == "assistant":
@@ -59,6 +73,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
     if not all(isinstance(text, str) and text for text in stop):
         raise wrong("stop_sequences", "a list of texts")
     tools, hosted = tools_of(list_of(body, "tools"))
+    tools = before.tools if before and before.tools else tools
     ignored = [*given_of_recipe(body, RECIPE), *hosted]
     ignored += ["effort"] if output.get("effort") is not None else []
     ignored += ["parallel_tool_calls"] if choice.get("disable_parallel_tool_use") else []
@@ -70,7 +85,24 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         stream=bool(body.get("stream")),
         ignored=tuple(ignored),
         model=str(body.get("model") or ""),
+        kept=None if before is None else Conversation(messages, tools),
     )
+
+
+def thread_of(body: Mapping[str, Any], kept: Kept) -> Conversation | None:
+    """What a request of a thread goes on with; None if it is of no thread. A thread has its system prompt and its tools
+    from the request that began it. Raises Refusal."""
+    match body.get("thread"):
+        case None:
+            return None
+        case {"type": "create"}:
+            return Conversation()
+        case {"type": "continue", "previous_message_id": str(previous)}:
+            for field in ("system", "tools"):
+                if body.get(field) is not None:
+                    raise not_served(field, "a thread has it from the request that began it")
+            return kept.of(previous, "thread.previous_message_id")
+    raise wrong("thread", 'null, {"type": "create"}, or {"type": "continue", "previous_message_id": ...}')
 
 
 def system_of(system: Any) -> Iterator[Message]:
@@ -221,7 +253,10 @@ def refused(refusal: Refusal) -> dict[str, Any]:
     if refusal.code == "context_length_exceeded":  # what Claude Code looks for before it makes its history shorter
         numbers = re.findall(r"\d+", message)
         message = "prompt is too long: " + (f"{numbers[0]} tokens > {numbers[1]} maximum" if numbers[1:] else message)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if refusal.code == "previous_response_not_found":  # Anthropic's client then begins another thread
+        error["details"] = {"error_code": "thread_not_found"}
+    return {"type": "error", "error": error}
 
 
 def refused_event(refusal: Refusal) -> bytes:

@@ -12,6 +12,7 @@ from megagrpo.agents.dialects.chat_completions import WAITING, count_of, refused
 from megagrpo.agents.dialects.chat_request import (
     ChatAnswer,
     ChatRequest,
+    Conversation,
     Kept,
     Message,
     Refusal,
@@ -25,6 +26,7 @@ from megagrpo.agents.dialects.chat_request import (
     logprobs_of,
     not_served,
     object_of,
+    require_known,
     text_of,
     wrong,
 )
@@ -32,11 +34,15 @@ from megagrpo.agents.dialects.chat_request import (
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 NOT_SERVED = {
     "background": "an answer is waited for", "conversation": "give input, or previous_response_id",
-    "prompt": "give instructions and input",
+    "prompt": "give instructions and input", "top_logprobs": "only sampled tokens have logprobs",
 }  # fmt: skip
 RECIPE = ("reasoning", "verbosity", "context_management", "max_tool_calls", "truncation")
 """Beside those of every dialect, fields that the recipe decides."""
 
+SERVED = {
+    "input", "instructions", "previous_response_id", "include", "text", "tools", "tool_choice", "parallel_tool_calls",
+    "max_output_tokens", "stream",
+}  # fmt: skip
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 """Beginnings of the types of tools that run in OpenAI's servers. The policy is not told of them."""
 
@@ -61,7 +67,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest(ChatRequest):
-    """`conversation` is `messages` without the instructions, which are of one request only."""
+    """What is kept are `messages` without the instructions, which are of one request only, and so are tools."""
 
     instructions: str = ""
     previous: str = ""  # id of the response that was gone on with
@@ -76,12 +82,14 @@ def read(body: Mapping[str, Any], kept: Kept) -> ResponsesRequest:
     for name, instead in NOT_SERVED.items():
         if body.get(name):
             raise not_served(name, instead)
+    require_known(body, {*SERVED, *NOT_SERVED, *RECIPE})
+    require_known(text, ("format", "verbosity"), "text.")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise changes_distribution("tool_choice")
     tools, names, hosted = tools_of(list_of(body, "tools"))
     previous = str(body.get("previous_response_id") or "")
-    before = kept.of(previous.rpartition("_")[2], "previous_response_id") if previous else ()
+    before = kept.of(previous, "previous_response_id").messages if previous else ()
     conversation = joined([*before, *conversation_of(body, kept)])
     instructions = text_of(body.get("instructions"), "instructions")
     messages = joined([*([{"role": "system", "content": instructions}] if instructions else []), *conversation])
@@ -101,7 +109,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ResponsesRequest:
         logprobs="message.output_text.logprobs" in include,
         ignored=tuple(ignored),
         model=str(body.get("model") or ""),
-        conversation=conversation,
+        kept=Conversation(conversation),
         instructions=instructions,
         previous=previous,
         names=names,
@@ -136,8 +144,7 @@ def item_of(item: Mapping[str, Any], field: str, kept: Kept) -> Iterator[Message
             if thought := thought_of(item, field):
                 yield {"role": "assistant", "content": "", "reasoning_content": thought}
         case {"id": str(identity), **rest} if rest.get("type") in (None, "item_reference"):
-            answer = identity.rpartition("_")[2].partition(".")[0]
-            yield part_of(identity, kept.of(answer, field)[-1])
+            yield part_of(identity, kept.of(identity.partition(".")[0], field).messages[-1])
         case _:
             raise not_served(field, f"items of type {item.get('type')} cannot be shown to the policy")
 
