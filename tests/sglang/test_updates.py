@@ -1,8 +1,9 @@
 """Weights into a served model while it samples: nothing is sampled meanwhile, and every token knows its weights."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.sglang import client
 from megagrpo.rollout.sglang.answers import TOKENS_PER_PART
+from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request
@@ -27,6 +29,22 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@contextmanager
+def held(served: Served, engine: SglangEngine, on_the_way: int) -> Iterator[None]:
+    """The server begins nothing that it is sent in here. At the end it begins, once so many requests are on the way."""
+    served.post("/pause_generation", {"mode": "in_place"})
+    yield
+    wait_until(lambda: engine._client.run(engine._gate.count()) == on_the_way)
+    served.post("/continue_generation", {})
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weights(
     tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
@@ -34,8 +52,8 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
     # They end by themselves: those that wait for them begin only then.
     running = [request(ENDLESS_PROMPT, SamplingParams(200, temperature=0.0), index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause="in_place") as (engine, trainer):
-        future = pool.submit(generate, engine, [*running, *OTHERS])
-        tied_server.wait_for_requests(AT_ONCE)
+        with held(tied_server, engine, AT_ONCE):
+            future = pool.submit(generate, engine, [*running, *OTHERS])
         tied_server.wait_for_batches(5)
         trainer.sync(1, new)
         samples = future.result(WAIT_SECONDS)
@@ -55,8 +73,7 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
         generate(engine, [one])  # the server keeps the prompt's keys and values
         tied_server.post("/pause_generation", {"mode": "in_place"})  # what the engine now sends waits there
         future = pool.submit(generate, engine, [one])
-        while engine._client.run(engine._gate.count()) == 0:
-            time.sleep(0.01)
+        wait_until(lambda: engine._client.run(engine._gate.count()) == 1)
         time.sleep(0.3)  # it is on the way to the server, which does not count it before it goes on
         trainer.sync(1, new)
         (sample,) = future.result(WAIT_SECONDS)
@@ -69,8 +86,8 @@ def test_what_is_given_back_goes_on_where_it_ended(tied_server: Served, pool: Th
     asked = [request(PROMPT, SamplingParams(120), seed=seed, index=seed) for seed in range(AT_ONCE)]
     with tied_server.trained() as (engine, _):
         whole = generate(engine, asked)
-        future = pool.submit(generate, engine, asked)
-        tied_server.wait_for_requests(AT_ONCE)
+        with held(tied_server, engine, AT_ONCE):
+            future = pool.submit(generate, engine, asked)
         tied_server.wait_for_batches(3)
         engine.give_back(range(AT_ONCE))
         begun = future.result(WAIT_SECONDS)
@@ -129,10 +146,13 @@ def test_requests_are_finished_before_an_update_that_waits_for_them(
 ) -> None:
     asked = [request(PROMPT, SamplingParams(60), seed=seed, index=seed) for seed in range(AT_ONCE)]
     with tied_server.trained(pause="finish") as (engine, trainer):
-        future = pool.submit(generate, engine, asked)
-        tied_server.wait_for_requests(AT_ONCE)
-        trainer.sync(1, tied_server.weights(1))
+        with held(tied_server, engine, AT_ONCE):
+            future = pool.submit(generate, engine, asked)
+            wait_until(lambda: engine._client.run(engine._gate.count()) == AT_ONCE)
+            update = pool.submit(trainer.sync, 1, tied_server.weights(1))
+            wait_until(lambda: engine._gate.held)
         assert all((sample.versions == 0).all() for sample in future.result(WAIT_SECONDS))
+        update.result(WAIT_SECONDS)
 
 
 def test_what_is_given_back_while_an_update_in_place_is_open_ends_with_it(
