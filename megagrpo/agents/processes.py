@@ -100,8 +100,7 @@ class AgentProcess:
 
     def stop(self) -> None:
         """Tells its keeper to end it, with all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._keeper.terminate()
+        worker_process.tell_to_end(self._keeper)
 
     async def end(self) -> str:
         """Ends the process and all that it started; how it ended, in words."""

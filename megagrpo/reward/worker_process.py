@@ -55,6 +55,12 @@ def python(function: str, descriptor: int, *arguments: object) -> list[str]:
     return [sys.executable, "-c", boot, str(descriptor), json.dumps(sys.path), json.dumps(arguments)]
 
 
+def tell_to_end(keeper: subprocess.Popen[bytes]) -> None:
+    """Tells a keeper to end its process with all that this started. A keeper that was stopped goes on, to do so."""
+    keeper.terminate()
+    keeper.send_signal(signal.SIGCONT)
+
+
 def main(descriptor: int, apart: Sequence[str]) -> None:
     """Serves the socket with this file descriptor until its other end is closed. Never returns.
 
@@ -63,10 +69,13 @@ def main(descriptor: int, apart: Sequence[str]) -> None:
     output, printed = _begin_keeping(descriptor)
     if apart:
         command = [*apart, *python("work", descriptor)]
-        started = subprocess.Popen(command, pass_fds=[descriptor], stdout=printed, stderr=printed)
+        started = subprocess.Popen(
+            command, pass_fds=[descriptor], stdout=printed, stderr=printed, preexec_fn=_heed_sigterm
+        )
         worker = started.pid
     elif (worker := os.fork()) == 0:
         end_with_parent()
+        _heed_sigterm()
         os.dup2(printed, 1)
         os.dup2(printed, 2)
         os.close(output)
@@ -79,20 +88,30 @@ def main(descriptor: int, apart: Sequence[str]) -> None:
 def keep(descriptor: int, command: Sequence[str], output_bytes_max: int) -> None:
     """Keeps the process of another command, whose last argument is this file descriptor. Never returns."""
     output, printed = _begin_keeping(descriptor)
-    nothing = subprocess.DEVNULL
     started = subprocess.Popen(
-        [*command, str(descriptor)], pass_fds=[descriptor], stdin=nothing, stdout=printed, stderr=printed
+        [*command, str(descriptor)],
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=printed,
+        stderr=printed,
+        preexec_fn=_heed_sigterm,
     )
     os.close(printed)
     _keep(started.pid, descriptor, output, None, output_bytes_max)
 
 
 def _begin_keeping(descriptor: int) -> tuple[int, int]:
-    """Makes this process a keeper. Both ends of a pipe for what is printed."""
+    """Makes this process a keeper, which heeds no SIGTERM until it can end what it starts. Both ends of a pipe for what
+    is printed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     os.set_inheritable(descriptor, False)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
     end_with_parent(signal.SIGCONT)  # one that was stopped goes on, and sees that the driver has ended
     return os.pipe()
+
+
+def _heed_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
@@ -108,6 +127,7 @@ def _keep(worker: int, channel: int, output: int, died_from: int | None, output_
             signal.pidfd_send_signal(ended, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill_worker)
+    _heed_sigterm()
     os.set_blocking(output, False)
     passing = _pass_on(output, output_bytes_max)
     poll = select.poll()

@@ -193,13 +193,9 @@ class Worker:
         except OSError:  # dead, or not reading
             self.broken = True
 
-    def stop(self) -> None:
-        """Tells it to end."""
-        self.process.terminate()
-
     def kill(self) -> int:
         """Ends the process and all that it started; its exit status."""
-        self.stop()
+        worker_process.tell_to_end(self.process)
         try:
             status = self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -289,7 +285,7 @@ class WorkerPool:
 
     def _kill_all(self) -> None:
         for worker in self._workers:
-            worker.stop()
+            worker_process.tell_to_end(worker.process)
         while self._workers:
             self._workers.pop().kill()
 
