@@ -19,7 +19,7 @@ from megagrpo.algorithm.cut_off import cut_metrics
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts, require_alive
 from megagrpo.data.cursor import Cursor
-from megagrpo.errors import AgentError, EngineError, MegagrpoError, Problem
+from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
@@ -27,7 +27,7 @@ from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import group_of, parted
 from megagrpo.trainer.batches import Beginning, Sampled
-from megagrpo.trainer.step import agent_errors, any_ended, with_baselines
+from megagrpo.trainer.step import any_ended, require_agents, with_baselines
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -135,9 +135,7 @@ class Sampling:
         for each in begun:
             require_versions(each, version)
         if not any_ended(groups):
-            if why := agent_errors(groups):
-                given, fix = f"agents failed in all of them: {why}", "look at logs/agents_*.log"
-                raise AgentError(Problem(f"rollouts of step {version + 1}", given, "one that ends", fix))
+            require_agents(groups, version + 1)
             given, needed = "engines gave up on all of them", "one that ends in time"
             fix = "raise rollout.timeout_seconds"
             raise EngineError(Problem(f"responses of step {version + 1}", given, needed, fix))

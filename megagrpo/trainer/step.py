@@ -36,6 +36,7 @@ ATTEMPTS = 3
 """Times that engines are asked for a step's responses while they give up on every one."""
 
 ERRORS_SHOWN = 3
+NEVER_ASKED = "no answer of the policy: the agent never asked for one"
 
 # --- sample and score -------------------------------------------------------------------------------------------------
 
@@ -61,9 +62,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
         sampled, greedy = parted(groups, run.recipe)
         if any_ended(sampled) and (any_ended(greedy) or not greedy):
             return groups
-    if why := agent_errors(sampled):
-        given, fix = f"agents failed in all of them, {ATTEMPTS} times: {why}", "look at logs/agents_*.log"
-        raise AgentError(Problem(f"rollouts of step {step}", given, "one that ends", fix))
+    require_agents(sampled, step)
     limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
     given = f"engines gave up on all of them, {ATTEMPTS} times"
     fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
@@ -71,17 +70,38 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
 
 
 def any_ended(groups: Sequence[Group]) -> bool:
-    """Whether one response has come to an end that is not the failure of its agent."""
+    """Whether one response has come to an end that is not the failure of its agent, and has a token."""
     samples = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
-    return any(sample.agent is None or not sample.agent.counts.get("failed") for sample in samples)
+    return any(
+        sample.agent is None or (len(sample.tokens) and not sample.agent.counts.get("failed")) for sample in samples
+    )
+
+
+def require_agents(groups: Sequence[Group], step: int) -> None:
+    """Raises AgentError if agents are to blame that none of these groups' rollouts has ended."""
+    if why := agent_errors(groups):
+        given, needed = f"agents failed in all of them: {why}", "one that ends, with tokens of the policy"
+        fix = "look at logs/agents_*.log; for context_length_exceeded, raise agent.tokens_max"
+        raise AgentError(Problem(f"rollouts of step {step}", given, needed, fix))
 
 
 def agent_errors(groups: Sequence[Group]) -> str:
-    """Why agents failed in rollouts or were late, with how many there are of each: the most frequent first. Turns that
-    engines gave up on are not the agents' fault."""
-    runs = [sample.agent for group in groups for sample in group.samples if sample.agent]
-    errors = Counter(run.error for run in runs if run.counts.get("failed") or run.counts.get("late"))
+    """Why agents failed in rollouts, were late or got no token, with how many there are of each: the most frequent
+    first. Turns that engines gave up on are not the agents' fault."""
+    errors = Counter(agent_error(sample) for group in groups for sample in group.samples)
+    del errors[""]
     return "; ".join(f"{error} ({count} times)" for error, count in errors.most_common(ERRORS_SHOWN))
+
+
+def agent_error(sample: Sample) -> str:
+    """Why the agent is to blame for what became of its rollout, or ""."""
+    run = sample.agent
+    if run is None or run.counts.get("failed") or run.counts.get("late"):
+        return run.error if run else ""
+    refused = [name.removeprefix("refused/") for name in sorted(run.counts) if name.startswith("refused/")]
+    if len(sample.tokens) or "turn_aborted" in refused or (run.error and not refused):
+        return ""
+    return f"no answer of the policy: requests were refused, {', '.join(refused)}" if refused else NEVER_ASKED
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:

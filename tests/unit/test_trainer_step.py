@@ -95,6 +95,22 @@ def test_turns_that_engines_give_up_on_are_not_the_agents_fault() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ({}, "never asked"),
+        ({"refused/context_length_exceeded": 1.0}, "context_length_exceeded"),
+        ({"refused/turn_aborted": 1.0}, ""),
+    ],
+)
+def test_rollouts_without_a_token_have_not_ended_and_the_reason_is_said(counts: dict[str, float], why: str) -> None:
+    nothing = calculator_run(branches=(), turns=(), messages=(), events=(), counts=counts)
+    assert not any_ended([group_of(nothing, nothing)])
+    said = agent_errors([group_of(nothing, nothing)])
+    assert why in said
+    assert bool(why) == bool(said)
+
+
 @pytest.mark.parametrize("where", ["finish", "sync"])
 def test_a_node_that_is_lost_once_a_step_is_trained_is_a_failure_after_that_step(where: str) -> None:
     run = make_run("cluster.placement=disaggregated", "schedule=one_step_off", scores=one_right)
