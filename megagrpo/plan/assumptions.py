@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,13 +132,7 @@ class Lengths:
     def _middle(self) -> float:
         """Mean of the logarithm, before the cut, with which the mean after it is `response`; infinite if all responses
         are longest."""
-        if self.response > 0.999 * self.longest:
-            return math.inf
-        low, high = math.log(self.response) - self.spread**2 / 2 - 1, math.log(self.longest) + 4 * self.spread
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._moment(1, middle) < self.response else (low, middle)
-        return (low + high) / 2
+        return _middle_of(self)
 
     def _moment(self, power: int, middle: float) -> float:
         """Mean of that power of a response's length."""
@@ -179,6 +173,18 @@ class Lengths:
         """Mean of the squared `sequence`, which attention's products grow with; all prompts alike."""
         growth = 1 + self.given
         return self.prompt**2 + 2 * self.prompt * self.response * growth + self.response_square * growth**2
+
+
+@lru_cache(maxsize=256)  # a search asks for each of its thousands of cases
+def _middle_of(lengths: Lengths) -> float:
+    if lengths.response > 0.999 * lengths.longest:
+        return math.inf
+    low = math.log(lengths.response) - lengths.spread**2 / 2 - 1
+    high = math.log(lengths.longest) + 4 * lengths.spread
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths._moment(1, middle) < lengths.response else (low, middle)
+    return (low + high) / 2
 
 
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:

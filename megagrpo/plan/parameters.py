@@ -241,23 +241,31 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
     """Elements of blocks that are cut between ranks: the most that a rank of a stage fetches to quantise its own."""
-    sample, side = _sample(arch, experts=layout.expert), TE_SPEC if fused else LOCAL_SPEC
-    one = ParallelLayout(tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    shapes, counts = sglang.quantized_shapes(sample), layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    dense, sparse = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    lacked = _lacked_in_layers(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
+    return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in lacked)
+
+
+@lru_cache(maxsize=256)
+def _lacked_in_layers(
+    arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
+) -> tuple[tuple[int, int], ...]:
+    """By tensor rank: elements of blocks that are cut between ranks which it lacks, of a layer with an MLP and of one
+    with experts."""
+    sample, side = _sample(arch, experts=expert), TE_SPEC if fused else LOCAL_SPEC
+    one = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+    shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // expert if arch.experts else 1
     found = []
-    for tensor in range(layout.tensor):
-        where = RankCoordinates(tensor, tensor, 0, 0, 0, 0, tensor % layout.expert_tensor, 0)
-        lacking = lacking_manifest(side.manifest(sample, one, where, "bfloat16"), shapes)
-        elements = 0
-        for name, storage in lacking.storages.items():
-            dense = bool(counts[0]) and ".layers.0." in name
-            copies = arch.experts.count // layout.expert if arch.experts and ".experts." in name else 1
-            elements += prod(storage.shape) * counts[not dense] * copies
-        found.append(elements)
-    return max(found)
+    for rank in range(tensor):
+        where = RankCoordinates(rank, rank, 0, 0, 0, 0, rank % expert_tensor, 0)
+        layers = [0, 0]
+        for name, storage in lacking_manifest(side.manifest(sample, one, where, "bfloat16"), shapes).storages.items():
+            sparse = not (arch.has_dense_layers and ".layers.0." in name)
+            layers[sparse] += prod(storage.shape) * (copies if ".experts." in name else 1)
+        found.append((layers[0], layers[1]))
+    return tuple(found)
 
 
 def _shard(

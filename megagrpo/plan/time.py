@@ -150,11 +150,12 @@ class Sampling:
         blocks = len(set(devices)) if devices[0] else rollout.engines
         each = 1 if rollout.engine == "transformers" and recipe.deterministic else rollout.requests_at_once
         at_once = float(each * math.ceil(rollout.engines / blocks))
-        cache = engine_memory(case).cache_tokens if keeps_prefixes(rollout) else 0
+        cache_tokens = engine_memory(case).cache_tokens
         if rollout.engine == "sglang" and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
-            at_once = min(at_once, max(1.0, engine_memory(case).cache_tokens / case.lengths.sequence))
-        turns = Turns.of(recipe, case.lengths, case.assumptions, blocks, at_once, cache)
+            at_once = min(at_once, max(1.0, cache_tokens / case.lengths.sequence))
+        kept = cache_tokens if keeps_prefixes(rollout) else 0
+        turns = Turns.of(recipe, case.lengths, case.assumptions, blocks, at_once, kept)
         at_once = turns.conversations if turns else at_once
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
 

@@ -22,7 +22,10 @@ from megagrpo.recipe.load import Places, apply_overrides
 from megagrpo.recipe.model_rules import model_problems
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
+from megagrpo.weights.blocks import Shapes, in_blocks
+from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.sglang import split_problems
 from tests.plans import H100, LLAMA_8B, ON_2048, QWEN_30B, architecture, plan, planned, recipe, searched
 
@@ -143,6 +146,19 @@ def test_layouts_fit_a_critic_of_its_own() -> None:
     assert found.choices
     for choice in found.choices:
         assert "train.layout.tensor=2" in choice.overrides or "train.layout.tensor=1" in choice.overrides
+
+
+def test_blocks_of_quantised_engines_are_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(manifest: Manifest, shapes: Shapes) -> Manifest:
+        made.append(str(manifest.storages))
+        return in_blocks(manifest, shapes)
+
+    monkeypatch.setattr(sglang, "in_blocks", counted)
+    found = searched(recipe({**SMALL, "rollout.quantization": "fp8"}), 4)
+    assert found.choices
+    assert len(made) == len(set(made)) < 5 < found.estimated / 10
 
 
 def test_searches_need_a_kind_of_gpu() -> None:

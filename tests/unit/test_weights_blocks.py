@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.errors import ModelError
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.plan.parameters import fetched_elements
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.blocks import BLOCK, Preparation, prepare
@@ -120,15 +120,18 @@ def test_engines_get_the_blocks_of_whole_tensors(name: str) -> None:
     assert not unlike_sent(sent.plan, sent.ready, found)
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_planner_knows_what_a_rank_fetches(name: str) -> None:
+def test_the_planner_knows_what_the_ranks_of_a_stage_fetch(name: str, staged: bool) -> None:
     arch, layout, tensor, expert = CASES[name]
-    held = manifests(arch, layout, "bfloat16")
-    _, preparation = prepare(held, engines(arch, tensor, expert))
-    lacking = preparation.fetches.destinations if preparation and preparation.fetches else ()
-    sizes = [sum(prod(storage.shape) for storage in its.storages.values()) for its in lacking]
-    planned = [fetched_elements(arch, layout, stage, False) for stage in range(layout.pipeline)]
-    assert max(planned) == max(sizes, default=0)
+    layout = replace(layout, pipeline=arch.layers) if staged else layout
+    _, preparation = prepare(manifests(arch, layout, "bfloat16"), engines(arch, tensor, expert))
+    found = dict.fromkeys(range(layout.pipeline), 0)
+    if preparation and preparation.fetches:
+        for where, lacking in zip(rank_grid(layout), preparation.fetches.destinations, strict=True):
+            elements = sum(prod(storage.shape) for storage in lacking.storages.values())
+            found[where.pipeline] = max(found[where.pipeline], elements)
+    assert {stage: fetched_elements(arch, layout, stage, False) for stage in found} == found
 
 
 def cut_by_four() -> Sent:

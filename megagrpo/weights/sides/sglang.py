@@ -146,8 +146,9 @@ def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
     return replace(found, storages=storages, fills=found.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
 
 
-def _block_problems(arch: Architecture, layout: EngineSizes) -> list[Problem]:
-    """The first rank's stand for all: equal parts are cut at multiples of the first one's end."""
+@lru_cache(maxsize=256)
+def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, ...]:
+    """The first rank's stand for all: equal parts are cut at multiples of the first one's end. `layout` is hashable."""
     model, builder = tensors_by_role(arch), ManifestBuilder("an engine rank", "bfloat16")
     holder = _Rank(arch, layout, 0, "cuda", builder)
     for layer in {id(layer.experts): layer for layer in (model.layers[0], model.layers[-1])}.values():
@@ -155,11 +156,11 @@ def _block_problems(arch: Architecture, layout: EngineSizes) -> list[Problem]:
     try:
         in_blocks(builder.build(), quantized_shapes(arch))
     except ModelError as error:
-        return list(error.problems[:SHOWN_PROBLEMS])
-    return []
+        return tuple(error.problems[:SHOWN_PROBLEMS])
+    return ()
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """By name, of the tensors that a quantised model has in blocks."""
     return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
@@ -170,7 +171,7 @@ def split_problems(
 ) -> list[Problem]:
     """Every reason why an engine of these sizes cannot hold the model."""
     found = _size_problems(arch, layout, device)
-    return found if found or quantization is None else _block_problems(arch, layout)
+    return found if found or quantization is None else list(_block_problems(arch, layout))
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
