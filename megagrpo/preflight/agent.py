@@ -8,14 +8,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from megagrpo.errors import AgentError, ModelError, Problem, RecipeError, first_line
+from megagrpo.errors import AgentError, MegagrpoError, ModelError, Problem, RecipeError, first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.user_functions import file_problem
@@ -42,7 +44,7 @@ class AgentChecks:
 
     problems: tuple[Problem, ...] = ()
     unchecked: tuple[str, ...] = ()
-    lines: Mapping[str, str] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
 
 
 def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
@@ -67,13 +69,13 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     elif agent.function and not problems:
         problems += _function(agent)
     lines: dict[str, str] = {}
-    if tokenizer is not None:
-        try:
-            found_of = _template(recipe, agent, tokenizer, plan_only)
-            problems, unchecked = [*problems, *found_of.problems], [*unchecked, *found_of.unchecked]
-            lines = dict(found_of.lines)
-        except (ModelError, RecipeError) as error:
-            problems += error.problems
+    try:
+        found_of = [_template(recipe, agent, tokenizer, plan_only)] if tokenizer else []
+        found_of += [_tools(recipe, agent, tokenizer, plan_only)] if agent.tools and not problems else []
+        for each in found_of:
+            problems, unchecked, lines = [*problems, *each.problems], [*unchecked, *each.unchecked], lines | each.lines
+    except (ModelError, RecipeError) as error:
+        problems += error.problems
     return AgentChecks(tuple(problems), tuple(unchecked), lines)
 
 
@@ -156,6 +158,60 @@ def _function(agent: AgentConfig) -> Iterator[Problem]:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["and it said nothing"])[-1]
+
+
+# --- the tools --------------------------------------------------------------------------------------------------------
+
+
+def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
+    """Asks every entry for its tools, and counts their tokens with those of the system prompt. MCP servers are started.
+
+    Raises ModelError.
+    """
+    from megagrpo.agents.host_settings import program_of
+    from megagrpo.agents.processes import environment_of
+    from megagrpo.agents.tools.load import offered
+
+    environment = environment_of(program_of(agent))
+    schemas: dict[str, dict[str, Any]] = {}
+    problems, unchecked = list[Problem](), list[str]()
+    for number, config in enumerate(agent.tool_configs):
+        where = f"agent.tools.{number}"
+        try:
+            with redirect_stderr(StringIO()):  # what servers say is in their errors
+                tools = asyncio.run(offered(config, where, environment))
+        except MegagrpoError as error:
+            if plan_only:
+                unchecked.append(f"{where}: {error.problems[0].given.splitlines()[0]}")
+            else:
+                server = f"{config.mcp}: " if config.mcp else ""
+                problems += [replace(each, where=where, given=f"{server}{each.given}") for each in error.problems]
+            continue
+        for tool in tools:
+            if tool.name in schemas:
+                given, fix = f"a tool called {tool.name}, as another one is", "give one a call_name"
+                problems.append(Problem(where, given, "a name for each", fix))
+            schemas[tool.name] = tool.schema
+    if tokenizer is None or not schemas:
+        return AgentChecks(tuple(problems), tuple(unchecked))
+    tokens, most = _tokens_before_prompts(recipe, tokenizer, list(schemas.values())), recipe.sequence_tokens_max
+    told = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
+    if tokens >= most:
+        needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
+        problems.append(Problem("agent.tokens_max", f"{most}; {tokens} are tools and the system prompt", needed, fix))
+    return AgentChecks(tuple(problems), tuple(unchecked), {"tools": told})
+
+
+def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapping[str, Any]]) -> int:
+    """Tokens of a conversation whose user has said nothing, as the template writes it. 0 if it refuses that."""
+    from megagrpo.agents.host_settings import chat_of
+
+    chat, system = chat_of(recipe, tokenizer), recipe.data.system_prompt
+    said = [{"role": "system", "content": system}] if system else []
+    try:
+        return len(chat.encode(chat.render([*said, {"role": "user", "content": ""}], tools)))
+    except Exception:  # noqa: BLE001  templates raise what they like
+        return 0
 
 
 # --- the chat template ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.tools.load import provider
+from megagrpo.agents.tools.load import offered, provider
 from megagrpo.agents.tools.tool import Called, answer
 from megagrpo.errors import AgentError
 from megagrpo.ports import free_port
@@ -131,9 +131,18 @@ def test_some_tools_of_a_server_are_offered_with_environment_variables(monkeypat
         (SERVER, {"tools": ["no such tool"]}),
     ],
 )
-def test_a_server_that_cannot_serve_fails_the_rollout(server: str, arguments: dict[str, Any]) -> None:
+def test_a_server_that_cannot_serve_is_found_when_it_is_loaded(server: str, arguments: dict[str, Any]) -> None:
     async def use(_: Any, call: Call) -> None:
         raise AssertionError("it has no tools")
 
     with pytest.raises(AgentError):
         with_server(ToolConfig(name="server", mcp=server, arguments=arguments), use)
+
+
+def test_what_a_server_says_last_is_in_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "server.py").write_text("raise ImportError('no trains here')\n")
+    config = ToolConfig(name="server", mcp=f"{sys.executable} {tmp_path / 'server.py'}")
+    with pytest.raises(AgentError) as raised:
+        asyncio.run(offered(config, "agent.tools.0", os.environ))
+    assert raised.value.problems[0].given.splitlines()[-1].endswith("no trains here")
+    assert "no trains here" in capsys.readouterr().err  # and in the agents' log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megagrpo.recipe.schema import Recipe
 from tests.agents.families import FAMILIES, chat_of, tokenizer_of
 from tests.tiny_run import make_run, recipe
 
+OWN = Path(__file__).parents[1] / "agents" / "own_tools.py"
 GOOD = """
 from neighbour import LIMIT
 
@@ -31,7 +33,7 @@ def asked(directory: Path, *, family: str = "", plan_only: bool = False, **agent
         own.save_pretrained(tokenizer)
         stops = own.convert_tokens_to_ids(list(FAMILIES[family].stops))
         (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    made = Recipe.model_validate({**recipe(directory), "agent": agent})
+    made = Recipe.model_validate({**recipe(directory), "agent": {"tokens_max": 4096, **agent}})
     return check_agent(made, tokenizer, plan_only)
 
 
@@ -119,6 +121,27 @@ def test_tools_need_a_template_that_has_tool_messages(family: str, tmp_path: Pat
 def test_tools_are_checked_too(tmp_path: Path) -> None:
     tools = [{"name": "search", "arguments": {"corpus": str(tmp_path / "none.jsonl")}}, "no_such_tool"]
     assert {where.rpartition(".")[0] for where in fields(asked(tmp_path, tools=tools))} >= {"agent.tools.1"}
+
+
+def test_tools_that_leave_no_room_for_a_prompt_are_told_with_their_tokens(tmp_path: Path) -> None:
+    tools = ["python", f"{OWN}:add", f"{OWN}:Counter"]
+    fits = asked(tmp_path, family="chatml", tools=tools, tokens_max=4096)
+    assert fits.problems == ()
+    assert fits.lines["tools"].startswith("4, which take ")
+    tokens = int(fits.lines["tools"].split()[3])
+    assert fields(asked(tmp_path, family="chatml", tools=tools, tokens_max=tokens)) == ["agent.tokens_max"]
+    assert asked(tmp_path, family="chatml", tools=tools, tokens_max=tokens + 1).problems == ()
+
+
+def test_an_mcp_server_is_started_before_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    (tmp_path / "server.py").write_text("raise ImportError('no trains here')\n")
+    tools = [{"name": "trains", "mcp": f"{sys.executable} {tmp_path / 'server.py'}"}]
+    (problem,) = asked(tmp_path, tools=tools).problems
+    assert problem.where == "agent.tools.0"
+    assert "ImportError: no trains here" in problem.given
+    planned = asked(tmp_path, plan_only=True, tools=tools)
+    assert (planned.problems, len(planned.unchecked)) == ((), 1)
 
 
 def test_parsers_are_known_or_found_in_the_template(tmp_path: Path) -> None:

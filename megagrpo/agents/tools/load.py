@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from megagrpo.agents.tools import search
 from megagrpo.agents.tools.mcp_servers import McpServer, variables_in
-from megagrpo.agents.tools.own import own_tools
+from megagrpo.agents.tools.own import OwnClass, own_tools
 from megagrpo.agents.tools.python_program import PythonTool
-from megagrpo.agents.tools.search import search_tool
 from megagrpo.agents.tools.services import SERVICES, ServiceTool
 from megagrpo.agents.tools.tool import Provider, Session, Tool
 from megagrpo.errors import AgentError, Problem, RecipeError
@@ -27,7 +27,7 @@ Arguments = TypeVar("Arguments", bound=Section)
 log = logging.getLogger(__name__)
 BUILT_IN: Mapping[str, tuple[Callable[..., Any], type[Section]]] = {
     "python": (PythonTool, PythonArguments),
-    "search": (search_tool, SearchArguments),
+    "search": (search.search_tool, SearchArguments),
     **dict.fromkeys(SERVICES, (ServiceTool, ServiceArguments)),
 }
 """What makes each built-in tool, called with its ToolConfig and its arguments, and what these are."""
@@ -50,6 +50,8 @@ async def provider(config: ToolConfig, where: str) -> Provider:
     made: Any
     if config.mcp is not None:
         made = McpServer(config, arguments_of(config, McpArguments, where))
+        async with made.session(None):  # what cannot be started is found before any rollout
+            pass
     elif config.own:
         made = own_tools(config, where)
     elif config.name in BUILT_IN:
@@ -62,6 +64,29 @@ async def provider(config: ToolConfig, where: str) -> Provider:
     if (seconds := time.monotonic() - start) > SLOW_SECONDS:
         log.warning("the tool %s was loaded in %.1f s", config.name, seconds)
     return made  # type: ignore[no-any-return]
+
+
+async def offered(config: ToolConfig, where: str, environment: Mapping[str, str]) -> list[Tool]:
+    """One entry's tools, to look at: no index is made, and no object of a user's class. An MCP server is started with
+    these environment variables, or reached, and left. Raises what `provider` raises."""
+    if config.mcp is not None:
+        server = McpServer(config, arguments_of(config, McpArguments, where), environment)
+        try:
+            async with server.session(None) as session:
+                return list(session.tools)
+        finally:
+            await server.close()
+    if config.name == "search":
+        return [search.described(config, nothing)]
+    made: Any = await provider(config, where)
+    if isinstance(made, OwnClass):
+        return made.tools_of(made.made)
+    async with made.session(None) as session:
+        return list(session.tools)
+
+
+async def nothing(given: Mapping[str, Any]) -> str:
+    return ""
 
 
 def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Arguments:

@@ -12,10 +12,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TextIO
 
 from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool, tool_of
 from megagrpo.errors import AgentError, MachineError, Problem, first_line
@@ -23,6 +25,8 @@ from megagrpo.recipe.schema.tools import McpArguments, ToolConfig
 
 START_SECONDS = 60.0
 PAGES_MAX = 100
+LINES_KEPT, LINE_CHARACTERS_MAX = 10, 300
+"""Of what a server writes on its standard error, for the error of a server that cannot be started."""
 VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As os.path.expandvars reads them."""
 FIX = "pip install megagrpo[mcp]"
@@ -31,13 +35,14 @@ FIX = "pip install megagrpo[mcp]"
 class McpServer:
     """The tools of one server."""
 
-    def __init__(self, config: ToolConfig, arguments: McpArguments) -> None:
+    def __init__(self, config: ToolConfig, arguments: McpArguments, inherited: Mapping[str, str] = os.environ) -> None:
+        """inherited: the environment variables that a server gets beside its own."""
         if find_spec("mcp") is None:
             raise MachineError(Problem(f"agent.tools, {config.name}", "mcp is not installed", "mcp 2", FIX))
         self.config = config
         self.only = arguments.tools
         self.headers = _expanded(arguments.headers)
-        self.env = _expanded(arguments.env)
+        self.env = {**inherited, **_expanded(arguments.env)}
         self.gate = asyncio.Semaphore(config.calls_at_once)
         self._offered: list[Any] | None = None
         self._listing = asyncio.Lock()
@@ -46,6 +51,10 @@ class McpServer:
     @property
     def _where(self) -> str:
         return f"the MCP server {self.config.mcp}"
+
+    async def close(self) -> None:
+        """Ends what is shared by all rollouts."""
+        await self._shared.close()
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
@@ -89,7 +98,7 @@ class McpServer:
         return tool_of(self.config, self.gate, offered.name, offered.description or "", offered.input_schema, call)
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[Any]:
+    async def _client(self, said: Said) -> AsyncIterator[Any]:
         import httpx2  # mcp brings it
         from mcp.client import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -105,18 +114,47 @@ class McpServer:
                 yield client
         else:
             command, *arguments = shlex.split(server)
-            environment = {**os.environ, **self.env}
-            parameters = StdioServerParameters(command=command, args=arguments, env=environment)
-            async with Client(stdio_client(parameters, errlog=sys.stderr)) as client:
-                yield client
+            parameters = StdioServerParameters(command=command, args=arguments, env=self.env)
+            with said.written() as errors:
+                async with Client(stdio_client(parameters, errlog=errors)) as client:
+                    yield client
+
+
+class Said:
+    """What a server writes on its standard error: it goes to this process's, and its last lines are kept."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def written(self) -> Iterator[TextIO]:
+        """The file that the server writes into."""
+        read, write = os.pipe()
+        self._thread = threading.Thread(target=self._read, args=(read,), name="reads a server's errors", daemon=True)
+        self._thread.start()
+        with os.fdopen(write, "w") as file:
+            yield file
+
+    def _read(self, read: int) -> None:
+        with os.fdopen(read, errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line.rstrip()[:LINE_CHARACTERS_MAX])
+                print(line, end="", file=sys.stderr)
+
+    def last(self) -> str:
+        """Its last lines, behind the text of an error."""
+        if self._thread is not None:
+            self._thread.join(1.0)  # it ends with the server
+        return "".join(f"\n{line}" for line in [*self._lines] if line)
 
 
 class Connection:
     """A client that is connected when it is first asked for. A task of its own enters and leaves it, as its library
     demands."""
 
-    def __init__(self, make: Callable[[], AbstractAsyncContextManager[Any]], where: str) -> None:
-        self._make, self._where = make, where
+    def __init__(self, make: Callable[[Said], AbstractAsyncContextManager[Any]], where: str) -> None:
+        self._make, self._where, self._said = make, where, Said()
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
@@ -131,7 +169,7 @@ class Connection:
             async with asyncio.timeout(START_SECONDS):
                 return await asyncio.shield(self._ready)
         except TimeoutError:
-            given = f"it did not answer in {START_SECONDS:g} s"
+            given = f"it did not answer in {START_SECONDS:g} s{self._said.last()}"
             raise AgentError(Problem(self._where, given, "a server that answers")) from None
 
     async def call(self, name: str, arguments: Arguments) -> str:
@@ -147,26 +185,31 @@ class Connection:
                 raise CallError("the tool's server ended") from None
             raise CallError(error.error.message) from None
         except AgentError as error:
-            raise CallError(error.problems[0].given) from None
+            raise CallError(error.problems[0].given.splitlines()[0]) from None
         text = text_of(answer)
         if answer.is_error:
             raise CallError(text)
         return text
 
     async def close(self) -> None:
-        task, self._task, self._ready = self._task, None, None
+        task, ready, self._task, self._ready = self._task, self._ready, None, None
         if task is not None:
             self._leave.set()
+            if ready is not None and not ready.done():  # a server that does not answer
+                task.cancel()
             await asyncio.wait([task])
 
     async def _live(self, ready: asyncio.Future[Any], leave: asyncio.Event) -> None:
         try:
-            async with self._make() as client:
+            self._said = Said()
+            async with self._make(self._said) as client:
                 ready.set_result(client)
                 await leave.wait()
         except Exception as error:  # noqa: BLE001  (a server can be wrong in every way: its calls fail)
             if not ready.done():
-                given = f"it cannot be started or reached: {type(error).__name__}: {_innermost(error)}"
+                reason = innermost(error)
+                said = f"{type(reason).__name__}: {first_line(reason)}{self._said.last()}"
+                given = f"it cannot be started or reached: {said}"
                 ready.set_exception(AgentError(Problem(self._where, given, "a server that answers")))
 
 
@@ -187,10 +230,10 @@ def _part(content: Any) -> str:
     return f"[{content.type}, which cannot be shown]"
 
 
-def _innermost(error: BaseException) -> str:
+def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return first_line(error)
+    return error
 
 
 def _expanded(values: Mapping[str, str]) -> dict[str, str]:

@@ -77,19 +77,22 @@ class OwnClass:
     async def session(self, task: Any) -> AsyncIterator[Session]:
         more = {**self.config.arguments, **({TASK: task} if self.wants_task else {})}
         state = await in_thread(lambda: self.made(**more))
-        in_turn = asyncio.Lock()
-        tools = []
-        for name, schema in self.schemas.items():
-            call = _here(self.loop, getattr(state, name), schema, {}, in_turn)
-            tools.append(_tool(self.config, self.gate, name, schema, call))
         reward = getattr(state, "reward", None)
         score = (lambda: _called(self.loop, reward)) if callable(reward) else None
         try:
-            yield Session(tools, score, lambda: bool(getattr(state, "done", False)))
+            yield Session(self.tools_of(state), score, lambda: bool(getattr(state, "done", False)))
         finally:
             if callable(close := getattr(state, "close", None)):
                 async with asyncio.timeout(self.config.timeout_seconds):
                     await _called(self.loop, close)
+
+    def tools_of(self, state: Any) -> list[Tool]:
+        """state: an object; or the class, whose tools can be shown and not called."""
+        in_turn = asyncio.Lock()
+        return [
+            _tool(self.config, self.gate, name, schema, _here(self.loop, getattr(state, name), schema, {}, in_turn))
+            for name, schema in self.schemas.items()
+        ]
 
 
 def _tool(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +65,12 @@ async def search_tool(config: ToolConfig, arguments: SearchArguments) -> Search:
             raise CallError('give a query: {"query": "..."}')
         return await in_thread(lambda: shown(passages[number] for number in made.find(query, arguments.results)))
 
-    gate = asyncio.Semaphore(config.calls_at_once)
-    return Search(tool_of(config, gate, "search", DESCRIPTION, PARAMETERS, call))
+    return Search(described(config, call))
+
+
+def described(config: ToolConfig, call: Callable[[Arguments], Awaitable[str]]) -> Tool:
+    """The tool as the policy sees it, whatever answers its calls."""
+    return tool_of(config, asyncio.Semaphore(config.calls_at_once), "search", DESCRIPTION, PARAMETERS, call)
 
 
 def source_of(arguments: SearchArguments) -> Source:
