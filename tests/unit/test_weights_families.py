@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
@@ -39,8 +40,11 @@ def test_rotary_embedding_reads_the_same_from_both_versions_of_transformers() ->
     assert architecture_of(LLAMA) == architecture_of(version_5)
     assert architecture_of(version_5).rope == scaled
     assert architecture_of(QWEN2).rope == Rope(1000000.0)
-    for config, default in ((QWEN2, 10000.0), (MIXTRAL_8X7B, 1000000.0)):
-        assert architecture_of(without(config, "rope_theta")).rope == Rope(default)
+    both = LLAMA | {"rope_parameters": parameters}
+    assert architecture_of(both) == architecture_of(version_5)
+    for differ in (without(both, "rope_theta"), both | {"rope_theta": 1e4}):
+        with pytest.raises(ModelError, match="rope_parameters"):  # transformers 5 takes rope_scaling with rope_theta
+            architecture_of(differ)
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -48,12 +52,29 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def test_defaults_that_transformers_leaves_out() -> None:
-    arch = architecture_of(without(QWEN2, "hidden_act", "tie_word_embeddings", "num_key_value_heads"))
+    arch = architecture_of(without(QWEN2, "hidden_act", "tie_word_embeddings") | {"num_key_value_heads": None})
     assert (arch.query_groups, arch.head_dim, arch.tied_embeddings, arch.qkv_bias) == (14, 64, False, True)
     of_experts = [key for key in QWEN3_MOE if "exp" in key or key.startswith(("moe", "decoder", "mlp", "norm_topk"))]
     assert architecture_of(without(QWEN3_MOE, "head_dim", *of_experts) | {"model_type": "qwen3"}).head_dim == 128
     assert architecture_of(QWEN3_MOE).experts == Experts(128, 8, 768, True)
     assert total_parameters(architecture_of(MIXTRAL_8X7B)) == pytest.approx(46.703e9, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_means_what_it_means_to_transformers(family: str) -> None:
+    class_of = transformers.CONFIG_MAPPING[family]
+    written = class_of(**({"sliding_window": None} if family == "mistral" else {})).to_dict()
+    architecture_of(written)
+    needed = set()
+    for key in written.keys() - {"model_type"}:
+        fewer = without(written, key)
+        try:
+            read = architecture_of(fewer)
+        except ModelError:
+            needed.add(key)
+        else:
+            assert read == architecture_of(class_of(**fewer).to_dict()), key
+    assert not needed & {"num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters"}
 
 
 def test_deepseek_v3_is_read_as_it_is() -> None:
@@ -93,6 +114,11 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
             "rope_parameters.rope_type",
         ),
+        (LLAMA, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters and rope_scaling"),
+        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        (QWEN2, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta and rope_theta"),
+        (LLAMA, {"original_max_position_embeddings": 4096}, "the same in both places"),
+        (QWEN2, {"is_causal": False}, "is_causal (qwen2)"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary parameters"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -120,6 +146,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": None}}, "rope_scaling.mscale"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate"),
         (DEEPSEEK_V3, {"rope_scaling": YARN | {"type": "llama3"}}, "default or yarn"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"rope_type": "yarn", "type": "llama3"}}, "rope_scaling.type"),
         (
             DEEPSEEK_V3,
             {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}},
@@ -143,7 +170,13 @@ def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], change
 
 def test_keys_that_change_nothing_are_taken() -> None:
     harmless = {"_name_or_path": "x", "bos_token_id": 1, "attention_dropout": 0.1, "final_logit_softcapping": None}
-    harmless |= {"unsloth_version": "2026.1", "use_mrope": False, "auto_map": {"AutoConfig": "x"}, "num_labels": 2}
+    harmless |= {
+        "unsloth_version": "2026.1",
+        "use_mrope": False,
+        "is_causal": True,
+        "auto_map": {"AutoConfig": "x"},
+        "num_labels": 2,
+    }
     assert architecture_of(LLAMA | harmless) == architecture_of(LLAMA)
 
 

@@ -18,7 +18,7 @@ NORM_EPSILON = 1e-6
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    read = ConfigReader(config)
+    read = ConfigReader(config, num_key_value_heads=128, q_lora_rank=1536)
     config = read.config
     config.known |= {"head_dim", "qk_head_dim"}  # they follow from other sizes
     read.refuse_if_set("attention_bias")

@@ -24,8 +24,8 @@ def llama(config: Mapping[str, Any]) -> Architecture:
 
 def mistral(config: Mapping[str, Any]) -> Architecture:
     """Mistral (`MistralForCausalLM`): llama, with windows of attention unless these are null."""
-    read = ConfigReader(config)
-    if read.config.get("sliding_window", 4096) is not None:
+    read = ConfigReader(config, num_key_value_heads=8, sliding_window=4096)
+    if read.config.get("sliding_window") is not None:
         given = config.get("sliding_window", "absent, which means 4096")
         read.refuse("sliding_window", given, "null: sliding windows are not supported")
     return read.architecture()
@@ -33,19 +33,19 @@ def mistral(config: Mapping[str, Any]) -> Architecture:
 
 def qwen2(config: Mapping[str, Any]) -> Architecture:
     """Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): biases on q, k and v. The small models tie their embeddings."""
-    return ConfigReader(config).architecture(qkv_bias=True)
+    return ConfigReader(config, num_key_value_heads=32).architecture(qkv_bias=True)
 
 
 def qwen3(config: Mapping[str, Any]) -> Architecture:
     """Qwen3 (`Qwen3ForCausalLM`): RMSNorm on each query and key head, a head_dim of its own, no biases."""
-    read = ConfigReader(config)
+    read = ConfigReader(config, num_key_value_heads=32, head_dim=128)
     read.refuse_if_set("attention_bias")
-    return read.architecture(qk_norm=True, default_head_dim=128)
+    return read.architecture(qk_norm=True)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     """Qwen3 (`Qwen3MoeForCausalLM`): the attention of the dense model, and experts instead of an MLP in every layer."""
-    read = ConfigReader(config)
+    read = ConfigReader(config, num_key_value_heads=4)
     read.refuse_if_set("attention_bias")
     every_layer = "experts in every layer: mixed dense and sparse layers are not supported"
     if layers := read.config.get("mlp_only_layers"):
@@ -66,7 +66,7 @@ qwen3_moe_tensors = partial(decoder_tensors, mlp=routed_experts)
 
 def mixtral(config: Mapping[str, Any]) -> Architecture:
     """Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer."""
-    read = ConfigReader(config, default_theta=1e6)
+    read = ConfigReader(config, default_theta=1e6, num_key_value_heads=8, rms_norm_eps=1e-5)
     read.refuse_if_set("sliding_window", "router_jitter_noise")
     experts = Experts(
         count=read.integer("num_local_experts", "num_experts", most=EXPERTS_MAX),

@@ -55,11 +55,11 @@ ROPE_KEYS = {
 
 
 class _Config(dict[str, Any]):
-    """A config.json, and which of its keys were asked for."""
+    """A config.json with its family's defaults, and which of its keys were asked for."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.known = {"rope_scaling"}
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        super().__init__({**defaults, **config})
+        self.known: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
         self.known.add(key)
@@ -67,10 +67,13 @@ class _Config(dict[str, Any]):
 
 
 class ConfigReader:
-    """One config.json. Refusals and missing values are collected; `architecture` raises them as one ModelError."""
+    """One config.json. Refusals and missing values are collected; `architecture` raises them as one ModelError.
 
-    def __init__(self, config: Mapping[str, Any], default_theta: float = 10000.0) -> None:
-        self.config = _Config(config)
+    `defaults`: values of absent keys, those of the family's config class in transformers. A null is not absent.
+    """
+
+    def __init__(self, config: Mapping[str, Any], default_theta: float = 10000.0, **defaults: Any) -> None:
+        self.config = _Config(config, defaults)
         self.default_theta = default_theta
         self.family = str(config.get("model_type"))
         self.problems: list[Problem] = []
@@ -107,30 +110,42 @@ class ConfigReader:
     def rope(self, scaling: Literal["llama3", "yarn"] = "llama3") -> Rope:
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
+        transformers 5 takes the second set if both are there, other readers the first: both must say the same.
         `scaling` is the kind that the family may have.
         """
-        given = self.config.get("rope_parameters")
-        key = "rope_parameters" if given is not None else "rope_scaling"
-        parameters = given if given is not None else self.config.get("rope_scaling") or {}
+        sets = {key: self.config[key] for key in ("rope_parameters", "rope_scaling") if self.config.get(key)}
+        ropes = [self._rope(key, given, scaling) for key, given in sets.items()] or [self._rope("", {}, scaling)]
+        if ropes[-1] != ropes[0]:
+            needed = "one of them alone, or the same in both: programs that read it differ in which they take"
+            self.refuse(" and ".join(sets), sets, needed)
+        return ropes[-1]
+
+    def _rope(self, key: str, parameters: object, scaling: str) -> Rope:
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             self.refuse(key, parameters, "one set of rotary parameters for all layers")
             return Rope(1.0)
         for name in parameters.keys() - ROPE_KEYS:
             if parameters[name] is not None:
                 self.refuse(f"{key}.{name}", parameters[name], f"only {', '.join(sorted(ROPE_KEYS))}")
+        original = "original_max_position_embeddings"
+        for name in (original, "rope_theta"):
+            inside, outside = parameters.get(name), self.config.get(name)
+            if None not in (inside, outside) and inside != outside:
+                self.refuse(f"{key}.{name} and {name}", [inside, outside], "the same in both places")
         theta = parameters.get("rope_theta", self.config.get("rope_theta", self.default_theta))
         theta = self.number("rope_theta", theta)
         for part in (parameters.get("partial_rotary_factor", 1.0), self.config.get("partial_rotary_factor", 1.0)):
             if part != 1.0:
                 self.refuse("partial_rotary_factor", part, "1.0 (all of head_dim is rotated)")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != parameters.get("type", kind):
+            self.refuse(f"{key}.rope_type and {key}.type", [kind, parameters["type"]], "the same in both")
         if kind == "default":
             return Rope(theta)
         if kind != scaling:
             self.refuse(f"{key}.rope_type", kind, f"default or {scaling}")
             return Rope(theta)
         factor = self.number(f"{key}.factor", parameters.get("factor"))
-        original = "original_max_position_embeddings"
         positions = int(self.number(f"{key}.{original}", parameters.get(original, self.config.get(original))))
         if kind == "yarn":
             return Rope(theta, yarn=self._yarn(key, parameters, factor, positions))
@@ -163,7 +178,6 @@ class ConfigReader:
         *,
         qkv_bias: bool = False,
         qk_norm: bool = False,
-        default_head_dim: int | None = None,
         experts: Experts | None = None,
         latent: LatentAttention | None = None,
     ) -> Architecture:
@@ -176,9 +190,11 @@ class ConfigReader:
         if latent is not None:
             head_dim = latent.plain_dim + latent.rotary_dim
         else:
-            head_dim = self.integer("head_dim", default=default_head_dim or hidden // heads)
-        if latent is None and self.config.get("head_dim") is None and default_head_dim is None and hidden % heads:
+            head_dim = self.integer("head_dim", default=hidden // heads)
+        if latent is None and self.config.get("head_dim") is None and hidden % heads:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
+        if self.config.get("is_causal", True) not in (True, None):
+            self.refuse("is_causal", self.config["is_causal"], "true: attention that looks ahead is not supported")
         if (activation := self.config.get("hidden_act", "silu")) != "silu":
             self.refuse("hidden_act", activation, "silu")
         if experts is not None and experts.per_token > experts.count:
