@@ -19,9 +19,10 @@ AGENTS := runs/agents_sft_cpu/hugging_face/config.json
 TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
 # Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20
+# The seconds of every test are kept in build/TARGET.xml.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents demo demo-sglang sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents demo demo-sglang sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -31,10 +32,11 @@ help:
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
 	@echo "make agents     the model and data of yaml_recipes/agents_..._cpu.yaml"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
-	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ need it and are skipped without)"
-	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; its tests are skipped without)"
+	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ are skipped without)"
+	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; their tests are skipped without)"
 	@echo "make chromium   install Chromium from Debian's packages, as root (it opens pages; their tests are skipped without)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
+	@echo "make test-extras  those of them that need bubblewrap or Chromium, and nothing else"
 	@echo "make test-long  whole runs, kills and resumes"
 	@echo "make test-soak  trainings that must learn, and many faults in one run (an hour; before a release)"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
@@ -119,6 +121,9 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 
 test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)
+
+test-extras: $(SGLANG_INSTALLED)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m "needs and not long and not soak" $(ARGS)
 
 test-long: $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "long and not soak" $(ARGS)
