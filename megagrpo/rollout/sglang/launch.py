@@ -224,6 +224,7 @@ def fill_gaps_on_cpus() -> None:
     _stand_in("vllm._custom_ops", "rotary_embedding")
     if importlib.util.find_spec("torchvision") is None:
         _import_without_torchvision()
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none on CPUs"  # torch for CUDA brings NCCL, which SGLang would then open
     _sample_by_seed()
 
 
