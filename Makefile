@@ -53,7 +53,6 @@ $(INSTALLED): requirements/cpu.txt setup.py
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes, once"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=23.2" # older ones do not see some releases
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
