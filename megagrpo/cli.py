@@ -27,7 +27,9 @@ from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem
 from megagrpo.progress import is_terminal, shown_by, usual_display
 
 EXIT_INTERRUPTED = 130
-SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+NO_THREAD = "can't start new thread"
+"""A thread's EAGAIN, which Python raises as RuntimeError."""
 NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 """What is wrong with a path that a user named, wherever it is found first."""
 
@@ -59,19 +61,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except MegagrpoError as error:
         return _told(error, asked)
-    except (MemoryError, OSError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno in NAMES and error.filename:
             needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
             wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
             return _told(wrong, asked)
-        if isinstance(error, OSError) and error.errno not in SHORTAGES:
+        if not _is_shortage(error):
             raise
-        fix = "make room (disk, memory, ulimit -n), then start the same command again: a run continues"
+        room = "make room (disk, memory, ulimit -n)"
+        if NO_THREAD in str(error) or getattr(error, "errno", None) == errno.EAGAIN:
+            room = "allow more processes and threads (ulimit -u, or pids.max of the container or job)"
+        fix = f"{room}, then start the same command again: a run continues"
         shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
         return _told(shortage, asked)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _is_shortage(error: MemoryError | OSError | RuntimeError) -> bool:
+    """Says whether the machine lacks room for a command, and not the command is wrong."""
+    if isinstance(error, OSError):
+        return error.errno in SHORTAGES
+    return isinstance(error, MemoryError) or NO_THREAD in str(error)
 
 
 def _told(error: MegagrpoError, asked: argparse.Namespace) -> int:

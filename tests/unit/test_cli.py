@@ -1,5 +1,6 @@
 """The command line: exit codes, what is printed, and that nothing heavy is imported before it is needed."""
 
+import errno
 import json
 import os
 import resource
@@ -137,6 +138,22 @@ def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "Too many open files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+)
+def test_a_lack_of_threads_or_processes_names_the_limit_to_raise(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What threading and os.fork raise where the user, the container or the job may start no more."""
+
+    def refuse(asked: object) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor_command, "doctor", refuse)
+    assert cli.main(["doctor"]) == EXIT_RUN_FAILED
+    assert "ulimit -u" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["model.path", "track.directory", "checkpoint.directory", "model.chat_template"])
