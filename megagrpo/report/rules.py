@@ -17,6 +17,7 @@ Series = Mapping[str, np.ndarray]
 """Metrics by name: float64 [steps], NaN where a step has no such metric."""
 
 HELD_OUT = re.compile(r"eval/[^/]+/mean@\d+")
+WITH_INTERVAL = re.compile(rf"{HELD_OUT.pattern}(/low|/high)?")
 
 SHORT, LONG = 5, 20
 """How many known values a mean is over: SHORT for a metric that jumps, LONG for one that is noisy."""
@@ -27,7 +28,7 @@ TRUNCATED_SHARE = 0.2
 SIGNAL_SHARE = 0.1
 MISMATCH_K3 = 0.01
 OLD_SHARE, EFFECTIVE_SHARE = 0.5, 0.8
-HELD_OUT_LOSS, EVALUATIONS = 0.02, 3
+EVALUATIONS = 2
 ERRORS_SHARE = 0.05
 
 
@@ -136,22 +137,23 @@ def _overfitting(series: Series) -> np.ndarray:
     found = np.zeros(len(reward), bool)
     for name, values in series.items():
         if HELD_OUT.fullmatch(name):
-            found |= _below_its_best(values, reward)
+            found |= _below_its_best(values, _column(series, f"{name}/low"), _column(series, f"{name}/high"), reward)
     return found
 
 
-def _below_its_best(scores: np.ndarray, reward: np.ndarray) -> np.ndarray:
-    """Where a set's newest score is below its best, and the reward higher than it was at that best: bool [steps].
+def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, reward: np.ndarray) -> np.ndarray:
+    """Finds where a set's newest EVALUATIONS intervals end below that of its best score, and the reward is higher than
+    it was at that best: bool [steps].
 
-    scores, reward: float64 [steps]; scores are NaN at steps without an evaluation.
+    scores, low, high, reward: float64 [steps]; the first three are NaN at steps without an evaluation.
     """
     evaluations = np.flatnonzero(np.isfinite(scores))
-    best, holds = 0, [False]
-    for number, step in enumerate(evaluations, 1):
-        if number == 1 or scores[step] > scores[best]:
+    best, below, holds = 0, 0, [False]
+    for number, step in enumerate(evaluations):
+        if number == 0 or scores[step] > scores[best]:
             best = int(step)
-        lost = scores[step] < scores[best] - HELD_OUT_LOSS
-        holds.append(bool(number >= EVALUATIONS and lost and reward[step] > reward[best]))
+        below = below + 1 if high[step] < low[best] and reward[step] > reward[best] else 0
+        holds.append(below >= EVALUATIONS)
     return np.repeat(holds, np.diff([0, *evaluations, len(scores)]))
 
 
@@ -234,9 +236,9 @@ RULES: dict[AlertName, Rule] = {
     ),
     "overfitting": Rule(
         "reward without held-out gain",
-        ("reward/mean", "eval/{set}/mean@{k}"),
-        f"A held-out set's score is more than {HELD_OUT_LOSS:g} below its best, at one of at least {EVALUATIONS} "
-        "evaluations, while the training reward is higher than it was then.",
+        ("reward/mean", "eval/{set}/mean@{k}", "eval/{set}/{metric}/low", "eval/{set}/{metric}/high"),
+        f"In {EVALUATIONS} evaluations in a row a held-out set's score is below its best by more than chance: its 95 % "
+        "interval ends where that of the best has not begun. The training reward is higher than it was then.",
         "The policy learns the training prompts, or to please the reward. Keep the best checkpoint "
         "(`checkpoint.keep_best`), stop there (`eval.early_stopping`), add prompts, and read held-out responses of "
         "both steps.",

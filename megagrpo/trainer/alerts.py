@@ -11,7 +11,7 @@ import numpy as np
 
 from megagrpo.errors import AlertError, Problem
 from megagrpo.recipe.schema.rollout import AlertName
-from megagrpo.report.rules import HELD_OUT, RULES
+from megagrpo.report.rules import RULES, WITH_INTERVAL
 from megagrpo.report.run import read_run
 
 READ = {name for rule in RULES.values() for name in rule.reads}
@@ -37,7 +37,9 @@ class Alerts:
         self._stop = {name for name, action in actions.items() if action == "stop"}
         self._holding = set[AlertName]()
         before = read_run(directory)
-        read = {name: values for name, values in before.metrics.items() if name in READ or HELD_OUT.fullmatch(name)}
+        read = {
+            name: values for name, values in before.metrics.items() if name in READ or WITH_INTERVAL.fullmatch(name)
+        }
         self._steps, self._count = _grown(before.steps.astype(np.float64), FIRST_CAPACITY), len(before.steps)
         self._columns = {name: _grown(values, FIRST_CAPACITY) for name, values in read.items()}
 
@@ -70,13 +72,17 @@ class Alerts:
         if self._count == len(self._steps):
             self._steps = _grown(self._steps, 2 * self._count)
             self._columns = {name: _grown(column, 2 * self._count) for name, column in self._columns.items()}
-        read = {name: value for name, value in metrics.items() if name in READ or HELD_OUT.fullmatch(name)}
+        read = {name: value for name, value in metrics.items() if _is_read(name)}
         for name in read.keys() - self._columns.keys():
             self._columns[name] = np.full(len(self._steps), np.nan)
         self._steps[self._count] = step
         for name, column in self._columns.items():
             column[self._count] = read.get(name, np.nan)
         self._count += 1
+
+
+def _is_read(metric: str) -> bool:
+    return metric in READ or WITH_INTERVAL.fullmatch(metric) is not None
 
 
 def _grown(values: np.ndarray, capacity: int) -> np.ndarray:
