@@ -22,6 +22,29 @@ _LAST_STOP = re.compile(r"[.!]\Z")
 _HOPE = re.compile(r"(?i)I hope it is correct")
 
 
+class _Plain(dict[int, int | None]):
+    """For str.translate: full-width forms are ASCII's, and what has no width is left out."""
+
+    def __missing__(self, code: int) -> int | None:
+        of_width = (
+            code - 0xFEE0 if 0xFF01 <= code <= 0xFF5E and code != 0xFF0C else code
+        )  # its comma parts no thousands
+        self[code] = None if unicodedata.category(chr(code)) == "Cf" else of_width
+        return self[code]
+
+
+_PLAIN = _Plain()
+
+
+def plain(text: str) -> str:
+    """The text with full-width letters, digits and signs as those of ASCII, and without zero-width characters.
+
+    >>> plain("１０\u200b＋Ａ"), plain("½²，é")
+    ('10+A', '½²，é')
+    """
+    return text if text.isascii() else text.translate(_PLAIN)
+
+
 def after_thinking(response: str, prompt_text: str = "") -> str:
     """What follows the reasoning: the text after the last `</think>`, and before a `<think>` that is not closed.
 
@@ -111,12 +134,13 @@ def blocks(text: str) -> list[Block]:
 
 
 def last_program(text: str) -> str | None:
-    r"""The last of `blocks` that is Python, or that names no language; None if there is none.
+    r"""The last of `blocks` that is labelled as Python, else the last without a label, which may be output; or None.
 
     >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
-    'second\n'
+    'first\n'
     """
-    return next((block.text for block in reversed(blocks(text)) if _PYTHON.fullmatch(block.label)), None)
+    found = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block.label)]
+    return next((block.text for block in [*filter(lambda block: block.label, found), *found]), None)
 
 
 class _Punctuation(dict[int, int | None]):
@@ -154,7 +178,7 @@ def squad_words(text: str) -> list[str]:
     >>> squad_words("5/6 at 1:30, 1990–1995, 1½, 10⁻³, C++")
     ['5/6', 'at', '1:30', '1990-1995', '1', '1/2', '10^-3', 'c']
     """
-    text = unicodedata.normalize("NFKC", _POWER.sub("^", _FRACTION.sub(" ", text))).lower()
+    text = unicodedata.normalize("NFKC", _POWER.sub("^", _FRACTION.sub(" ", text))).casefold()
     text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, _FIRST_POINT.sub("0.", text)))
     words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
     return [word for word in words if word not in _ARTICLES] or words

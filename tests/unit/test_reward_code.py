@@ -143,6 +143,7 @@ def test_equal_to_all_is_equal_to_nothing() -> None:
     [
         ("```python\na\n```\n```c\nb\n```", "a\n"),
         ("```\na\n```\ntext\n```py\nb\n```\n", "b\n"),
+        ("```python\na\n```\nOutput:\n```\nb\n```\n", "a\n"),
         ("```Python3.11 title=x\na\n```", "a\n"),
         ("1. So:\n   ```python\n   if a:\n       b\n\n   ```", "if a:\n    b\n\n"),
         ("- ```python\n  a\n  ```", "a\n"),

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
+from itertools import count
 from pathlib import Path
 from pkgutil import walk_packages
 
@@ -120,7 +121,9 @@ def test_a_limit_of_words_is_for_answers_that_contain_a_text(name, arguments):
         module(name).make(**arguments)
 
 
-@pytest.mark.parametrize(("raised", "outcome"), [(TypeError, {"score": 0.0, "answer": "5"}), (MemoryError, None)])
+@pytest.mark.parametrize(
+    ("raised", "outcome"), [(TypeError, {"score": 0.0, "answer": "5", "limit_reached": 0.0}), (MemoryError, None)]
+)
 def test_what_math_cannot_compare_is_wrong_but_out_of_memory_is_no_score(monkeypatch, raised, outcome):
     math = made("math", "{}")
 
@@ -139,6 +142,20 @@ def test_a_ground_truth_that_math_cannot_compare_with_itself_is_refused(monkeypa
     monkeypatch.setattr("math_verify.verify", lambda *_, **__: [].pop())
     with pytest.raises(ValueError, match="ground truth"):
         math(r"\boxed{5}", "4")
+
+
+@pytest.mark.parametrize("truth", ["42", "0.5"])
+def test_an_answer_that_math_does_not_compare_within_its_limit_is_wrong_and_counted(monkeypatch, truth):
+    monkeypatch.setattr("megagrpo.reward.verifiers.math.LIMIT_SECONDS", 0.1)
+    assert made("math", "{}")(r"\boxed{9^{9^{9^{9}}}}", truth) == {"score": 0.0, "limit_reached": 1.0}
+    assert made("math", "{}")(rf"\boxed{{{truth}}}", truth)["limit_reached"] == 0.0
+
+
+def test_a_ground_truth_that_math_does_not_read_within_its_limit_is_refused(monkeypatch):
+    monkeypatch.setattr("megagrpo.reward.verifiers.math.LIMIT_SECONDS", 0.05)
+    monkeypatch.setattr("megagrpo.reward.verifiers.math.read_truth", lambda _: next(n for n in count() if n < 0))
+    with pytest.raises(ValueError, match="ground truth"):
+        made("math", "{}")(r"\boxed{43}", "43")
 
 
 EQUAL = (
@@ -192,5 +209,5 @@ def test_any_way_of_writing_a_number_equals_it(number, method, currency, tail):
     score = gsm8k.make(method)
     for written in (f"{sign}{currency}{size}", f"{sign}{currency}{size:,}"):
         response = f"so 3 #### {written}{tail}"
-        assert score(response, str(number)) == {"score": 1.0, "answer": gsm8k.plain(number)}
+        assert score(response, str(number)) == {"score": 1.0, "answer": gsm8k.number_text(number)}
         assert score(response, f"{number + 1:,}")["score"] == 0.0

@@ -9,7 +9,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 
-from megagrpo.reward.answer_text import after_thinking
+from megagrpo.reward.answer_text import after_thinking, plain
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 # 1,234,567.5 or 1234567.5 or .5; a comma that does not separate thousands is not part of a number.
@@ -54,8 +54,8 @@ def make(method: str = "strict") -> RewardCallable:
 
     def gsm8k(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
         truth = _truth(ground_truth)
-        number = extract(after_thinking(response, prompt_text))
-        return {"score": 0.0} if number is None else {"score": float(number == truth), "answer": plain(number)}
+        number = extract(plain(after_thinking(response, prompt_text)))
+        return {"score": 0.0} if number is None else {"score": float(number == truth), "answer": number_text(number)}
 
     return gsm8k
 
@@ -65,10 +65,10 @@ def solution(ground_truth: str) -> str:
     return f"#### {ground_truth.strip()}"
 
 
-def plain(number: Decimal) -> str:
+def number_text(number: Decimal) -> str:
     """One text for equal numbers: without leading and trailing zeros.
 
-    >>> [plain(Decimal(text)) for text in ("18", "0018.50", "-0.0", "1200")]
+    >>> [number_text(Decimal(text)) for text in ("18", "0018.50", "-0.0", "1200")]
     ['18', '18.5', '0', '1200']
     """
     text = f"{number:f}"
@@ -111,7 +111,7 @@ def _decimal(text: str) -> Decimal:
 @lru_cache(maxsize=65536)
 def _truth(ground_truth: str) -> Decimal:
     try:
-        truth = _decimal(ground_truth.strip())
+        truth = _decimal(plain(ground_truth).strip())
     except InvalidOperation:
         truth = Decimal("nan")
     if not truth.is_finite():

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, squad_words, tagged
+from megagrpo.reward.answer_text import after_thinking, plain, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 _BLANKS = re.compile(r"[^\S\n]+")
@@ -31,6 +31,12 @@ _STATED = re.compile(
     rf"|(?:(?<=nswer:)|(?<=nswers:))\s++(?=\(?[A-Z](?:[).:\n]|$)))"
     rf"({_ONE}(?:(?:, ?and |,? or | ?[,&/;] ?| and ){_ONE}(?![A-Za-z]| (?!and )[a-z]{{2}}))*)",
     re.MULTILINE,
+)
+# 正确答案是C。 答案：A、C 答えはBです 정답은 D: to the end of the sentence, with no letter but these and no "not"
+_STATED_IN_ASIA = re.compile(
+    r"(?:答案|正解|答え|选项|選項|应选|故选|정답|답)(?:应该|應該|应|應)?(?:是|为|為|选|選|は|은|는)? ?:? ?"
+    r"[(「“]?([A-Z](?:\)? ?(?:[,、和与與及]|，) ?\(?[A-Z]|[A-Z])*)(?![A-Za-z])(?=[^A-Z\n。?？]*(?:[。\n]|\Z))"
+    r"(?![^\n。]*(?:不是|不对|错误|或|還是|还是|ではない|아니))"
 )
 # What is behind it in its sentence, up to the reason, may name no other: "B and maybe C", "(B), (C) or (D)", "B. C."
 _SENTENCE = re.compile(r"(?:(?!\b(?:because|since|as|not|rather|instead|while|whereas)\b|[.!?](?:\s|$))[^\n])*+")
@@ -84,7 +90,7 @@ def make(letters: str = "ABCDEFGHIJ") -> RewardCallable:
     ) -> RewardReturn:
         choices = _choices(extra_info, letters)
         truth = _truth(ground_truth, letters, choices) if choices else truth_without_choices(ground_truth)
-        answer = _chosen(after_thinking(response, prompt_text), letters, choices)
+        answer = _chosen(plain(after_thinking(response, prompt_text)), letters, choices)
         return {"score": float(answer == truth), "answer": answer} if answer else {"score": 0.0}
 
     return multiple_choice
@@ -115,14 +121,16 @@ def _chosen(text: str, letters: str, choices: Mapping[str, str]) -> str:
 
 def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
     """What the last sentence such as "the answer is B" names; empty if that leaves a choice or is taken back."""
-    plain = _BLANKS.sub(" ", _WRAPPERS.sub("", text))
+    words = _BLANKS.sub(" ", _WRAPPERS.sub("", text))
     stated = None
-    for found in _STATED.finditer(plain):
+    for found in _STATED.finditer(words):
         stated = found
     if stated is not None:
-        return "" if _is_open(plain, stated) else _read(stated.group(1), letters, {})
+        return "" if _is_open(words, stated) else _read(stated.group(1), letters, {})
+    if in_asia := _STATED_IN_ASIA.findall(words):
+        return _in_order(re.sub(r"[^A-Z]", "", in_asia[-1]), letters)
     if choices:
-        _, said, tail = plain.rpartition("answer is ")
+        _, said, tail = words.rpartition("answer is ")
         return _by_text(tail.partition("\n")[0], choices) if said else ""
     return ""
 
@@ -142,18 +150,18 @@ def _read(text: str, letters: str, choices: Mapping[str, str], among: str = "") 
 
     `B. Paris` is no choice where `among`, the text around it, has each option once: that lists them all.
     """
-    plain = _BLANKS.sub(" ", _WRAPPERS.sub("", text)).strip() if len(text) < 2000 else ""
-    if len(plain) > 3 and (by_text := _by_text(plain, choices)):  # (B) is the letter, whatever options say
+    words = _BLANKS.sub(" ", _WRAPPERS.sub("", text)).strip() if len(text) < 2000 else ""
+    if len(words) > 3 and (by_text := _by_text(words, choices)):  # (B) is the letter, whatever options say
         return by_text
-    is_word = len(plain) > 3 and plain.islower() and "," not in plain and "(" not in plain
-    if not is_word and (found := _LETTERS.fullmatch(plain)):
+    is_word = len(words) > 3 and words.islower() and "," not in words and "(" not in words
+    if not is_word and (found := _LETTERS.fullmatch(words)):
         one = _in_order(re.sub(r"(?i)\band\b|[^A-Za-z]", "", found.group(1)).upper(), letters)
-        return one or _by_text(plain, choices)
-    if by_text := _by_text(plain, choices):
+        return one or _by_text(words, choices)
+    if by_text := _by_text(words, choices):
         return by_text
-    if (found := _LETTER_AND_TEXT.match(plain)) and not _REJECTED.match(plain, found.end(found.lastindex or 0)):
+    if (found := _LETTER_AND_TEXT.match(words)) and not _REJECTED.match(words, found.end(found.lastindex or 0)):
         letter = (found.group(1) or found.group(2)).upper()
-        options = Counter(one or other for one, other in _OPTION.findall(among or plain))
+        options = Counter(one or other for one, other in _OPTION.findall(among or words))
         return "" if len(options) > 1 and options[letter] == 1 else _in_order(letter, letters)
     return ""
 

@@ -1,7 +1,9 @@
 r"""Mathematical expressions compared by math-verify (https://github.com/huggingface/Math-Verify).
 
-math-verify's own time limits use SIGALRM, which only works on a main thread and outside long C calls. They are off
-here; the worker process that runs this is killed at the time limit instead.
+Before it, texts are put into its notation (notation.py), what it would misread is compared by itself (kinds.py), and
+expressions by their values (numbers.py). Its own time limits, of seconds on a clock, are off: the limit here is of
+computing, so that a busy machine gives the same scores. Inside of a long C call it waits for that to end; the worker
+process that runs this is killed at the recipe's time limit.
 """
 
 from __future__ import annotations
@@ -10,16 +12,27 @@ import itertools
 import logging
 import math
 import re
-from functools import lru_cache
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, final_answer, tagged
+from megagrpo.reward.answer_text import after_thinking, final_answer, plain, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.verifiers.math.kinds import same_kind
+from megagrpo.reward.verifiers.math.notation import in_ascii, joined_boxes, readable, readings
+from megagrpo.reward.verifiers.math.numbers import same_values
 from megagrpo.reward.verifiers.strict_math import normalised
 
 if TYPE_CHECKING:
     import sympy
+
+LIMIT_SECONDS, AGAIN_SECONDS = 2.0, 0.1
+"""How long a ground truth may be read, and an answer compared, and when it is ended again if that was caught."""
 
 TAIL_CHARACTERS = 2000
 """Where a response marks no answer, one is looked for in so much of it: math-verify's patterns take long on texts."""
@@ -58,11 +71,9 @@ _DENIED_NUMBER = re.compile(
     rf"{_NOT}(?:[^\w:;,.]+[A-Za-z]+){{0,2}}[^\w:;,.]*\d[\d.,]*\D*$"
     r"|\d\W*(?:is|was)(?:n['’]t| not| wrong| incorrect)\b\D*$"
 )
+_ANSWER_IS = re.compile(r"(?i)\banswer(?:\s+is)?\b\s*:?[*\s]*")
+_OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z]))\s*")
 _STATEMENT = re.compile(r"[\d,;]|\.\s")
-
-_SHORT_BINOMIAL = re.compile(r"\\binom\s*(\w)\s*(\w)")
-_BOUND = r"([^<>=\\]+|\\?[^<>=\\]*\\infty[^<>=\\]*)"
-_FALLING = re.compile(rf"\s*{_BOUND}(>|\\geq?(?![a-z]))([^<>=\\]+)(>|\\geq?(?![a-z])){_BOUND}\s*")
 
 
 def make() -> RewardCallable:
@@ -70,53 +81,39 @@ def make() -> RewardCallable:
 
     The answer is the last `\boxed{}` of what follows the reasoning, or what "The final answer is" names behind it, else
     the last `<answer>…</answer>`, else what math-verify finds near the last "answer" or the end. Several answers stand
-    in one, as `\boxed{1, 2}`. Each side of an equation must be right, but for a name on its left, as in `x = 2`; what
-    math-verify passes over (`\neq`, `\to`, `\vee`, not, wrong) is wrong unless the truth has it. The ground truth is
-    LaTeX or plain text, with or without `$` or `\boxed{}`; ValueError if it is none. `answer` of equal answers is one
-    text where it is not too large to work out; of right ones it always is.
+    in one, as `\boxed{1, 2}`, or in boxes of one sentence. Each side of an equation must be right, but for a name on
+    its left, as in `x = 2`; what math-verify passes over (`\neq`, `\to`, `\vee`, not, wrong) is wrong unless the truth
+    has it. The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`; ValueError if it is none, or is
+    not read in LIMIT_SECONDS. An answer that is not compared in them is wrong; the metric limit_reached is then 1.
+    `answer` of equal answers is one text where it is not too large to work out; of right ones it always is.
     Imports sympy: about a second.
 
     >>> verify = make(); verify(response=r"It is \boxed{\frac{2}{4}}.", ground_truth="0.5")
-    {'score': 1.0, 'answer': '1/2'}
+    {'score': 1.0, 'answer': '1/2', 'limit_reached': 0.0}
     >>> verify(response=r"\boxed{1}, no: \boxed{x^2 - 1}", ground_truth="(x + 1)^2")
-    {'score': 0.0, 'answer': 'x**2 - 1'}
+    {'score': 0.0, 'answer': 'x**2 - 1', 'limit_reached': 0.0}
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-    from math_verify import parse
 
     @lru_cache(maxsize=4096)
-    def parsed_truth(ground_truth: str) -> tuple[list[Any], str]:
-        boxed = last_boxed(ground_truth)
-        text = readable(ground_truth if boxed is None else f"\\boxed{{{boxed}}}")
-        truth = parse(text if "$" in text or boxed is not None else f"${text}$", parsing_timeout=None)
-        if not truth:
-            raise ValueError(f"the ground truth {ground_truth[:200]!r} is not an expression")
-        return truth, answer_text(truth)
+    def truth_of(ground_truth: str) -> Truth:
+        with time_limit():
+            return read_truth(ground_truth)
 
     def verified(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
-        truth, truth_text = parsed_truth(ground_truth)
-        text = after_thinking(response, prompt_text)
-        given = final_answer(text)
-        given = tagged(text, "answer") if given is None else given
-        if given is None and "\\boxed{" in text:
-            return {"score": 0.0}  # the last one is not closed: where the answer ends is not known
-        if given is not None and len(given) > max(ANSWER_CHARACTERS_MAX, 2 * len(ground_truth)):
-            return {"score": 0.0}
-        if leaves_out(given, ground_truth) if given is not None else is_denied(unmarked(text)):
-            return {"score": 0.0}
-        # math-verify reads several boxes as a set, so the last one alone is handed to it
-        marked = unmarked(text) if given is None else f"\\boxed{{{readable(given)}}}"
-        answer = parse(marked, parsing_timeout=None)
-        if not answer or terms(answer[0]) > max(TERMS_MAX, terms(truth[0])):
-            return {"score": 0.0}
-        sides = expressions(given or "") if "=" not in _outermost(ground_truth) else []
-        sides_right = (equal(truth, parse(f"\\boxed{{{side}}}", parsing_timeout=None)) for side in sides)
-        if equal(truth, answer) and all(sides_right):
-            return {"score": 1.0, "answer": truth_text}
-        text = answer_text(answer)
-        return {"score": 0.0, "answer": text if text != truth_text else given or text} if text else {"score": 0.0}
+        try:
+            truth = truth_of(ground_truth)
+        except LimitReachedError:
+            problem = f"the ground truth {ground_truth[:200]!r} is not read within {LIMIT_SECONDS:g} s"
+            raise ValueError(problem) from None
+        try:
+            with time_limit():
+                found = compared(truth, after_thinking(response, prompt_text))
+        except LimitReachedError:
+            return {"score": 0.0, "limit_reached": 1.0}
+        return {**found, "limit_reached": 0.0}
 
-    verified("$1$", "1")  # the first parse builds the grammar, which would count for the first response
+    compared(read_truth("$1$"), "$1$")  # the first parse builds the grammar, which would count for the first response
     return verified
 
 
@@ -125,8 +122,122 @@ def solution(ground_truth: str) -> str:
     return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
 
 
+class LimitReachedError(BaseException):
+    """A text was not read or compared in LIMIT_SECONDS. No Exception: sympy catches those."""
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Raises LimitReachedError in what runs within it after LIMIT_SECONDS of computing; never off the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise LimitReachedError
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_SECONDS, AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A ground truth that has been read."""
+
+    given: str
+    latex: str
+    parsed: list[Any]
+    """What math-verify makes of it."""
+    text: str
+    of_kind: bool
+    """It is compared by `same_kind`."""
+
+
+def read_truth(ground_truth: str) -> Truth:
+    """Raises ValueError if it is neither an expression nor of a kind of its own."""
+    from math_verify import parse
+
+    boxed = last_boxed(ground_truth)
+    latex = readable(ground_truth if boxed is None else boxed)
+    latex = latex[1:-1].strip() if latex.count("$") == 2 and latex[0] == latex[-1] == "$" else latex
+    of_kind = same_kind(latex, latex) is True
+    found = parse(latex, parsing_timeout=None) if "$" in latex else parsed(latex)
+    if not found and not of_kind:
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} is not an expression")
+    return Truth(in_ascii(ground_truth), latex, found, normalised(latex) if of_kind else answer_text(found), of_kind)
+
+
+def compared(truth: Truth, text: str) -> dict[str, Any]:
+    """The score of a response without its reasoning, and its answer."""
+    given = final_answer(text)
+    given = tagged(text, "answer") if given is None else given
+    if given is None and "\\boxed{" in text:
+        return {"score": 0.0}  # the last one is not closed: where the answer ends is not known
+    if given is None and truth.of_kind and same_kind(truth.latex, readable(stated(text))) is not None:
+        given = stated(text)
+    found = scored(truth, text, given)
+    several = "," in _outermost(truth.latex.strip("\\{} "))
+    if not found["score"] and several and (boxes := joined_boxes(text)):
+        of_all = scored(truth, text, boxes)
+        return of_all if of_all["score"] else found
+    return found
+
+
+def scored(truth: Truth, text: str, given: str | None) -> dict[str, Any]:
+    """The score of an answer, or of a text that marks none."""
+    from math_verify import parse
+
+    if given is not None and len(given) > max(ANSWER_CHARACTERS_MAX, 2 * len(truth.given)):
+        return {"score": 0.0}
+    if given is not None and (same := same_kind(truth.latex, readable(given))) is not None:
+        return {"score": 1.0, "answer": truth.text} if same else {"score": 0.0, "answer": given}
+    if leaves_out(in_ascii(given), truth.given) if given is not None else is_denied(unmarked(text)):
+        return {"score": 0.0}
+    # math-verify reads several boxes as a set, so the last one alone is handed to it
+    answer = (
+        parse(plain(unmarked(text)).replace("\\$", ""), parsing_timeout=None)
+        if given is None
+        else parsed(readable(given))
+    )
+    if not answer:
+        return {"score": 0.0}
+    sides = expressions(in_ascii(given or "")) if "=" not in _outermost(truth.given) else []
+    if equal(truth.parsed, answer) and all(equal(truth.parsed, parsed(side)) for side in sides):
+        return {"score": 1.0, "answer": truth.text}
+    text = answer_text(answer)
+    return {"score": 0.0, "answer": text if text != truth.text else given or text} if text else {"score": 0.0}
+
+
+def parsed(latex: str) -> list[Any]:
+    """What math-verify makes of LaTeX: an expression for each way to read it, and texts. Empty if it is nothing."""
+    from math_verify import parse
+
+    found: list[Any] = []
+    for reading in readings(latex):
+        parts = [parse(f"\\boxed{{{part}}}", parsing_timeout=None) for part in _OR.split(reading)]
+        union = _union([part[0] for part in parts if part]) if len(parts) > 1 else None
+        found += parse(f"\\boxed{{{reading}}}", parsing_timeout=None) if union is None else [union, reading]
+    return found
+
+
+def _union(relations: list[Any]) -> Any:
+    """The numbers that keep to one of several inequalities, None if they are none."""
+    import sympy
+
+    try:
+        sets = [part.as_set() if isinstance(part, sympy.core.relational.Relational) else part for part in relations]
+    except UNREADABLE:
+        return None
+    return sympy.Union(*sets) if all(isinstance(part, sympy.Set) and part.is_Interval for part in sets) else None
+
+
 def equal(truth: list[Any], answer: list[Any]) -> bool:
-    """Whether math-verify holds them to be equal. What it cannot compare is not.
+    """Whether their values or math-verify tell that they are equal. What cannot be compared is not.
 
     ValueError if the truth cannot be compared with itself. MemoryError, as far as math-verify and sympy let it out.
     """
@@ -134,17 +245,22 @@ def equal(truth: list[Any], answer: list[Any]) -> bool:
     from math_verify import verify
 
     unreadable = (*UNREADABLE, sympy.PolynomialError)
-    if not answer or terms(answer[0]) > max(TERMS_MAX, terms(truth[0])):
+    pairs = itertools.product(*([one for one in side if not isinstance(one, str)] for side in (truth, answer)))
+    by_values = [same_values(*pair) for pair in pairs]
+    if True in by_values or (by_values and None not in by_values):
+        return True in by_values
+    if not answer or not truth or terms(answer[0]) > max(TERMS_MAX, terms(truth[0])):
         return False
+    compare = partial(verify, allow_set_relation_comp=True, timeout_seconds=None)
     try:
-        return bool(verify(truth, answer, timeout_seconds=None, raise_on_error=True))
+        return bool(compare(truth, answer, raise_on_error=True))
     except unreadable:
         pass
     try:
-        verify(truth, truth, timeout_seconds=None, raise_on_error=True)
+        compare(truth, truth, raise_on_error=True)
     except unreadable as reason:
         raise ValueError(f"the ground truth cannot be compared: {type(reason).__name__}: {reason}") from None
-    return bool(verify(truth, [text for text in answer if isinstance(text, str)], timeout_seconds=None))
+    return bool(compare(truth, [text for text in answer if isinstance(text, str)]))
 
 
 def leaves_out(latex: str, ground_truth: str) -> bool:
@@ -201,6 +317,17 @@ def is_denied(text: str) -> bool:
     return _DENIED_NUMBER.search(text[text.rfind("\n", 0, end + 1) + 1 :].partition("\n")[0]) is not None
 
 
+def stated(text: str) -> str:
+    """What follows the last "answer is" up to the end of the line or sentence, else the last line.
+
+    >>> stated("The answer is 10:30 AM. So it is late."), stated("So it is:\\n12:00"), stated("**Answer:** $x$")
+    ('10:30 AM', '12:00', 'x')
+    """
+    tail = unmarked(text).strip()
+    *_, said = _ANSWER_IS.split(tail) if _ANSWER_IS.search(tail) else tail.splitlines() or [""]
+    return re.split(r"\n|\.\s", said.strip(), maxsplit=1)[0].strip("*$. ")
+
+
 def _outermost(latex: str) -> str:
     """The LaTeX with a point for each character in brackets and environments, so that places stay the same."""
     latex = _ENVIRONMENT.sub(lambda found: "." * len(found.group()), latex)
@@ -218,21 +345,6 @@ def unmarked(text: str) -> str:
     start = max(len(text) - TAIL_CHARACTERS, 0)
     word = text.lower().rfind("answer")
     return text[word : word + TAIL_CHARACTERS] if 0 <= word < start else text[start:]
-
-
-def readable(latex: str) -> str:
-    r"""The answer in a form that math-verify reads: degrees as LaTeX, `\binom52` with braces, 2 > x > 1 turned round.
-
-    >>> [readable(text) for text in ("30°", r"\binom52", r"2 > x \ge 1", "12.", r"\text{a}")]
-    ['30^\\circ', '\\binom{5}{2}', '1 \\le x < 2', '12', '\\text{a}']
-    """
-    latex = latex.replace("°", r"^\circ").strip().removesuffix(".")
-    latex = _SHORT_BINOMIAL.sub(r"\\binom{\1}{\2}", latex)
-    if found := _FALLING.fullmatch(latex):
-        high, first, middle, second, low = found.groups()
-        low_sign, high_sign = ("<" if sign == ">" else "\\le" for sign in (second, first))
-        return f"{low.strip()} {low_sign} {middle.strip()} {high_sign} {high.strip()}"
-    return latex
 
 
 def answer_text(parsed: list[Any]) -> str:
