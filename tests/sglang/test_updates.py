@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.sglang import client
 from megagrpo.rollout.sglang.answers import TOKENS_PER_PART
-from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request
@@ -29,15 +27,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@contextmanager
-def held(served: Served, engine: SglangEngine, on_the_way: int) -> Iterator[None]:
-    """The server begins nothing that it is sent in here. At the end it begins, once so many requests are on the way."""
-    served.post("/pause_generation", {"mode": "in_place"})
-    yield
-    wait_until(lambda: engine._client.run(engine._gate.count()) == on_the_way)
-    served.post("/continue_generation", {})
-
-
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():
@@ -49,20 +38,20 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
     tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
     new = tied_server.weights(1)
-    # They end by themselves: those that wait for them begin only then.
-    running = [request(ENDLESS_PROMPT, SamplingParams(200, temperature=0.0), index=i) for i in range(AT_ONCE)]
+    running = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
     with tied_server.trained(pause="in_place") as (engine, trainer):
-        with held(tied_server, engine, AT_ONCE):
-            future = pool.submit(generate, engine, [*running, *OTHERS])
+        future = pool.submit(generate, engine, [*running, *OTHERS])
+        tied_server.wait_for_requests(AT_ONCE)
         tied_server.wait_for_batches(5)
         trainer.sync(1, new)
+        tied_server.wait_for_batches(5)
+        engine.give_back(range(AT_ONCE))  # the others begin only now
         samples = future.result(WAIT_SECONDS)
     mixed = [sample for sample in samples if len(set(sample.versions)) == 2]
-    assert 0 < len(mixed) <= AT_ONCE
-    assert any((sample.versions == 1).all() for sample in samples)
-    for one, sample in zip([*running, *OTHERS], samples, strict=True):
-        if (sample.versions == 1).all():  # with the prompt's old keys and values they would differ by far more
-            assert difference(new, one, sample).max() < 1e-5
+    assert len(mixed) == AT_ONCE
+    for one, sample in zip(OTHERS, samples[AT_ONCE:], strict=True):
+        assert (sample.versions == 1).all()
+        assert difference(new, one, sample).max() < 1e-5  # by far more with the prompt's old keys and values
 
 
 def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_of_the_new_weights(
@@ -82,21 +71,22 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
 
 
 def test_what_is_given_back_goes_on_where_it_ended(tied_server: Served, pool: ThreadPoolExecutor) -> None:
-    """On any engine: here on the same one, among other requests."""
-    asked = [request(PROMPT, SamplingParams(120), seed=seed, index=seed) for seed in range(AT_ONCE)]
+    """On any engine: here on the same one, among other requests. They end by themselves, the last after hundreds of
+    tokens."""
+    asked = [request(PROMPT, SamplingParams(2000), seed=seed, index=seed) for seed in range(AT_ONCE)]
     with tied_server.trained() as (engine, _):
-        whole = generate(engine, asked)
-        with held(tied_server, engine, AT_ONCE):
-            future = pool.submit(generate, engine, asked)
-        tied_server.wait_for_batches(3)
+        future = pool.submit(generate, engine, asked)
+        tied_server.wait_for_batches(5)
         engine.give_back(range(AT_ONCE))
         begun = future.result(WAIT_SECONDS)
-        assert any(0 < len(sample.tokens) < 120 and sample.finish == "abort" for sample in begun)
-        again = [
-            replace(one, begun=sample) if sample.finish == "abort" else one
-            for one, sample in zip(asked, begun, strict=True)
+        assert any(len(sample.tokens) > 0 and sample.finish == "abort" for sample in begun)
+        asked = [
+            replace(one, sampling=SamplingParams(len(part.tokens) + 20)) for one, part in zip(asked, begun, strict=True)
         ]
-        for one, sample in zip(whole, generate(engine, again), strict=True):
+        again = [
+            replace(one, begun=part) if part.finish == "abort" else one for one, part in zip(asked, begun, strict=True)
+        ]
+        for one, sample in zip(generate(engine, asked), generate(engine, again), strict=True):
             assert sample.tokens.tolist() == one.tokens.tolist()
             assert (sample.finish, sample.text) == (one.finish, one.text)
             np.testing.assert_allclose(sample.logprobs, one.logprobs, atol=1e-4)
@@ -146,11 +136,12 @@ def test_requests_are_finished_before_an_update_that_waits_for_them(
 ) -> None:
     asked = [request(PROMPT, SamplingParams(60), seed=seed, index=seed) for seed in range(AT_ONCE)]
     with tied_server.trained(pause="finish") as (engine, trainer):
-        with held(tied_server, engine, AT_ONCE):
-            future = pool.submit(generate, engine, asked)
-            wait_until(lambda: engine._client.run(engine._gate.count()) == AT_ONCE)
-            update = pool.submit(trainer.sync, 1, tied_server.weights(1))
-            wait_until(lambda: engine._gate.held)
+        tied_server.post("/pause_generation", {"mode": "in_place"})  # none ends before the update begins
+        future = pool.submit(generate, engine, asked)
+        wait_until(lambda: engine._client.run(engine._gate.count()) == AT_ONCE)
+        update = pool.submit(trainer.sync, 1, tied_server.weights(1))
+        wait_until(lambda: engine._gate.held)
+        tied_server.post("/continue_generation", {})
         assert all((sample.versions == 0).all() for sample in future.result(WAIT_SECONDS))
         update.result(WAIT_SECONDS)
 
