@@ -79,6 +79,13 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def pointer_problem(path: str, start: bytes) -> Problem | None:
+    """What is wrong with a file that begins so, if it stands for one that git-lfs has not fetched."""
+    if not start.startswith(b"version https://git-lfs"):
+        return None
+    return Problem(path, "a Git LFS pointer: the file itself was not fetched", "the file", "git lfs pull, in its clone")
+
+
 class RecipeError(MegagrpoError):
     """The recipe, or an override, is not valid."""
 

@@ -17,7 +17,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
-from megagrpo.weights.families import read_architecture, tensors_of
+from megagrpo.weights.families import read_architecture, refuse_adapter, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.files.loading import ModelFiles
 from megagrpo.weights.sides import checkpoint, torch_dist
@@ -111,6 +111,7 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
         return _hugging_face_source(path, model)
     if training is not None:
         return _training_source(training, model, otherwise)
+    refuse_adapter(path)
     given = "no such directory" if not path.is_dir() else "a directory with none of them"
     needed = (
         f"a Hugging Face model ({CONFIG}), a Megatron-LM torch_dist checkpoint ({TRACKER} or {METADATA}), "

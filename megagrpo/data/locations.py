@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megagrpo.data.reasoning_gym import is_task, package_version, task_problem
-from megagrpo.errors import DataError, Problem, first_line
+from megagrpo.errors import DataError, Problem, first_line, pointer_problem
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".arrow")
 NEEDED = "a parquet, JSONL, JSON or Arrow file, or a folder of such files"
+POINTER_BYTES_MAX = 1024
+"""A Git LFS pointer is smaller."""
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json", "indices.arrow")
 """What the `datasets` package writes beside its data files."""
 
@@ -59,7 +61,7 @@ def files_of(path: str) -> list[str]:
 
 
 def path_problem(path: str) -> Problem | None:
-    """What is wrong with the path of one file, as far as it is known without opening it."""
+    """What is wrong with the path of one file, as far as it is known without reading its rows."""
     if is_task(path):
         return task_problem(path)
     if not is_remote(path):
@@ -72,9 +74,10 @@ def path_problem(path: str) -> Problem | None:
     if not suffix_of(path):
         given, fix = f"extension {posixpath.splitext(path)[1]!r}", "convert it, or rename it if only the name is wrong"
         return Problem(f"{path}: unknown kind of file", given, needed=" or ".join(SUFFIXES), fix=fix)
-    if size_and_version(path)[0] == 0:
+    size, _ = size_and_version(path)
+    if size == 0:
         return Problem(f"{path}: the file is empty", given="0 bytes", needed="at least one row")
-    return None
+    return None if size > POINTER_BYTES_MAX or is_remote(path) else pointer_problem(path, Path(path).read_bytes())
 
 
 def near_file(path: Path) -> Path | None:

@@ -141,6 +141,8 @@ def test_a_wrong_function_of_an_evaluation_set_is_named_with_its_place(tmp_path:
         ("model/tokenizer.json", None, "no tokenizer"),
         ("model/tokenizer.json", b"{}", "tokenizer.json"),
         ("model/tokenizer_config.json", b"{}", "chat template"),
+        ("model/config.json", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        ("train.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         ("train.jsonl", b"", "data.train.0.path"),
         ("train.jsonl", b'{"question": "1+1", "answer": "2"}\n', "'data_source'"),
         ("train.jsonl", b'{"prompt": "\xe9"}\n', "line 1"),

@@ -147,6 +147,62 @@ def test_files_that_are_no_safetensors_are_named(model: Path) -> None:
         load_one(model)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+
+
+@pytest.mark.parametrize(
+    ("renamed", "written", "words"),
+    [
+        ("", {"model.safetensors": POINTER}, ["model.safetensors", "Git LFS"]),
+        ("", {"config.json": POINTER}, ["config.json", "Git LFS"]),
+        ("model.safetensors", {"pytorch_model.bin": ""}, ["pytorch_model.bin", "save_pretrained"]),
+        ("model.safetensors", {"model-00001-of-00002.safetensors": ""}, ["model.safetensors.index.json"]),
+        ("model.safetensors", {"adapter_config.json": "{}"}, ["an adapter", "merge-lora"]),
+        ("", {"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, ["model.safetensors.index"]),
+        ("", {"model-00001-of-00002.safetensors": ""}, ["model-00001-of-00002.safetensors", "earlier save"]),
+        ("model.safetensors", {"model.safetensors.index.json": '{"weight_map": {"a": "b", "c": "d"}}'}, ["2 of its 2"]),
+    ],
+)
+def test_files_in_place_of_the_models_weights_are_one_problem(
+    renamed: str, written: dict[str, str], words: list[str], model: Path
+) -> None:
+    if renamed:
+        (model / renamed).unlink()
+    for name, text in written.items():
+        (model / name).write_text(text)
+    refused(model, 1, *words)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "base_model.model.", "module.", ""])
+def test_names_that_begin_otherwise_are_one_problem(prefix: str, model: Path) -> None:
+    names = {name: prefix + (name if prefix else name.removeprefix("model.")) for name in saved(model)}
+    save_file({names[name]: tensor for name, tensor in saved(model).items()}, model / "model.safetensors")
+    refused(model, 1, prefix or "without model.", "model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("model.layers.3.self_attn.q_proj.bias", False),
+        ("model.layers.0.mlp.experts.0.up_proj.lora_A.weight", False),
+        ("model.norm.bias", False),
+        ("lm_head.bias", False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("model.layers.4.eh_proj.weight", True),
+        ("mtp.layers.0.eh_proj.weight", True),
+    ],
+)
+def test_only_tensors_outside_of_the_models_layers_and_modules_may_be_left_out(
+    name: str, taken: bool, model: Path
+) -> None:
+    save_file(saved(model) | {name: torch.zeros(3)}, model / "model.safetensors")
+    if taken:
+        load_one(model)
+        assert extra_tensors(model) == [name]
+    else:
+        refused(model, 1, name)
+
+
 def test_only_the_bytes_that_a_rank_owns_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values taken from the files, against what the manifest holds."""
     counts, real = [], loading.read_region

@@ -54,4 +54,13 @@ def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
 
 def read_architecture(directory: str | Path) -> Architecture:
     """The architecture of the model in `directory`, from its config.json. Raises ModelError."""
+    refuse_adapter(Path(directory))
     return architecture_of(read_json(Path(directory) / "config.json", "a Hugging Face model directory"))
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raises ModelError for a directory of PEFT's that has no weights but an adapter's."""
+    if (directory / "adapter_config.json").is_file() and not any(directory.glob("model*.safetensors")):
+        given, needed = "an adapter (adapter_config.json) without its model", "a Hugging Face model directory"
+        fix = f"megagrpo convert merge-lora --adapter {directory} --source MODEL --output DIR"
+        raise ModelError(Problem(str(directory), given, needed, fix))

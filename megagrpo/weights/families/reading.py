@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megagrpo.errors import ModelError, Problem, brief, first_line
+from megagrpo.errors import ModelError, Problem, brief, first_line, pointer_problem
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope, Yarn
 
 LAYERS_MAX, EXPERTS_MAX, NUMBER_MAX = 4096, 4096, 1e15
@@ -38,6 +38,7 @@ def read_json(path: Path, needed: str = "a JSON file in UTF-8", fix: str = "") -
 
 def json_object(path: Path, text: bytes, fix: str = "") -> dict[str, Any]:
     """The JSON object in a part of the file `path`. Raises ModelError."""
+    refuse_pointer(path, text)
     try:
         value = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -45,6 +46,12 @@ def json_object(path: Path, text: bytes, fix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(Problem(str(path), type(value).__name__, "a JSON object", fix))
     return value
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raises ModelError if a file of a model begins as what stands for it in Git."""
+    if problem := pointer_problem(str(path), start):
+        raise ModelError(problem)
 
 
 ROPE_KEYS = {

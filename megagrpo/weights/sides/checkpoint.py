@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.families.reading import json_object, read_json
+from megagrpo.weights.families.reading import json_object, read_json, refuse_pointer
 from megagrpo.weights.sides import transformers
 
 INDEX = "model.safetensors.index.json"
@@ -25,8 +26,10 @@ FP8 = "F8_E4M3"
 SCALE_SUFFIX = "_scale_inv"
 """A weight in fp8 has a factor for each block of 128 x 128, float32, in a tensor of its name with this suffix."""
 FP8_STANDS_FOR = "bfloat16"
-VALUE_BIAS = "score.bias"
 LARGEST_HEADER_BYTES = 100_000_000
+INNER = "model."
+"""How names of transformers' inner model begin in the files of one with a head."""
+NOTHING_UNUSED = "only what the config's model computes with, in its layers and modules"
 FILE_BYTES = 5 * 1000**3
 
 
@@ -59,7 +62,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
     `arch` is what to look for in the files: by default what config.json describes. Experts may be stored one by one, or
     stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
-    Tensors that are not of the model are left out: see `extra_tensors`. Raises ModelError with every problem.
+    Tensors outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with every problem.
     """
     directory = Path(directory)
     arch = arch or read_architecture(directory)
@@ -69,12 +72,13 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
     scales = {name: entry for _, entries in headers for name, entry in entries.items() if name.endswith(SCALE_SUFFIX)}
     problems, found = [], []
     held: set[str] = set()
+    unknown: set[str] = set()
     for path, entries in headers:
-        if arch.value_head and VALUE_BIAS in entries:
-            problems.append(Problem(f"{path.name}: {VALUE_BIAS}", "a value head with a bias", "score.weight alone"))
         storages, placements = {}, []
         for name, entry in entries.items():
             if name not in parts:
+                if name.removesuffix(SCALE_SUFFIX) not in parts:
+                    unknown.add(name)
                 continue
             held.update(placement.box.tensor for placement in parts[name])
             problem = _entry_problem(entry, shapes[name], scales.get(name + SCALE_SUFFIX))
@@ -85,10 +89,20 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
                 storages[name] = Storage(name, entry.shape, dtype)
                 placements += parts[name]
         found.append(Manifest(path.name, storages, tuple(placements)))
+    missing = [tensor for tensor in tensors if tensor.name not in held and not tensor.optional]
+    if renamed := _renamed(directory, [tensor.name for tensor in missing], unknown):
+        raise ModelError(renamed)
     problems += [
         Problem(f"{directory}: {tensor.name}", "in none of its safetensors files", str(list(tensor.shape)))
-        for tensor in tensors
-        if tensor.name not in held and not tensor.optional
+        for tensor in missing
+    ]
+    modules = {tensor.name.rpartition(".")[0] for tensor in tensors}
+    problems += [
+        Problem(
+            f"{directory}: {name}", "a tensor that no part of the model takes", NOTHING_UNUSED, "correct config.json"
+        )
+        for name in sorted(unknown)
+        if name.rpartition(".")[0] in modules or _layer_of(name) in range(arch.layers)
     ]
     if problems:
         raise ModelError(problems)
@@ -101,6 +115,24 @@ def extra_tensors(directory: str | Path) -> list[str]:
     parts, _ = _known(read_architecture(directory))
     names = {name for path in weight_files(directory) for name in read_header(path)}
     return sorted(name for name in names if name not in parts and name.removesuffix(SCALE_SUFFIX) not in parts)
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1 for one of no layer, and for constants of old files."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found and not name.endswith("rotary_emb.inv_freq") else -1
+
+
+def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) -> Problem | None:
+    """What is wrong if most missing tensors are there under names with another beginning."""
+    for prefix in {name.removesuffix(missing[0]) for name in unknown if missing and name.endswith("." + missing[0])}:
+        if 2 * sum(prefix + name in unknown for name in missing) > len(missing):
+            given, fix = f"names that begin with {prefix}", "save the model that torch.compile, DDP or PEFT wraps"
+            return Problem(str(directory), given, f"names such as {missing[0]}", f"{fix} (save_pretrained)")
+    if 2 * sum(name.removeprefix(INNER) in unknown for name in missing) > len(missing):
+        given, fix = f"names without {INNER}: an AutoModel's", "load it with AutoModelForCausalLM, and save_pretrained"
+        return Problem(str(directory), given, f"names such as {missing[0]}", fix)
+    return None
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,26 +168,50 @@ def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) ->
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that the index names, or the only one. Raises ModelError if one is missing."""
-    index = directory / INDEX
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ModelError(
-                Problem(str(index), "no weight_map of file names", "the index of a sharded safetensors checkpoint")
-            )
-        paths = [directory / name for name in sorted(set(weight_map.values()))]
-    else:
-        paths = [directory / SINGLE]
-    if absent := [path for path in paths if not path.is_file()]:
-        raise ModelError([Problem(str(path), "no such file", "the model's weights as safetensors") for path in absent])
+    """The files that the index names, or the only one. Raises ModelError if one is missing, or if it is not the only
+    one: transformers prefers a single file to an index, and SGLang reads all files where there is no index."""
+    index, single = directory / INDEX, directory / SINGLE
+    if not index.is_file():
+        if not single.is_file():
+            raise ModelError(_no_weights(directory))
+        if shards := sorted(directory.glob("model-*-of-*.safetensors")):
+            raise ModelError(_left_over(single, f"beside {shards[0].name}"))
+        return [single]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        needed = "the index of a sharded safetensors checkpoint"
+        raise ModelError(Problem(str(index), "no weight_map of file names", needed))
+    paths = [directory / name for name in sorted(set(weight_map.values()))]
+    if single.is_file() and single not in paths:
+        raise ModelError(_left_over(single, f"beside {INDEX}, which names other files"))
+    if absent := [path.name for path in paths if not path.is_file()]:
+        given = f"{len(absent)} of its {len(paths)} files are not there: {', '.join(absent[:3])}"
+        raise ModelError(Problem(str(index), given, "the model's weights as safetensors"))
     return paths
+
+
+def _left_over(single: Path, given: str) -> Problem:
+    needed = "one save of the weights: transformers would load this file, SGLang the others"
+    return Problem(str(single), given, needed, "remove those of the earlier save")
+
+
+def _no_weights(directory: Path) -> Problem:
+    """Says what a directory without SINGLE and INDEX has instead."""
+    found = {path.name for path in directory.glob("*")}
+    needed = "the model's weights as safetensors"
+    if shards := sorted(name for name in found if name.endswith(".safetensors")):
+        return Problem(str(directory / INDEX), f"no such file, beside {shards[0]}", "the index of its files")
+    if others := sorted(name for name in found if re.search(r"\.(bin|pth?|gguf|h5|msgpack)$", name)):
+        fix = "load it with AutoModelForCausalLM.from_pretrained, and save_pretrained to another directory"
+        return Problem(str(directory / SINGLE), f"no such file, but {others[0]}", needed, fix)
+    return Problem(str(directory / SINGLE), "no such file", needed)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The entries of a safetensors file. Raises ModelError if it is not one, or is shorter than its header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
+        refuse_pointer(path, file.peek())
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, LARGEST_HEADER_BYTES):
             raise ModelError(Problem(str(path), f"{size} bytes that do not start with a header", "a safetensors file"))
