@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol, TypeVar
 import torch
 
 from megagrpo.convert.source import CONFIG, Source
-from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError
+from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.progress import progress
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
@@ -78,7 +78,7 @@ def convert(
 
     An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
     an earlier conversion in `output` is replaced at the very end; anything else there is refused. Raises ModelError or
-    CheckpointError; `output` is as it was then.
+    CheckpointError; `output` is as it was then, and what is done is kept unless the source cannot be converted at all.
     """
     output = output.absolute()
     _check_output(output, source, overwrite)
@@ -112,6 +112,9 @@ def convert(
             _sync_files(making)
             publish(making, output)
         shutil.rmtree(partial, ignore_errors=True)
+    except (ModelError, UnusableCheckpointError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         given = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
         problem = Problem(f"output {output}", given, "a place that can be written", CONTINUES)

@@ -14,7 +14,7 @@ import torch
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
 from megagrpo.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, part_of
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
+from megagrpo.errors import ModelError, Problem, UnusableCheckpointError
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture, refuse_adapter, tensors_of
@@ -82,13 +82,15 @@ class Source:
         return values
 
     def read_as(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """The values of `box` in this dtype. Raises CheckpointError if a finite value is too large for it."""
+        """The values of `box` in this dtype. Raises UnusableCheckpointError if a finite value is too large for it."""
         values = self.read(box)
         cast = values.to(dtype)
         if not torch.equal(cast.isfinite(), values.isfinite()):
             largest = values[values.isfinite()].abs().max().item()
             where, needed = f"{self.directory}: {box.tensor}", f"at most {torch.finfo(dtype).max:g}, {dtype}'s largest"
-            raise CheckpointError(Problem(where, f"a value of {largest:g}", needed, "--dtype bfloat16 or float32"))
+            raise UnusableCheckpointError(
+                Problem(where, f"a value of {largest:g}", needed, "--dtype bfloat16 or float32")
+            )
         return cast
 
 

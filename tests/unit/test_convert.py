@@ -70,6 +70,8 @@ def test_there_and_back_gives_the_same_bits_which_transformers_loads(
 @pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
 def test_a_dtype_may_be_asked_for(family: str, models: Path, tmp_path: Path) -> None:
     model = make_model(family, models / family)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"torch_dtype": config["dtype"]}))
     to_megatron(model, tmp_path / "megatron", dtype="bfloat16")
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
     to_hugging_face(model, tmp_path / "at_once", dtype="bfloat16")
@@ -77,8 +79,9 @@ def test_a_dtype_may_be_asked_for(family: str, models: Path, tmp_path: Path) -> 
     keeps = "e_score_correction_bias"
     wanted = {name: its if name.endswith(keeps) else its.to(BFLOAT16) for name, its in saved(model).items()}
     assert_same_tensors(wanted, saved(tmp_path / "back"))
+    (model / "config.json").write_text(json.dumps(config))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
 
 
 def in_mixed_dtypes(directory: Path, models: Path) -> Tensors:

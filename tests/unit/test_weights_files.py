@@ -236,6 +236,21 @@ def test_transformers_loads_a_sharded_export(models: Path, tmp_path: Path, monke
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in saved(out).values())
 
 
+def test_every_file_that_transformers_reads_beside_the_weights_is_exported(models: Path, tmp_path: Path) -> None:
+    model, of = make_model("qwen2", models / "with_companions"), transformers.utils
+    names = {of.CHAT_TEMPLATE_FILE, of.GENERATION_CONFIG_NAME, of.PROCESSOR_NAME, of.IMAGE_PROCESSOR_NAME}
+    names |= {of.VIDEO_PROCESSOR_NAME, of.FEATURE_EXTRACTOR_NAME, f"{of.CHAT_TEMPLATE_DIR}/tool_use.jinja"}
+    names |= {"tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "vocab.json"}
+    names |= {"merges.txt", "tokenizer.model", "tekken.json", "qwen.tiktoken", "modeling_own.py", "chat_template.json"}
+    names |= {"custom_generate/generate.py"}
+    for name in names:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    begin_export(tmp_path / "out", model, read_architecture(model), "bfloat16")
+    copied = {str(path.relative_to(tmp_path / ".out.partial")) for path in (tmp_path / ".out.partial").rglob("*")}
+    assert names <= copied
+
+
 def test_a_second_export_replaces_the_first_and_leftovers(models: Path, tmp_path: Path) -> None:
     model = make_model("qwen2", models / "qwen2")
     (tmp_path / ".out.partial").mkdir()

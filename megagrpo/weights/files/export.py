@@ -32,9 +32,10 @@ from megagrpo.weights.views import box_view, stored_tensors, torch_dtype
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "*.model", "chat_template*", "*.jinja", "preprocessor_config.json", "LICENSE*", "*.py",
+    "*.model", "*.tiktoken", "tekken.json", "chat_template*", "*.jinja", "additional_chat_templates", "custom_generate",
+    "*processor_config.json", "LICENSE*", "*.py",
 )  # fmt: skip
-"""Files that belong to a model besides its config and its weights."""
+"""Files and folders that belong to a model besides its config and its weights."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def begin(export: Export, make: Callable[[], None]) -> None:
         export.partial.mkdir(parents=True)
         make()
     except OSError as error:
+        shutil.rmtree(export.partial, ignore_errors=True)
         raise CheckpointError(_problem(export.directory, error)) from error
 
 
@@ -93,7 +95,10 @@ def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path,
     in config.json. Raises OSError."""
     for pattern in COMPANIONS:
         for companion in model_directory.glob(pattern):
-            shutil.copyfile(companion, directory / companion.name)
+            if companion.is_dir():
+                shutil.copytree(companion, directory / companion.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(companion, directory / companion.name)
     config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
     _write_json(directory / "config.json", _with_dtype(config, dtype))
     for file in files:
@@ -177,9 +182,10 @@ def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config of the unquantized model in `dtype`, a key that transformers 4 calls torch_dtype."""
+    """The config of the unquantized model in `dtype`, a key that transformers 4 calls torch_dtype; both, if both are
+    there."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return plain | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+    return plain | dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or ["dtype"], dtype)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
