@@ -96,13 +96,14 @@ def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], 
     column = torch.arange(width, device=model.device)
     # A padded query sees itself only: the softmax over nothing would be 0/0, and NaN would spread.
     visible = (column[:, None] >= column) & (column >= padding[:, None, None]) | (column[:, None] == column)
+    # The last column by index: 1 would make a view of it, for which torch copies the head's weights for each prompt.
     return model(
         input_ids=ids,
         attention_mask=visible[:, None],
         position_ids=(column - padding[:, None]).clamp(min=0),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=column[-1:],
     ).logits[:, -1]
 
 

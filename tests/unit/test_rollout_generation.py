@@ -54,6 +54,15 @@ def test_greedy_responses_and_logprobs_are_those_of_transformers(family: str, tm
         assert_logprobs(model, prompt, sample, temperature=1.0)
 
 
+def test_the_head_gets_the_last_columns_of_prompts_in_one_piece(engine: TransformersEngine) -> None:
+    seen: list[torch.Tensor] = []
+    hook = engine._model.lm_head.register_forward_pre_hook(lambda head, inputs: seen.append(inputs[0]))
+    generate(engine, [request(prompt, SamplingParams(max_tokens=2)) for prompt in PROMPTS])
+    hook.remove()
+    assert [tuple(hidden.shape[:2]) for hidden in seen] == [(len(PROMPTS), 1)] * 2
+    assert all(hidden.is_contiguous() for hidden in seen)  # else torch copies the head's weights for each prompt
+
+
 def assert_logprobs(model: torch.nn.Module, prompt: list[int], sample: Sample, temperature: float) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *sample.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
