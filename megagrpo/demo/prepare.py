@@ -75,13 +75,13 @@ def make_splits() -> Splits:
     random.Random(SEED).shuffle(pairs)
     warm_start_end = TEST_PAIRS + WARM_START_PAIRS
     return Splits(
-        warm_start=_both_orders(pairs[TEST_PAIRS:warm_start_end]),
-        train=_both_orders(pairs[warm_start_end:]),
-        test=_both_orders(pairs[:TEST_PAIRS]),
+        warm_start=both_orders(pairs[TEST_PAIRS:warm_start_end]),
+        train=both_orders(pairs[warm_start_end:]),
+        test=both_orders(pairs[:TEST_PAIRS]),
     )
 
 
-def _both_orders(pairs: list[tuple[int, int]]) -> tuple[Sum, ...]:
+def both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
     return tuple(Sum(*order) for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)]))
 
 

