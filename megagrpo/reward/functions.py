@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.reward.sandbox.kinds import ISOLATIONS
@@ -434,6 +435,8 @@ def _load_built_in(spec: FunctionSpec) -> Function:
     where = f"{spec.where}.arguments"
     if refusal := refused_call(make, **spec.arguments):
         raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
+    if problems := [problem for name in spec.arguments if (problem := _type_problem(make, name, spec))]:
+        raise RewardError(problems)
     try:
         function = make(**spec.arguments)
     except ValueError as error:
@@ -441,6 +444,32 @@ def _load_built_in(spec: FunctionSpec) -> Function:
     if isinstance(function, ModelFunction):
         return Function(function.function, wanted_arguments(function.function, {}), function.arguments)
     return Function(function, wanted_arguments(function, {}))
+
+
+def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Problem | None:
+    """A problem if an argument is not of the type that `make` says."""
+    parameter = inspect.signature(make, eval_str=True).parameters.get(name)
+    value = spec.arguments[name]
+    if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
+        return None
+    needed = str(inspect.formatannotation(parameter.annotation)).replace("collections.abc.", "")
+    return Problem(f"{spec.where}.arguments.{name}", brief(value), needed)
+
+
+def _fits(value: object, annotation: Any) -> bool:
+    """Whether a value of YAML is of a type: a whole number is a float too, and a text is no sequence."""
+    if annotation is Any or annotation is inspect.Parameter.empty:
+        return True
+    origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    if origin is Sequence:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(one, inner[1]) for one in value.values())
+    return type(value) is (type(None) if origin is None else origin)
 
 
 def _load_user_function(spec: FunctionSpec) -> Function:

@@ -69,7 +69,7 @@ class Scorer:
         self._check, self._say = check, say
         self._lock = threading.Lock()
         self._judged_responses, self._responses, self._failed_responses = judged_responses, 0, 0
-        self._first_failures: dict[str, Outcome] = {}
+        self._first_failures: dict[str, str] = {}
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._specs = function_specs(reward)
         self._lists = function_lists(reward)
@@ -132,7 +132,7 @@ class Scorer:
             else:
                 outcomes = next(asked if spec in self._asking else isolated)
             found |= {(spec, row, member): outcome for member, outcome in zip(members, outcomes, strict=True)}
-        self._note_failures(found)
+        self._note_failures(groups, found)
         return [
             replace(
                 group,
@@ -158,16 +158,19 @@ class Scorer:
             raise RewardError(problem or [])
         return self._lists[where]
 
-    def _note_failures(self, found: Mapping[tuple[int, int, int], Outcome]) -> None:
-        """Says where each function first failed. Raises RewardError, which says it too, if too many responses have no
+    def _note_failures(self, groups: Sequence[Group], found: Mapping[tuple[int, int, int], Outcome]) -> None:
+        """Says at which row each function first failed. Raises RewardError, which says so too, if too many have no
         score."""
-        failed, first_failed = set[tuple[int, int]](), dict[str, Outcome]()
+        failed, first_failed = set[tuple[int, int]](), dict[str, str]()
         for (spec, row, member), outcome in found.items():
             if outcome.score is not None or outcome.masked:
                 continue
             failed.add((row, member))
             if (name := self._specs[spec].name) not in self._first_failures:
-                self._first_failures[name] = first_failed[name] = outcome
+                # what a built-in function cannot use is the row's fault: where it was found out tells nothing
+                of_row = self._specs[spec].built_in and outcome.error.startswith("ValueError: ")
+                told = outcome.error.removeprefix("ValueError: ") if of_row else outcome.trace or outcome.error
+                self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {told}"
         self._responses += len({(row, member) for _, row, member in found})
         self._failed_responses += len(failed)
         responses, failed_responses = self._responses, self._failed_responses
@@ -178,13 +181,13 @@ class Scorer:
             given = "\n".join(
                 [
                     f"{failed_responses} of {responses} responses have no score; the first failure of each function:",
-                    *(f"{name}: {first.trace or first.error}" for name, first in self._first_failures.items()),
+                    *(f"{name}: {first}" for name, first in self._first_failures.items()),
                 ]
             )
             needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
             raise RewardError(Problem("reward.functions", given, needed, "correct the function; the run then goes on"))
         for name, first in first_failed.items():
-            self._say(f"warning: reward {name} failed for the first time: {first.trace or first.error}".rstrip())
+            self._say(f"warning: reward {name} failed for the first time: {first}".rstrip())
 
     def take_metrics(self) -> dict[str, float]:
         """What judges have done since the last call, which begins a new budget: called once in each step, and after

@@ -3,6 +3,7 @@
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megagrpo.errors import RewardError
@@ -11,6 +12,7 @@ from megagrpo.reward import workers
 from megagrpo.reward.functions import TAKEN_NAMES, function_specs, outcome_of
 from megagrpo.reward.scorer import Scorer, reward_problems
 from megagrpo.track.metrics import METRICS
+from megagrpo.types import Group, Prompt, Sample
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +145,37 @@ def test_a_file_that_ends_or_holds_its_process_is_a_problem(code, needle, tmp_pa
 def test_the_names_that_functions_cannot_take_are_those_of_the_metrics():
     rewards = [metric.name.removeprefix("reward/") for metric in METRICS if metric.name.startswith("reward/")]
     assert sorted(TAKEN_NAMES) == sorted(name for name in rewards if "{" not in name)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("gsm8k", {"method": ["strict"]}),
+        ("search_answer", {"method": {"exact": 1}}),
+        ("code", {"seconds": "8"}),
+        ("language", {"among": [1]}),
+        ("multiple_choice", {"letters": None}),
+        ("repetition", {"penalty": float("nan")}),
+    ],
+)
+def test_an_argument_of_another_type_is_a_problem_that_names_it(function, arguments):
+    section = {"functions": [{"function": function, "arguments": arguments}]}
+    problems = reward_problems(schema.RewardConfig.model_validate(section), sandbox=False)
+    assert problems[0].where == f"reward.functions[0].arguments.{next(iter(arguments))}"
+
+
+@pytest.mark.parametrize("function", ["gsm8k", "math", "multiple_choice", "f1", "json_schema", "code"])
+def test_a_ground_truth_that_cannot_be_used_is_said_with_its_row_and_without_a_traceback(function):
+    arguments = {"equal": True} if function == "json_schema" else {}
+    section = {"functions": [{"function": function, "arguments": arguments}], "failed_share_max": 1.0, "workers": 1}
+    said: list[str] = []
+    scorer = Scorer(schema.RewardConfig.model_validate(section), 8, say=said.append)
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
+    prompt = Prompt("train:17", (1,), "", "", "", {}, (), "")
+    try:
+        (group,) = scorer.score_unshaped([Group(prompt, (Sample("train:17", 0, *nothing, "stop", "5"),))])
+    finally:
+        scorer.close()
+    assert group.scores[0].value is None
+    assert "prompt train:17" in said[0]
+    assert "Traceback" not in said[0]

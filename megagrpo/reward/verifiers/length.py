@@ -14,10 +14,10 @@ UNITS = ("tokens", "words", "characters")
 
 def make(
     kind: str = "target",
-    length: float | None = None,
+    length: float | str | None = None,
     key: str = "",
     unit: str = "tokens",
-    tolerance: float | None = None,
+    tolerance: float | str | None = None,
 ) -> RewardCallable:
     """1.0 at the wanted length, falling in a line to 0.0 at `tolerance` more, and for a target also at as much less.
 

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 
 from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, final_answer, plain
+from megagrpo.reward.answer_text import after_thinking, final_answer
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 ANSWER_CHARACTERS_MAX = 2000
@@ -79,9 +79,7 @@ def normalised(latex: str) -> str:
     >>> [normalised(text) for text in (r"x = \tfrac34", "3/4", r"\left( 1,\, 2 \right)", r"12\text{ cm}^2", "-.50")]
     ['\\frac{3}{4}', '\\frac{3}{4}', '(1,2)', '12', '-0.5']
     """
-    text = (
-        _GROUPS.sub("", plain(latex).replace("\u2212", "-")).replace("{,}", ",").replace("\n", " ").replace("\\!", "")
-    )
+    text = _GROUPS.sub("", latex.replace("\u2212", "-")).replace("{,}", ",").replace("\n", " ").replace("\\!", "")
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
     text = _DROPPED.sub(r"\1", text).strip().removesuffix(".").strip()
     text = _NAME.sub("", text)
