@@ -12,10 +12,10 @@ from megagrpo.convert.job import Advance
 from megagrpo.convert.source import CONFIG, Source, open_source
 from megagrpo.progress import progress
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.digest import BITS
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.views import torch_dtype
 
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PIECE_BYTES = 4 * 1024**2
 """Bytes of each checkpoint that are compared at once."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,19 +32,17 @@ def splitmix64(seed: int) -> int:
     return x ^ (x >> 31)
 
 
-def slow_digest(matrix: torch.Tensor) -> int:
+def slow_digest(tensor: torch.Tensor) -> int:
     """The definition in digest.py, one element at a time, on Python's integers."""
-    bits = matrix.view({4: torch.int32, 2: torch.int16}[matrix.element_size()]).tolist()
     weights = []
-    for axis, size in enumerate(matrix.shape):
+    for axis, size in enumerate(tensor.shape):
         offset = (0xD1B54A32D192ED03 - (1 << 64)) * (axis + 1) % (1 << 62)
         weights.append([splitmix64((index + 1) * 0x9E3779B97F4A7C15 + offset) | 1 for index in range(size)])
+    places = tensor.contiguous().flatten().view(torch.int8).view(-1, tensor.element_size()).tolist()
     total = 0
-    for i, row in enumerate(bits):
-        for j, value in enumerate(row):
-            mixed = (value + 1) * 0x9E3779B97F4A7C15 & MASK
-            sign = MASK << 32 & MASK if mixed >> 63 else 0  # a signed shift repeats the sign
-            total += (mixed ^ (mixed >> 32 | sign)) * weights[0][i] * weights[1][j]
+    for index, its in zip(product(*weights), places, strict=True):
+        mixed = 0x9E3779B97F4A7C15 + sum(byte * 511**place for place, byte in enumerate(its))
+        total += mixed * prod(index)
     return total & MASK
 
 
@@ -49,11 +50,25 @@ def digest_of(tensor: torch.Tensor) -> int:
     return digests({"w": tensor}, [Placement.whole(Box("w", (0,) * tensor.dim(), tuple(tensor.shape)))])["w"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fast_digest_is_the_definition(dtype: torch.dtype) -> None:
-    matrix = torch.randn(7, 13, generator=torch.Generator().manual_seed(0)).to(dtype)
-    matrix[0, 0], matrix[1, 1], matrix[2, 2] = 0.0, -0.0, torch.inf
-    assert digest_of(matrix) == slow_digest(matrix)
+@pytest.mark.parametrize("shape", [(), (9,), (1, 9), (7, 13), (13, 1), (3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
+def test_the_fast_digest_is_the_definition(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if tensor.dim() == 2 and min(shape) > 3:
+        tensor[0, 0], tensor[1, 1], tensor[2, 2] = 0.0, -0.0, torch.inf
+    assert digest_of(tensor) == slow_digest(tensor)
+    monkeypatch.setattr(digest, "PRODUCT_BYTES_MAX", 3)
+    assert digest_of(tensor) == slow_digest(tensor)
+
+
+def test_a_long_row_of_the_largest_bytes_overflows_no_product() -> None:
+    for byte in (-128, 127):
+        data = torch.full((2, digest.PRODUCT_BYTES_MAX + 64), byte, dtype=torch.int8)
+        columns = digest._columns((1, 0, data.shape[1]), 1, data.device)
+        rows = torch.ones(2, dtype=torch.int64)
+        assert columns.sums(data, rows) == 2 * columns.sums(data[:1], rows[:1])
 
 
 @settings(max_examples=15)
@@ -93,6 +108,9 @@ def test_a_zero_counts_and_its_sign_too() -> None:
 def test_chunks_and_strides_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.randn(50, 33)
     before = digest_of(matrix)
-    monkeypatch.setattr(digest, "CHUNK_ELEMENTS", {"cpu": 40})
+    monkeypatch.setattr(digest, "CHUNK_BYTES", {"cpu": 300})
     assert digest_of(matrix) == before
     assert digest_of(matrix.T.contiguous().T) == before
+    assert digest_of(torch.cat([matrix, matrix], 1)[:, :33]) == before
+    deep = torch.randn(4, 5, 6)
+    assert digest_of(deep.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == digest_of(deep)

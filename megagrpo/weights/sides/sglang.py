@@ -82,6 +82,8 @@ class EngineSizes(Protocol):
     @property
     def attention_data(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
 
 QUANTIZED: frozenset[Role] = frozenset([
     "q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "down",
@@ -148,7 +150,7 @@ def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
 
 @lru_cache(maxsize=256)
 def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, ...]:
-    """The first rank's stand for all: equal parts are cut at multiples of the first one's end. `layout` is hashable."""
+    """The first rank's stand for all: equal parts are cut at multiples of the first one's end."""
     model, builder = tensors_by_role(arch), ManifestBuilder("an engine rank", "bfloat16")
     holder = _Rank(arch, layout, 0, "cuda", builder)
     for layer in {id(layer.experts): layer for layer in (model.layers[0], model.layers[-1])}.values():
