@@ -12,7 +12,11 @@ EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, and the same command continues."""
 
 
-DIVERGED_FIX = "lower train.optimizer.lr, or clip gradients (train.optimizer.clip_grad: 1.0), and start it again"
+DIVERGED_FIX = (
+    "lower train.optimizer.lr, or clip gradients (train.optimizer.clip_grad: 1.0), and start it again. What was saved "
+    "in the steps before may be of a ruined policy: go back to one from before loss, reward and held-out scores became "
+    "worse, by removing the newer directories in checkpoints"
+)
 """What to do about a run whose numbers are not finite any more."""
 
 CHARACTERS_MAX = 10_000

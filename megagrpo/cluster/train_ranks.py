@@ -217,8 +217,7 @@ class TrainRanks:
             except RankError as error:
                 first, *others = error.problems
                 raise type(error)([replace(first, where=f"step {step}: {first.where}"), *others]) from error
-            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
-            self._require_finite(f"step {step} has diverged", RankError, fix)
+            self._require_finite(f"step {step} has diverged", RankError, DIVERGED_FIX)
         self.step = step
 
     def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:

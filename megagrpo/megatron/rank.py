@@ -277,8 +277,7 @@ class TrainRank(ModelRank):
         if numbers and (wrong := np.flatnonzero(~np.isfinite(numbers.values))).size:
             tokens = [f"token {numbers.index[at]} of response {numbers.rows[at]} of the step" for at in wrong[:3]]
             given = f"{numbers.values[wrong[0]]} for {wrong.size} of {numbers.values.size}: {', '.join(tokens)}"
-            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
-            raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", fix))
+            raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", DIVERGED_FIX))
         return found
 
     def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:

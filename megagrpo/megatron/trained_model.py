@@ -153,8 +153,7 @@ class TrainedModel:
         if self._skipped_in_a_row > self._settings.skipped_steps_max:
             where = f"update: the loss or the gradient is not finite, {self._skipped_in_a_row} optimizer steps in a row"
             needed = f"at most {self._settings.skipped_steps_max} (train.optimizer.skipped_steps_max)"
-            fix = f"{DIVERGED_FIX} (checkpoints are not affected)"
-            raise RankError(Problem(where, f"gradient norm {grad_norm}", needed, fix))
+            raise RankError(Problem(where, f"gradient norm {grad_norm}", needed, DIVERGED_FIX))
         if not more and "parameters" in self._overlap:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -25,11 +26,14 @@ from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
 from megagrpo.errors import (
+    DIVERGED_FIX,
     EngineError,
     MachineError,
     MegagrpoError,
     MismatchError,
     NodeLostError,
+    Problem,
+    RankError,
     RankLostError,
     RecipeError,
     RewardError,
@@ -357,6 +361,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
     """
     recipe, tracker, cursor, saving = setup.recipe, setup.tracker, setup.cursor, setup.saving
     failure: MegagrpoError | None = None
+    begun, taken = progress.step, progress.step  # taken: the newest step whose update was not skipped
     try:
         if progress.step == 0 and recipe.eval.due(0):
             progress = _evaluate(setup, training, progress, last=False)
@@ -371,6 +376,10 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
+                if not isnan((progress.unlogged or {}).get("grad_norm", 0.0)):
+                    taken = progress.step
+                elif progress.step == setup.last_step and (taken < progress.step - 1 or taken == begun):
+                    raise _ended_diverged(taken, progress.step)
                 if not (progress.unlogged or {}).get("skipped_steps"):  # its weights have made finite numbers
                     saving.confirm()
             last = progress.step == setup.last_step or cursor.exhausted
@@ -422,6 +431,12 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
     return progress
+
+
+def _ended_diverged(taken: int, last: int) -> RankError:
+    """Makes the error of a run whose last updates were skipped, where it would end as if it were whole."""
+    where = f"steps {taken + 1} to {last}: the loss or the gradient is not finite, and no step follows"
+    return RankError(Problem(where, "no optimizer step taken", "a last step that trains", DIVERGED_FIX))
 
 
 def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple[Progress, MegagrpoError | None]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +303,30 @@ def test_a_skipped_step_does_not_confirm_the_newest_checkpoint(
 
     recorder.start(moment)
     assert recorder.confirmed == confirmed
+
+
+@pytest.mark.parametrize(("skipped_from", "saved"), [(STEPS, STEPS), (STEPS - 1, 3)])
+def test_a_run_whose_last_updates_are_all_skipped_does_not_end_as_if_it_were_whole_nor_when_it_is_started_again(
+    skipped_from: int, saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One skipped update at the end of a run is one bad batch."""
+    recorder = Recorder(monkeypatch)
+
+    def moment(run: Any, stop: Callable[[], None]) -> None:
+        update = run.policy.update
+
+        def skip(*given: Any) -> Any:
+            updated = update(*given)
+            if given[-1] >= skipped_from:
+                updated.skipped_steps, updated.grad_norm = 1.0, math.nan
+            return updated
+
+        run.policy.update = skip
+
+    for _ in range(2):
+        with nullcontext() if saved == STEPS else pytest.raises(RankError, match="not finite"):
+            recorder.start(moment)
+    assert recorder.saved[-1].step == saved
 
 
 def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
