@@ -150,7 +150,11 @@ class FakeWeights:
     received_bytes = 1024
 
     version = 0  # samples say that it made them, whatever was brought
-    sync = check_replicas = give_up = lambda self, *version: None
+    changed: bool | None = None  # as the last sync was told
+    check_replicas = give_up = lambda self: None
+
+    def sync(self, version: int, *, changed: bool = True) -> None:
+        self.changed = changed
 
 
 def make_run(

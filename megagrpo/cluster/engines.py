@@ -149,6 +149,9 @@ class EngineActor:
         self.engine.receive(version)
         return self.engine.end_update(version)
 
+    def keep_weights(self, version: int) -> None:
+        self.engine.keep_weights(version)
+
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         return self.engine.bucket_digests(tensor, destinations)
 

@@ -64,8 +64,11 @@ class WeightSync:
         self.plan = make_plan(sources, served, topology)
         if problems := unseen_problems(self.plan, rollouts.visible_gpus()):
             raise WeightSyncError(problems)
-        self.received_bytes = sum(held.bytes for end in served for held in end.storages.values())
-        """What all engines together receive in a sync."""
+        self._bytes = sum(held.bytes for end in served for held in end.storages.values())
+        self.received_bytes = 0
+        """What all engines together received in the last sync."""
+        self._verified: dict[str, Any] = {}
+        """Actors of the engines that were verified to hold `version`."""
         ends = accumulate(map(len, manifests.values()), initial=0)
         self._destinations = {name: tuple(range(*span)) for name, span in zip(manifests, pairwise(ends), strict=True)}
         self._host = RendezvousHost(_host(recipe.rollout.urls), recipe.weights.timeout_seconds)
@@ -83,9 +86,11 @@ class WeightSync:
             undoing.pop_all()
         rollouts.bring_back, rollouts.say = self.bring_back, say
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int, *, changed: bool = True) -> None:
         """Brings every engine to the policy's weights and calls them `version`.
 
+        changed: whether they have changed since the last sync. If not, engines that all hold them still acknowledge the
+        new version, and nothing is sent.
         An engine that fails is started again beside the others, and gets weights in a later sync; so do engines that
         have started again since the last sync. No engine samples before its update is committed. If all fail, the sync
         waits for the first that has started again, `weights.attempts` times.
@@ -95,8 +100,11 @@ class WeightSync:
         can be brought to this version; EngineError if no engine starts.
         """
         self._policy.release(keep=["parameters"])
-        with self._policy.needed(["parameters"]):
-            self._bring(version)
+        kept = not changed and self._keep(version)
+        self.received_bytes = 0 if kept else self._bytes
+        if not kept:
+            with self._policy.needed(["parameters"]):
+                self._bring(version)
         self.version = version
         if self.transport is TransportName.DISK:
             remove_older(sync_directory(self._recipe), version)
@@ -133,7 +141,26 @@ class WeightSync:
         if self.transport is TransportName.DISK:
             remove_all(sync_directory(self._recipe))
 
+    def _keep(self, version: int) -> bool:
+        """The engines call the weights that they hold `version`. False if not all can, as after a restart, or where
+        their memory was given to training."""
+        engines = self._rollouts.up()
+        if engines != self._verified:
+            return False
+        self._rollouts.hold(engines)
+        _, failed = settle(
+            {name: actor.keep_weights.remote(version) for name, actor in engines.items()},
+            doing=f"weight sync: version {version} has the same weights",
+            timeout_seconds=self._recipe.weights.timeout_seconds,
+            error=EngineError,
+            watch=self._policy.watch,
+            grace_seconds=GRACE_SECONDS,
+        )
+        self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
+        return not failed
+
     def _bring(self, version: int) -> None:
+        self._verified = {}
         reasons: list[Problem] = []
         for _ in range(self._recipe.weights.attempts + 1):
             reasons = self._bring_those_up(version)
@@ -148,7 +175,9 @@ class WeightSync:
         brought, without_blame = False, 0
         while engines:
             failed, to_blame = self._attempt(version, engines)
-            self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
+            verified = {name: actor for name, actor in engines.items() if name not in failed}
+            self._verified |= verified
+            self._rollouts.serve(verified)
             brought |= len(failed) < len(engines)
             reasons = [problem for error in failed.values() for problem in error.problems]
             without_blame += bool(failed) and not to_blame

@@ -108,6 +108,11 @@ class Engine(Protocol):
         """
         ...
 
+    def keep_weights(self, version: int) -> None:
+        """The weights that it serves are those of `version` too: an update that brings nothing. Raises EngineError if
+        it holds no verified weights."""
+        ...
+
     def commit_update(self, version: int) -> None:
         """The digests agree: generation goes on, and tokens sampled from now on carry `version`."""
         ...
@@ -193,6 +198,9 @@ class UpdateProtocol:
     def check_commit(self, version: int) -> None:
         self._require(self.state is EngineState.UNVERIFIED, f"commit_update({version})", "end_update first")
         self._require(version == self.incoming, f"commit_update({version})", f"the version received, {self.incoming}")
+
+    def check_serving(self) -> None:
+        self._require(self.state is EngineState.SERVING, "keep_weights", "an engine with verified weights")
 
     def commit(self, version: int) -> None:
         self.check_commit(version)

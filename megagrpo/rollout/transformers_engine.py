@@ -101,6 +101,12 @@ class TransformersEngine(Engine):
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         return [] if self._receiver is None else [self._receiver.bucket_digests(tensor, frozenset(destinations))]
 
+    def keep_weights(self, version: int) -> None:
+        self._protocol.check_serving()
+        self.begin_update(version)
+        self._protocol.end(version)
+        self.commit_update(version)
+
     def commit_update(self, version: int) -> None:
         with self._changed:
             self._protocol.commit(version)

@@ -177,7 +177,7 @@ METRICS = (
     Metric(
         "weights/sync_bytes",
         "bytes",
-        "What all engines together receive in a weight sync: each its part, in its own dtype.",
+        "What all engines together receive in a weight sync: each its part, in its own dtype. 0: none had changed.",
     ),
     Metric(
         "memory/allocated_max/update",

@@ -99,7 +99,7 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
             with run.clock.phase("rollout"):
                 run.sampling.finish()  # also before a stop: what was sampled is saved
         if not run.stopping.requested:
-            sync(run, version=step)
+            sync(run, version=step, changed=trained.changed)
             if run.sampling:
                 run.sampling.advance(step)
     except (EngineError, WeightSyncError, NodeLostError) as error:

@@ -8,6 +8,7 @@ decides that. Rows are the samples of a step's groups, group by group.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -345,6 +346,11 @@ class Trained:
     critic_lr: float = 0.0
     memory_peak: int | None = None  # bytes; of the rank that had most at a time
 
+    @property
+    def changed(self) -> bool:
+        """Whether the policy's optimizer has taken a step: not all were skipped."""
+        return self.policy is not None and not (self.policy.skipped_steps and math.isnan(self.policy.grad_norm))
+
 
 def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
     """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
@@ -372,13 +378,13 @@ def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: T
         return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))
 
 
-def sync(run: Run, version: int) -> None:
-    """Brings the policy's weights to all engines, which hold `version` afterwards."""
+def sync(run: Run, version: int, *, changed: bool = True) -> None:
+    """Brings the policy's weights, if they have changed, to all engines, which hold `version` afterwards."""
     if run.recipe.pause == "finish":
         with run.clock.phase("rollout"):
             run.rollouts.drain()
     with run.clock.phase("weight_sync"):
-        run.weights.sync(version)
+        run.weights.sync(version, changed=changed)
 
 
 def policy_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import assume, given, settings
 
+from megagrpo.cluster import weight_sync
 from megagrpo.cluster.actors import allocator_environment, nccl_environment
 from megagrpo.cluster.engines import visible_gpus
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import NodeWatch
-from megagrpo.cluster.weight_sync import replica_problems, unseen_problems, with_transport
-from megagrpo.errors import RecipeError, WeightSyncError
+from megagrpo.cluster.weight_sync import WeightSync, replica_problems, unseen_problems, with_transport
+from megagrpo.errors import EngineError, Problem, RecipeError, WeightSyncError
 from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
@@ -178,3 +181,23 @@ def test_replicas_that_drifted_apart_name_their_ranks() -> None:
     )
     assert "train rank 0, train rank 1" in problem.given
     assert "train rank 2" in problem.given
+
+
+@pytest.mark.parametrize(("lost", "failing", "brought"), [(False, [], []), (True, [], [4]), (False, ["engine 1"], [4])])
+def test_weights_that_have_not_changed_are_sent_only_where_an_engine_lacks_them(
+    lost: bool, failing: list[str], brought: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, called, actors = dict[str, Any](), list[int](), {f"engine {at}": MagicMock() for at in range(2)}
+    up = {**actors, "engine 0": MagicMock()} if lost else actors
+    sync = WeightSync.__new__(WeightSync)
+    vars(sync).update(
+        _policy=MagicMock(), _recipe=MagicMock(), _rollouts=MagicMock(up=lambda: up, serve=served.update),
+        _verified=actors, _bytes=8, _bring=called.append, transport=TransportName.SHARED_MEMORY, version=3,
+    )  # fmt: skip
+    failed = {name: EngineError(Problem(name)) for name in failing}
+    monkeypatch.setattr(weight_sync, "settle", lambda *given, **how: ({}, failed))
+    sync.sync(4, changed=False)
+    assert (called, sync.version, sync.received_bytes) == (brought, 4, 8 if brought else 0)
+    assert list(served) == ([] if lost else [name for name in actors if name not in failing])
+    sync.sync(5)
+    assert called == [*brought, 5]

@@ -78,6 +78,12 @@ def test_nothing_is_generated_from_open_or_unverified_weights_nor_after_closing(
         engine.commit_update(1)
         (sample,) = future.result(60)
     assert (sample.versions == 1).all()
+    engine.keep_weights(2)
+    (kept,) = generate(engine, ASKED)
+    assert (kept.tokens.tolist(), set(kept.versions)) == (sample.tokens.tolist(), {2})
+    engine._protocol.lose_weights()
+    with pytest.raises(EngineError, match="verified weights"):
+        engine.keep_weights(3)
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
@@ -184,7 +190,7 @@ def test_the_last_token_of_a_response_that_has_ended_is_sampled_again_by_the_eng
 
 CALLS = st.sampled_from(
     [(name, number) for name in ("begin", "end", "commit") for number in (1, 2)]
-    + [(name,) for name in ("check_receiving", "check_open", "lose_weights", "close")]
+    + [(name,) for name in ("check_receiving", "check_open", "check_serving", "lose_weights", "close")]
 )
 
 
@@ -200,6 +206,7 @@ def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[tuple[Any,
             "end": (state == EngineState.RECEIVING and number == incoming, (EngineState.UNVERIFIED, version, incoming)),
             "commit": (state == EngineState.UNVERIFIED and number == incoming, (EngineState.SERVING, number, None)),
             "check_receiving": (state == EngineState.RECEIVING, (state, version, incoming)),
+            "check_serving": (state == EngineState.SERVING, (state, version, incoming)),
             "check_open": (state != EngineState.CLOSED, (state, version, incoming)),
             "lose_weights": (state != EngineState.CLOSED, (EngineState.UNVERIFIED, version, None)),
             "close": (True, (EngineState.CLOSED, version, None)),

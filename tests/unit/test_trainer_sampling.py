@@ -371,7 +371,7 @@ def one_step_off(
     found = []
     with in_background(base.recipe, pending=pending, step=first - 1) as background:
         engines = background.rollouts
-        weights = SimpleNamespace(sync=lambda version: setattr(engines, "version", version), received_bytes=0)
+        weights = SimpleNamespace(sync=lambda version, changed: setattr(engines, "version", version), received_bytes=0)
         run = replace(base, rollouts=engines, cursor=background.cursor, sampling=background.sampling, weights=weights)
         update = run.policy.update
 

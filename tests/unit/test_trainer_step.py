@@ -111,12 +111,31 @@ def test_rollouts_without_a_token_have_not_ended_and_the_reason_is_said(counts: 
     assert bool(why) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("scores", "skipped", "changed"), [([1, 0, 0, 0], 0, True), ([1, 0, 0, 0], 2, False), ([1, 1, 1, 1], 0, False)]
+)
+def test_engines_are_told_whether_a_step_has_changed_weights(
+    scores: list[float], skipped: int, changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(scores=lambda prompt: scores)
+    update = run.policy.update
+
+    def skipping(*given: Any) -> Any:
+        updated = update(*given)
+        updated.skipped_steps, updated.grad_norm = skipped, math.nan if skipped else 1.0
+        return updated
+
+    monkeypatch.setattr(run.policy, "update", skipping)
+    grpo_step(run, 1, 0.0)
+    assert run.weights.changed == changed
+
+
 @pytest.mark.parametrize("where", ["finish", "sync"])
 def test_a_node_that_is_lost_once_a_step_is_trained_is_a_failure_after_that_step(where: str) -> None:
     run = make_run("cluster.placement=disaggregated", "schedule=one_step_off", scores=one_right)
     lost = NodeLostError(Problem("node b"))
 
-    def lose(*given: object) -> None:
+    def lose(*given: object, **how: object) -> None:
         raise lost
 
     sampled = sample(run, 1)

@@ -243,7 +243,18 @@ class SglangEngine(Engine):
         if not was_open:
             self._end_update()
 
+    def keep_weights(self, version: int) -> None:
+        self._protocol.check_serving()
+        self._pause_for(version)
+        self._protocol.end(version)
+        self.commit_update(version)
+
     def begin_update(self, version: int) -> None:
+        self._pause_for(version)
+        self._resume_memory(["weights"])
+        self._open_update()
+
+    def _pause_for(self, version: int) -> None:
         self._protocol.begin(version)
         self._client.run(self._gate.hold())
         if self._pause == "finish":
@@ -251,8 +262,6 @@ class SglangEngine(Engine):
         if not self._paused:
             self._client.post("/pause_generation", {"mode": "in_place" if self._pause == "finish" else self._pause})
             self._paused = True
-        self._resume_memory(["weights"])
-        self._open_update()
 
     def receive(self, version: int) -> None:
         self._protocol.check_receiving()
