@@ -15,12 +15,13 @@ def make(
     tag: str = "answer",
     tag_required: bool = False,
     after: str = "",
+    after_required: bool = True,
     words_max: int | None = None,
 ) -> RewardCallable:
     """1.0 if the answer is right, else 0.0. The ground truth is a text, or several as a JSON list.
 
     The answer is the last `<tag>…</tag>` of what follows the reasoning, else all of it unless `tag_required`; of that,
-    what follows the last `after`, if it is given (0.0 if it is missing). exact: it equals a right text. contains: a
+    what follows the last `after`, if it is given (if it is missing: 0.0, or all of it unless `after_required`). exact: it equals a right text. contains: a
     right text is in it, in whole words, and it has at most `words_max` words, or as many as that text: without this, a
     list of guesses is right. Without `normalised`, only white space at the ends does not count; with it, neither do
     case, punctuation and articles. ValueError for another method.
@@ -47,7 +48,7 @@ def make(
         answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
         if answer is not None and after:
             _, found, answer = answer.rpartition(after)
-            answer = answer if found else None
+            answer = answer if found or not after_required else None
         if answer is None:
             return {"score": 0.0}
         given = " ".join(squad_words(answer)) if normalised else answer.strip()
