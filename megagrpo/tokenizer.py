@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from megagrpo.errors import ModelError, Problem, first_line
 from megagrpo.types import FinishReason
 from megagrpo.weights.families.reading import read_json
 
+CLOCK = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+DATE = datetime(2024, 7, 26)
+"""Today, to a chat template: a prompt is the same tomorrow. Llama 3's templates write it where none is known."""
 NAMED, END_OF_NAME = "\ue000", "\ue001"
 """Private characters around the number of a special token that a message's text names."""
 
@@ -44,7 +48,8 @@ def end_tokens(directory: str | Path) -> set[int]:
 
 
 def load_chat_tokenizer(directory: str | Path, template_file: str | None = None) -> PreTrainedTokenizerBase:
-    """A tokenizer with a chat template: that of `template_file` (Jinja) if given, else its own.
+    """A tokenizer with a chat template: that of `template_file` (Jinja) if given, else its own. What it writes of today
+    is of DATE.
 
     Raises ModelError if there is no tokenizer or no template. A template is parsed when it is first used.
     """
@@ -59,7 +64,14 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
         where, needed = f"{directory}: the tokenizer has no chat template", "a Jinja template for messages"
         fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
         raise ModelError(Problem(where, needed=needed, fix=fix))
+    own: Any = tokenizer.chat_template  # one, or several by name
+    named = {name: _of_one_day(text) for name, text in own.items()} if isinstance(own, dict) else None
+    tokenizer.chat_template = named or _of_one_day(own)
     return tokenizer
+
+
+def _of_one_day(template: str) -> str:
+    return CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:

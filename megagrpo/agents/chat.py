@@ -24,7 +24,6 @@ USER: Message = {"role": "user", "content": "u"}
 CALL = call("call00001", "f", {"k": "v"})
 PARAMETERS = {"type": "object", "properties": {"k": {"type": "string", "description": "k"}}, "required": ["k"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}
-DATE = "26 Jul 2024"  # what Llama 3's templates write where they are not told the day: a prompt is the same tomorrow
 THOUGHT_ENDS = "</think>"
 
 Tools = Sequence[Mapping[str, Any]]
@@ -76,7 +75,7 @@ class Chat:
         own = tokenizer.eos_token_id
         self.tokenizer, self._history = tokenizer, history
         self.stop_tokens = tuple(sorted({*stop_tokens, *([] if own is None else [own])}))
-        self._arguments: dict[str, Any] = {"date_string": DATE, **template_arguments}
+        self._arguments = template_arguments
         self._stops = {token: self.text([token]) for token in self.stop_tokens}
         written = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
         self._plain = {token for token in self.stop_tokens if token not in written}

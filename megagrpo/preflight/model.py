@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from megagrpo.data.locations import near_file
 from megagrpo.errors import ModelError, PreflightError, Problem, brief, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
+from megagrpo.recipe.problems import nearest
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
@@ -34,6 +34,16 @@ TOKENIZER_FILES = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
+GIVEN_TO_TEMPLATES = {
+    "raise_exception",
+    "strftime_now",
+    "namespace",
+    "range",
+    "dict",
+    "tools",
+    "documents",
+    "bos_token",
+}
 RENDERER_SECONDS = 2
 RENDERER = f"""
 import datetime, json, resource, sys
@@ -165,7 +175,7 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
         return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
     return [
         *_vocabulary_problems(directory, vocabulary),
-        *_template_problems(directory, recipe),
+        *template_problems(directory, recipe),
         *_generation_problems(directory / "generation_config.json", vocabulary),
     ]
 
@@ -213,22 +223,21 @@ def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
     return []
 
 
-def template_file_problems(path: str, arguments: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with a template file that replaces the tokenizer's own."""
+def template_file_problems(path: str, recipe: AnyRecipe) -> list[Problem]:
+    """What is wrong with a template file that replaces the tokenizer's own, or with the recipe's arguments of it."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             return [Problem("model.chat_template", f"{path} is a directory, a device or a pipe", TEMPLATE_NEEDED)]
-        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template", arguments)
+        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template", recipe)
     except OSError as error:
         return [Problem("model.chat_template", f"{path}: {error.strerror}", TEMPLATE_NEEDED)]
     except UnicodeDecodeError:
         return [Problem("model.chat_template", f"{path} is not UTF-8", TEMPLATE_NEEDED, "save it as UTF-8")]
 
 
-def _template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
-    arguments = recipe.data.chat_template_arguments
+def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
     if recipe.model.chat_template is not None:
-        return template_file_problems(recipe.model.chat_template, arguments)
+        return template_file_problems(recipe.model.chat_template, recipe)
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         try:
             text = (directory / name).read_text(encoding="utf-8")
@@ -238,7 +247,7 @@ def _template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
         except (ValueError, RecursionError) as error:
             return [Problem(str(directory / name), first_line(error), "JSON in UTF-8")]
         if template:
-            return _syntax_problems(template, str(directory / name), arguments)
+            return _syntax_problems(template, str(directory / name), recipe)
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
     return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
@@ -252,7 +261,7 @@ def template_in(config: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _syntax_problems(template: str, where: str, arguments: Mapping[str, Any]) -> list[Problem]:
+def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Problem]:
     import jinja2
 
     plain = GENERATION_TAG.sub("", template)
@@ -262,10 +271,35 @@ def _syntax_problems(template: str, where: str, arguments: Mapping[str, Any]) ->
         return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
     except RecursionError:
         return [Problem(where, "expressions nested too deeply", "a valid Jinja template")]
-    given = _rendering(json.dumps({"template": plain, "arguments": arguments}))
+    if unread := argument_problems(template, recipe):
+        return unread
+    given = _rendering(json.dumps({"template": plain, "arguments": recipe.data.chat_template_arguments}))
     return (
         [Problem(where, given, TEMPLATE_NEEDED, "correct it, or set model.chat_template to another")] if given else []
     )
+
+
+def argument_problems(template: str, recipe: AnyRecipe) -> list[Problem]:
+    """The recipe's arguments of a chat template that it does not read, or that each rendering sets. Raises
+    jinja2.TemplateSyntaxError."""
+    from jinja2 import Environment, nodes
+
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
+    # jinja2.meta would compute what is constant, such as 9 ** 9 ** 9.
+    names = list(parsed.find_all(nodes.Name))
+    read = {name.name for name in names if name.ctx == "load"} - {"messages", "add_generation_prompt"}
+    own = ", ".join(sorted(read - GIVEN_TO_TEMPLATES - {name.name for name in names if name.ctx != "load"}))
+    needed = f"what the chat template reads: {own or 'no argument'}"
+    given = {"data.chat_template_arguments": recipe.data.chat_template_arguments}
+    if isinstance(recipe, Recipe) and recipe.agent:
+        given["agent.template_arguments"] = recipe.agent.template_arguments
+    return [
+        Problem(f"{field}.{name}", brief(value), needed, f"did you mean `{near}`?" if near else "remove it")
+        for field, arguments in given.items()
+        for name, value in arguments.items()
+        if name not in read
+        for near in [nearest(name, read)]
+    ]
 
 
 @lru_cache

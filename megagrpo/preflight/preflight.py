@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.errors import MegagrpoError, PreflightError, Problem
+from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
@@ -21,6 +21,7 @@ from megagrpo.preflight.model import (
     critic_directory,
     model_directory,
     template_file_problems,
+    template_problems,
     tokenizer_directory,
     tokenizer_problems,
 )
@@ -82,7 +83,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
     if tokenizer and tokenizer in known_models().values():
         unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
         if recipe.model.chat_template:
-            problems += template_file_problems(recipe.model.chat_template, recipe.data.chat_template_arguments)
+            problems += template_file_problems(recipe.model.chat_template, recipe)
     elif tokenizer:
         vocabulary = architecture.vocab if architecture else None
         found = tokenizer_problems(tokenizer, recipe, vocabulary)
@@ -129,11 +130,15 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe's model, with its chat template. Raises ModelError."""
+    """The tokenizer of a recipe's model, with its chat template, which reads the recipe's arguments. Raises
+    ModelError."""
     from megagrpo.tokenizer import load_chat_tokenizer  # imports transformers, which takes seconds
 
     directory = tokenizer_directory(recipe, model_directory(recipe, plan_only=True))
-    return load_chat_tokenizer(directory or recipe.model.path, recipe.model.chat_template)
+    tokenizer = load_chat_tokenizer(directory or recipe.model.path, recipe.model.chat_template)
+    if directory and (problems := template_problems(directory, recipe)):
+        raise ModelError(problems)
+    return tokenizer
 
 
 def attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:

@@ -111,6 +111,15 @@ def test_a_tokenizer_needs_a_valid_template(tmp_path):
     assert len(load(write(tmp_path / "a.jsonl", "hi"), tokenizer=tokenizer).items) == 1
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_template_writes_the_same_day_in_every_run(named, tmp_path):
+    template = "{{ strftime_now('%d %b %Y') ~ strftime_now( \"'%y\" ) }} {{ messages[0].content }}"
+    byte_tokenizer({"default": template} if named else template).save_pretrained(tmp_path)
+    tokenizer = load_chat_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "26 Jul 2024'24 1+1="
+
+
 def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="no usable tokenizer"):

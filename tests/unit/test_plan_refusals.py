@@ -136,8 +136,31 @@ def test_a_chat_template_without_an_end_or_a_result_is_refused(template: str, gi
 )
 def test_a_chat_template_that_the_data_may_suit_is_taken(template: str, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(template)
-    given = [f"model.chat_template={tmp_path}/own.jinja", "data.chat_template_arguments={style: brief}"]
+    arguments = "{style: brief}" if "style" in template else "{}"
+    given = [f"model.chat_template={tmp_path}/own.jinja", f"data.chat_template_arguments={arguments}"]
     preflight(load(make_run(tmp_path), given), plan_only=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ("{enable_thinkng: false}", "did you mean `enable_thinking`?"),
+        ("{x: 1, enable_thinking: true}", "remove it"),
+        ("{tokenize: true}", "remove it"),
+        ("{add_generation_prompt: false}", "remove it"),
+    ],
+)
+@pytest.mark.parametrize("field", ["data.chat_template_arguments", "agent.template_arguments"])
+def test_an_argument_that_the_chat_template_does_not_read_is_refused(
+    arguments: str, fix: str, field: str, tmp_path: Path
+) -> None:
+    template = "{{ 'x' if enable_thinking }}{{ messages[0].content }}{{ '>' if add_generation_prompt }}"
+    (tmp_path / "own.jinja").write_text(template)
+    given = [f"model.chat_template={tmp_path}/own.jinja", "agent={function: 'a.py:a'}", f"{field}={arguments}"]
+    with pytest.raises(MegagrpoError) as raised:
+        preflight(load(make_run(tmp_path), given), plan_only=True)
+    found = [problem for problem in raised.value.problems if "template_arguments" in problem.where]
+    assert [(problem.fix, "enable_thinking" in problem.needed) for problem in found] == [(fix, True)]
 
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "train.jsonl", "model/config.json", "model/tokenizer_config.json"])

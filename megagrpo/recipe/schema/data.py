@@ -176,7 +176,8 @@ class DataConfig(Section):
     """System message put before every prompt that has none of its own, in training and evaluation."""
 
     chat_template_arguments: dict[str, Any] = {}
-    """Extra variables for the chat template, such as enable_thinking."""
+    """Extra variables that the chat template reads, such as enable_thinking. To a template that asks for the date it is
+    always 26 July 2024: a prompt is the same tomorrow."""
 
     cache: str | None = None
     """Folder for the tokens of large files, which a later run finds again. null: megagrpo in $XDG_CACHE_HOME, which is

@@ -53,7 +53,8 @@ class SftDataConfig(Section):
     """Shuffle every epoch, seeded by the recipe's seed and the epoch. false: file after file, in their order."""
 
     chat_template_arguments: dict[str, Any] = {}
-    """Extra variables for the chat template, such as enable_thinking."""
+    """Extra variables that the chat template reads, such as enable_thinking. To a template that asks for the date it is
+    always 26 July 2024: a prompt is the same tomorrow."""
 
     cache: str | None = None
     """Folder for the tokens of large files, which a later run finds again. null: megagrpo in $XDG_CACHE_HOME, which is
