@@ -145,7 +145,7 @@ class CheckpointStore:
             wrong = self.verify(path)
             if not wrong:
                 try:
-                    state = TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
+                    state = TrainerState.from_json((path / TRAINER).read_bytes(), str(path / TRAINER))
                 except CheckpointError as error:
                     problems.extend(error.problems)
                     continue
@@ -198,7 +198,7 @@ class CheckpointStore:
 
     def _evaluation(self, step: int) -> float | None:
         try:
-            state = TrainerState.from_json((self._final(step) / TRAINER).read_text(encoding="utf-8"))
+            state = TrainerState.from_json((self._final(step) / TRAINER).read_bytes())
         except (OSError, CheckpointError):
             return None
         value = (state.evaluation or {}).get(self.keep_best or "")

@@ -74,10 +74,11 @@ class TrainerState:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "trainer.json") -> TrainerState:
-        """The inverse of to_json. Raises CheckpointError, naming `where`, for anything else."""
+    def from_json(cls, text: str | bytes, where: str = "trainer.json") -> TrainerState:
+        """The inverse of to_json, of text or of a file's bytes. Raises CheckpointError, naming `where`, for anything
+        else."""
         try:
-            values = json.loads(text)
+            values = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UnusableCheckpointError(Problem(where, given=first_line(error), needed="JSON")) from error
         known = {field.name for field in fields(cls)}

@@ -14,7 +14,7 @@ import torch
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
 from megagrpo.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, part_of
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.errors import ModelError, Problem, UnusableCheckpointError
+from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture, refuse_adapter, tensors_of
@@ -136,7 +136,7 @@ def trainer_state(path: Path) -> TrainerState:
     """What the driver saved in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
     if wrong := damage(path, checksums=False):
         raise UnusableCheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
-    return TrainerState.from_json((path / TRAINER).read_text(encoding="utf-8"), str(path / TRAINER))
+    return TrainerState.from_json((path / TRAINER).read_bytes(), str(path / TRAINER))
 
 
 def _make_source(
@@ -240,9 +240,9 @@ def _model_of(path: Path, model: Path | None, *defaults: Path | None) -> Path:
 
 
 def _latest_iteration(path: Path) -> Path:
-    text = (path / TRACKER).read_text(encoding="utf-8").strip()
-    if text != "release" and not re.fullmatch(r"\d+", text):
-        raise UnusableCheckpointError(Problem(str(path / TRACKER), text, "a number of an iteration, or release"))
+    text = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not re.fullmatch(r"\d{1,12}", text):
+        raise UnusableCheckpointError(Problem(str(path / TRACKER), brief(text), "a number of an iteration, or release"))
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not (found / METADATA).is_file():
         needed = f"a torch_dist checkpoint ({METADATA})"

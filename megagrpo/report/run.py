@@ -66,6 +66,8 @@ def read_run(directory: Path) -> RunRead:
             entries[int(entry["step"])] = entry
         except (ValueError, TypeError, KeyError, RecursionError):
             continue  # a line that is still being written, or was cut off
+    if not entries and any(lines[:-1]):
+        raise ReportError(Problem(str(path), "no line that can be read", "a JSON object in each line, with its step"))
     steps = sorted(entries)
     names = sorted({name for entry in entries.values() for name in entry} - {"step", "time"})
     recipe = read_yaml(directory / "recipe.yaml")

@@ -61,6 +61,7 @@ from megagrpo.trainer.evaluated_model import EvaluatedModel, evaluated_model, mo
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.trainer.train import prompt_reader
 from megagrpo.types import Group, Prompt, Request
+from megagrpo.weights.families.reading import read_json
 
 PROMPTS_AT_ONCE = 64
 """Most prompts that are scored, and then kept, together."""
@@ -343,13 +344,14 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Raises PreflightError if the directory has responses that were made with other settings."""
+    """Raises PreflightError if the directory has responses that were made with other settings, ModelError if its
+    settings cannot be read."""
     path, settings = directory / "settings.json", json.loads(json.dumps(settings))
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        fix = f"give another --output, or remove {directory}"
+        before = read_json(path, fix=fix)
         if differing := changes(before, settings):
             needed = "the model, prompts, sampling and rewards of the responses that are in it"
-            fix = f"give another --output, or remove {directory}"
             raise PreflightError(Problem(str(directory), "; ".join(differing), needed, fix))
     _write_json(path, settings)
 

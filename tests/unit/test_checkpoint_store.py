@@ -254,3 +254,9 @@ def test_every_fixed_key_is_a_key_of_the_recipe_and_may_not_change(key: str) -> 
         saved, new = {part: saved}, {part: new}
     with pytest.raises(RecipeError):
         allow_changes(saved, new)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"[" * 9999, b"3"])
+def test_a_trainer_state_that_is_not_readable_is_named(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"runs/a/trainer.json"):
+        TrainerState.from_json(content, "runs/a/trainer.json")

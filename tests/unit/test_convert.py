@@ -20,8 +20,8 @@ from megagrpo.convert import hugging_face, megatron
 from megagrpo.convert import verify as compare
 from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.megatron import to_megatron
-from megagrpo.convert.source import open_source
-from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError
+from megagrpo.convert.source import _latest_iteration, open_source
+from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError, UnusableCheckpointError
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.sides import checkpoint
 from tests.safetensors_files import (
@@ -257,3 +257,10 @@ def add_tensors(iteration: Path, stored: dict[str, Storage], values: list[torch.
     with TorchFile(iteration / "__100_0.distcp") as file:
         written = [file.add(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
     write_metadata(iteration, old.tensors | stored, written)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe1", b"9" * 5000, b"ten"])
+def test_a_tracker_that_names_no_iteration_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
+    with pytest.raises(UnusableCheckpointError, match=r"latest_checkpointed_iteration.txt"):
+        _latest_iteration(tmp_path)
