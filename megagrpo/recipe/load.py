@@ -198,9 +198,9 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
         slot: Any = key
         if expected.is_list:
             items = len(container) if isinstance(container, list) else 0
-            if int(key) >= items:
+            if len(key) > 9 or int(key) >= items:  # Python refuses to read very long numbers
                 needed = f"an item from 0 to {items - 1}" if items else f"{'.'.join(keys[:depth])} to have items"
-                return Problem(path, given=f"item {key}", needed=needed)
+                return Problem(_shortened(path), given=f"item {_shortened(key)}", needed=needed)
             slot = int(key)
         if depth == len(keys) - 1:
             container[slot] = value

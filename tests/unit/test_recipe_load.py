@@ -168,6 +168,12 @@ def test_a_setting_that_a_method_does_not_have_is_an_unknown_key(path: Path, ove
     assert "letters" not in found
 
 
+def test_a_very_long_index_is_no_item(path: Path) -> None:
+    ((where, found),) = problems_of(path, f"data.train.{'9' * 5000}.path=a")
+    assert where.startswith("override data.train.999")
+    assert len(found) < 1000
+
+
 @pytest.mark.parametrize("moved", MOVED)
 def test_what_the_last_version_had_is_answered_with_todays(path: Path, moved: str) -> None:
     key, _, value = moved.partition(": ")
