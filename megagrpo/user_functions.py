@@ -97,6 +97,7 @@ def _imported(file: Path, where: str, error: type[MegagrpoError], source: bytes 
     spec.has_location = True  # gives the module its __file__
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # nothing is written beside a user's files
     try:
         if source is None:
             loader.exec_module(module)
@@ -108,6 +109,8 @@ def _imported(file: Path, where: str, error: type[MegagrpoError], source: bytes 
         del sys.modules[name]
         given = f"{file} cannot be imported: {_with_line(raised, file)}"
         raise error(Problem(where, given, IMPORTED, "correct the file")) from None
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

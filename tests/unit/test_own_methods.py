@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, RecipeError
 from megagrpo.recipe.defaults import with_absolute_directories
 from megagrpo.trainer.schedule import grpo_step
+from megagrpo.user_functions import load_function
 from tests.methods import advantage, loss, sequences_of
 from tests.step_fakes import make_run
 from tests.tiny_run import make_run as write_run
@@ -136,3 +138,12 @@ def test_a_microbatch_without_tokens_is_one_of_no_losses(file: Path) -> None:
     nothing = torch.zeros(0)
     inputs = replace(TOKENS, logprobs=nothing, old_logprobs=nothing, advantages=nothing)
     assert loss(name=f"{file}:plain").of_tokens(inputs).loss.shape == (0,)
+
+
+def test_nothing_is_written_beside_the_file_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "beside_of_mine.py").write_text("ONE = 1\n")
+    (tmp_path / "mine.py").write_text("import beside_of_mine\ndef one(): return beside_of_mine.ONE\n")
+    assert load_function(f"{tmp_path}/mine.py:one", "here", RecipeError)() == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beside_of_mine.py", "mine.py"]
+    assert not sys.dont_write_bytecode
