@@ -196,6 +196,10 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         export_directory(recipe): "track.directory",
         run_directory(recipe): "track.directory",
     }
+    if isinstance(recipe, Recipe) and recipe.weights.directory:
+        directories[Path(recipe.weights.directory)] = "weights.directory"
+    if recipe.data.cache:
+        directories[Path(recipe.data.cache)] = "data.cache"
     found: dict[Path, tuple[Path, str]] = {}
     for directory, field in directories.items():
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())

@@ -93,6 +93,14 @@ def test_a_file_in_place_of_a_directory_of_the_run_is_refused(file: str, tmp_pat
     assert told.startswith("cannot start:")
 
 
+@pytest.mark.parametrize("field", ["weights.directory", "data.cache"])
+def test_a_file_in_place_of_another_directory_is_refused(field: str, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "file").write_text("")
+    told = refused(make_run(tmp_path), f"{field}={tmp_path}/file/inner", "weights.transfer=disk")
+    assert field in told
+    assert "file is a file" in told
+
+
 @pytest.mark.parametrize("content", [None, b"garbage" * 99])
 def test_what_is_no_database_of_mlflow_is_refused(content: bytes | None, tmp_path: Path, refused: Refused) -> None:
     recipe, database = make_run(tmp_path), tmp_path / "mlflow.db"
