@@ -21,10 +21,10 @@ def make(
     """1.0 if the answer is right, else 0.0. The ground truth is a text, or several as a JSON list.
 
     The answer is the last `<tag>…</tag>` of what follows the reasoning, else all of it unless `tag_required`; of that,
-    what follows the last `after`, if it is given (if it is missing: 0.0, or all of it unless `after_required`). exact: it equals a right text. contains: a
-    right text is in it, in whole words, and it has at most `words_max` words, or as many as that text: without this, a
-    list of guesses is right. Without `normalised`, only white space at the ends does not count; with it, neither do
-    case, punctuation and articles. ValueError for another method.
+    what follows the last `after`, if it is given (where it is missing, 0.0, or all of it unless `after_required`).
+    exact: it equals a right text. contains: a right text is in it, in whole words, and it has at most `words_max`
+    words, or as many as that text: without this, a list of guesses is right. Without `normalised`, only white space at
+    the ends does not count; with it, neither do case, punctuation and articles. ValueError for another method.
 
     >>> verify = make(); verify(response="<answer>The Eiffel Tower.</answer>", ground_truth="Eiffel tower")
     {'score': 1.0, 'answer': 'eiffel tower'}
