@@ -101,11 +101,11 @@ def at_call(part: str, method: str, count: int) -> Callable[[Any, Callable[[], N
     def plant(run: Any, stop: Callable[[], None]) -> None:
         whole, left = getattr(getattr(run, part), method), [None] * count
 
-        def told(*arguments: Any) -> Any:
+        def told(*arguments: Any, **named: Any) -> Any:
             left.pop() if left else None
             if not left:
                 stop()
-            return whole(*arguments)
+            return whole(*arguments, **named)
 
         setattr(getattr(run, part), method, told)
 
