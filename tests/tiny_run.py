@@ -22,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 31,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def train(asked: argparse.Namespace) -> int:
     loaded = load(asked.recipe, asked.overrides)
     with progress("checking the recipe, the model and the data"):
         ready = replace(preflight(loaded, engines_too=asked.train_only is None), console=asked.console)
+    for text in ready.unchecked:
+        print(text, file=sys.stderr)
     with progress("loading libraries"):
         from megagrpo.trainer import one_half, train  # import ray: only once the recipe is known to be good
 
@@ -83,6 +86,8 @@ def sft(asked: argparse.Namespace) -> int:
     loaded = load_sft(asked.recipe, asked.overrides)
     with progress("checking the recipe, the model and the data"):
         ready = replace(preflight(loaded), console=asked.console)
+    for text in ready.unchecked:
+        print(text, file=sys.stderr)
     with progress("loading libraries"):
         from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
 

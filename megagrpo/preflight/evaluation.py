@@ -9,7 +9,7 @@ from megagrpo.errors import PreflightError, Problem
 from megagrpo.preflight.agent import check_agent
 from megagrpo.preflight.data import data_problems
 from megagrpo.preflight.machine import address_problems, engine_problems
-from megagrpo.preflight.model import model_directory, tokenizer_directory, tokenizer_problems
+from megagrpo.preflight.model import model_directory, served_problems, tokenizer_directory, tokenizer_problems
 from megagrpo.preflight.preflight import Preflight, attempt, own_reward_problems
 from megagrpo.preflight.reward_models import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import device_here, plan_engines
@@ -53,6 +53,7 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
     if model and architecture:
         if not served:
             attempt(problems, lambda: manifests(model))
+            problems += served_problems(recipe, model)
         problems += token_problems(recipe, architecture)
     scoring = attempt(problems, lambda: reward_model_directories(recipe, plan_only=False)) or {}
     problems += server_problems(recipe, plan_only=False)

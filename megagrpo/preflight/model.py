@@ -141,6 +141,8 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
     HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if there is neither.
     """
     directory = Path(path)
+    if not path:
+        raise ModelError(Problem(field, "an empty text", "a model directory or a Hugging Face hub id", "name one"))
     if directory.is_dir():
         if revision is not None:
             given = f"{revision}, and {path} is a directory"
@@ -182,7 +184,20 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
 
 def _near(directory: Path) -> str:
     near = near_file(directory)
-    return f"did you mean {near}?" if near and near.is_dir() else ""
+    if near and near.is_dir():
+        return f"did you mean {near}?"
+    exported = directory.name == "hugging_face"
+    return f"train {directory.parent.name}, the run that exports it; make demo trains the demo's" if exported else ""
+
+
+def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
+    """What SGLang needs of a config.json and ends without, after its start."""
+    config, needed = directory / "config.json", 'the name of the model class, such as "Qwen2ForCausalLM", in a list'
+    architectures = read_json(config).get("architectures") or []
+    if recipe.rollout.engine != "sglang" or any(str(name).endswith("ForCausalLM") for name in architectures):
+        return []
+    fix = "add it, or save the model by AutoModelForCausalLM (save_pretrained)"
+    return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem
+from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
@@ -20,6 +20,7 @@ from megagrpo.preflight.data import absent_data, data_problems, sources_of
 from megagrpo.preflight.model import (
     critic_directory,
     model_directory,
+    served_problems,
     template_file_problems,
     template_problems,
     tokenizer_directory,
@@ -36,7 +37,7 @@ from megagrpo.reward.scorer import reward_problems
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.checkpoint import manifests
+from megagrpo.weights.sides.checkpoint import extra_tensors, manifests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +55,7 @@ class Preflight(Generic[Kind]):
     model_directory: Path
     tokenizer_directory: Path
     critic_directory: Path | None = None  # None: no critic, or one that starts from the model
-    unchecked: tuple[str, ...] = ()  # what a plan could not check on this machine
+    unchecked: tuple[str, ...] = ()  # what was not on this machine, or is not loaded
     epoch_rows: int | None = None  # rows of data.train, with over-long ones; None unless a plan counts them
     reward_models: Mapping[str, Path] = field(default_factory=dict)  # directories of reward.models, by name
     agent: Mapping[str, str] = field(default_factory=dict)  # lines about the agent for a plan, by name
@@ -77,7 +78,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
     if architecture:
         problems += model_problems(recipe, architecture)
     if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
-        attempt(problems, lambda: manifests(model))
+        if attempt(problems, lambda: manifests(model)) and (more := extra_tensors(model)):
+            unchecked.append(f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}")
+        if isinstance(recipe, Recipe) and engines_too:
+            problems += served_problems(recipe, model)
     tokenizer = attempt(problems, lambda: tokenizer_directory(recipe, model))
     chats = None  # where a tokenizer is whose template can be asked
     if tokenizer and tokenizer in known_models().values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from megagrpo.errors import MegagrpoError
 from megagrpo.plan.plan import plan_of
@@ -170,6 +172,15 @@ def test_a_pipe_that_nobody_writes_to_is_refused(file: str, tmp_path: Path) -> N
     os.mkfifo(tmp_path / file)
     with pytest.raises(MegagrpoError, match=r"a pipe|a special file"):
         preflight(load(recipe), plan_only=True)
+
+
+def test_tensors_that_are_not_loaded_are_listed_once(tmp_path: Path) -> None:
+    loaded = load(make_run(tmp_path))
+    weights = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(weights) | {f"mtp.{part}.weight": np.zeros(2) for part in "ab"}, weights)
+    (told,) = preflight(loaded, plan_only=True).unchecked
+    assert "2 tensors" in told
+    assert "mtp.a.weight" in told
 
 
 def test_a_sandbox_that_this_machine_cannot_make_is_missing_in_a_run_and_unchecked_in_a_plan(

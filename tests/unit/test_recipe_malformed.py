@@ -116,6 +116,7 @@ def test_a_missing_recipe_is_refused_with_its_neighbours(tmp_path: Path, refused
 WRONG = """
     train.total_steps=many seed='3' train.layout.tensor=1.5 train.optimizer.lr=-1e-6 train.optimizer.lr=.inf
     data.shuffle=yes algorithm.aggregation=seq-mean-token-mean data.train=[] data.train.0.amount=half train.layout=
+    model.path= model.path={tmp}/adder/hugging_face
     name=../tiny train.total_steps data.train.1.path=x seed.value=1 train.total_steps=null
     train.megatron.hiden_dropout=0 model.chat_template={tmp}/broken.jinja data.train.0.path={tmp}/none.jsonl
     data.train.0.path={tmp}/cut.parquet checkpoint.keep_best=held_out/products/mean@1 reward.functions.0.function=gsm8
@@ -177,6 +178,16 @@ def test_weights_and_tokenizers_that_do_not_fit_the_config_are_refused(tmp_path:
     assert "is cut short" in refused(recipe)
     weights.write_bytes(weights.read_bytes() + bytes(200))
     assert "bytes of no tensor" in refused(recipe)
+
+
+def test_a_config_without_the_class_that_sglang_starts_is_refused_before_it_starts(
+    tmp_path: Path, refused: Refused
+) -> None:
+    for number, names in enumerate((None, [], ["Qwen2Model"], ["Qwen2ForCausalLM"])):
+        said = refused(
+            make_run(tmp_path / str(number), architectures=names), "rollout.engine=sglang", "train.layout.tensor=3"
+        )
+        assert ("config.json: architectures" in said) == (number < 3)
 
 
 def test_options_that_megatron_refuses_together_are_refused(tmp_path: Path, refused: Refused) -> None:
