@@ -30,7 +30,7 @@ from megagrpo.importing.rows import (
     whole,
 )
 from megagrpo.importing.translate import Framework
-from megagrpo.importing.values import FULL_RECOMPUTE, run_name, set_name, warmup
+from megagrpo.importing.values import FULL_RECOMPUTE, kept, run_name, set_name, warmup
 
 VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"function": "gsm8k", "arguments": {"method": "flexible"}}],
@@ -116,7 +116,10 @@ def entries(pairs: list[tuple[str, int | float]]) -> list[dict[str, Any]]:
 
 
 def mixture(value: Any, options: Options) -> Answer:
-    note = "data sets of the hub are read at hf://; `megagrpo prepare jsonl --hub NAME` keeps a copy in a folder"
+    note = (
+        "data sets of the hub are read at hf://, all files of a set: name those of one split where it has several; "
+        "`megagrpo prepare jsonl --hub NAME` keeps a copy in a folder"
+    )
     return Write({"data.train": entries(amounts(value))}, note)
 
 
@@ -193,7 +196,8 @@ def clip_low(value: Any, options: Options) -> Answer:
 
 
 def share_of_warmup(value: Any, options: Options) -> Answer:
-    return warmup(number(value), options.whole("total_episodes") // rows_per_step(options))
+    steps = options["max_train_steps"]
+    return warmup(number(value), options.whole("total_episodes") // rows_per_step(options) if steps is None else steps)
 
 
 def format_reward(value: Any, options: Options) -> Answer:
@@ -237,6 +241,7 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     }
     if "eval.sets" in fields:
         found["eval.temperature"] = (options.number("temperature"), "evaluation samples as training does")
+    found |= {"train.optimizer.beta2": (0.999, "torch's default of AdamW")}
     if colocated(options):
         found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     else:
@@ -306,7 +311,15 @@ LEARNING: Table = {
     "gradient_accumulation_steps": always("algorithm.minibatches says how many updates there are"),
     "num_mini_batches": to("algorithm.minibatches", whole, 1),
     "num_epochs": to("algorithm.epochs", whole, 1, "passes over a step's samples"),
-    "total_episodes": to("train.total_episodes", whole, 100000),
+    "total_episodes": Row(
+        lambda value, options: (
+            Nothing("max_train_steps is given, and counts")
+            if options["max_train_steps"] is not None
+            else Write({"train.total_episodes": whole(value)})
+        ),
+        "train.total_episodes",
+        100000,
+    ),
     "max_train_steps": to("train.total_steps", whole, off=(None,)),
     "beta": to("algorithm.kl.coefficient", number, 0.05, "0 here unless given"),
     "kl_estimator": Row(estimator, "algorithm.kl.estimator", 2, "1 is k2, 2 is k3"),
@@ -463,7 +476,7 @@ RUN: Table = {
     "checkpoint_state_freq": to("checkpoint.every_steps", whole, 200, off=(-1,)),
     "checkpoint_state_dir": to("checkpoint.directory", text, off=(None,)),
     "gs_checkpoint_state_dir": missing("checkpoint.directory is a path that all nodes reach"),
-    "keep_last_n_checkpoints": to("checkpoint.keep_last", whole, 3, off=(-1,)),
+    "keep_last_n_checkpoints": kept(3),
     "checkpointing_steps": always("checkpoint_state_freq counts"),
     "resume_from_checkpoint": always("a run continues from its own directory"),
     "with_tracking": Row(

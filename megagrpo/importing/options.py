@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.importing.shell import UNKNOWN, Script, Word, read_script
+from megagrpo.importing.shell import Script, read_script
+from megagrpo.importing.shell_syntax import Word
+from megagrpo.importing.shell_words import UNKNOWN, unknown_part
 from megagrpo.recipe.yaml12 import parse
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 ELSEWHERE = re.compile(UNKNOWN + r"\$\{\w+\[[@*]\]\}")
-"""Arguments in an array that is set in another file."""
-EXPANSION = re.compile(UNKNOWN + r"(\$\(.*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|.*)", re.DOTALL)
+"""Arguments in an array that another file sets, or a branch that cannot be chosen here."""
 REFERENCES_MAX = 20
 """References to references that are followed."""
 SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm")
@@ -46,8 +47,7 @@ class Configuration:
 
 def unknown_in(value: Any) -> str:
     if isinstance(value, str):
-        found = EXPANSION.search(value)
-        return found[1] if found else ""
+        return unknown_part(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next(filter(None, map(unknown_in, parts)), "")
 
@@ -73,17 +73,22 @@ def command_line(
 
     Raises RecipeError if there is none.
     """
-    script = read_script(read_text(path), environment, set_to)
-    found = list(_arguments(script, is_program, environment, set_to))
+    text, place = read_text(path), str(path.absolute())
+    known = {**environment, "BASH_SOURCE": place, "0": place}
+    script = read_script(text, known, set_to)
+    found, notes = list(_arguments(script, is_program, known, set_to)), list[str]()
+    if not found and script.ended:
+        notes.append(f"the script ends on line {script.ended}, before it runs it: it is read as if it did not end")
+        script = read_script(text, known, set_to, exits=False)
+        found = list(_arguments(script, is_program, known, set_to))
     if not found:
         given = f"{len(script.commands)} commands, none of which runs it"
         raise RecipeError(Problem(str(path), given, f"a command such as `{what}`"))
-    notes = []
     if len(found) > 1:
         notes.append(f"the script runs it {len(found)} times: this is the last, on line {found[-1][0]}")
-    for word in script.undecided:
-        notes.append(f"line {word.line} may change {word.text}, in a branch: what it was before counts (or --set it)")
-    return found[-1][1], notes
+    if cause := script.doubtful.get(found[-1][0]):
+        notes.append(f"whether line {found[-1][0]} is run depends on {cause}, which is not known here")
+    return found[-1][1], [*notes, *dict.fromkeys(script.notes)]
 
 
 def _arguments(
@@ -96,9 +101,9 @@ def _arguments(
             continue
         for word in command:  # bash -c "python ..."
             if " " in word.text and any(is_program(part) for part in word.text.split()):
-                inner = read_script(word.text, environment, set_to)
-                for line, words in _arguments(inner, is_program, environment, set_to):
-                    yield line + word.line - 1, [replace(one, line=one.line + word.line - 1) for one in words]
+                texts = {name: value for name, value in script.variables.items() if isinstance(value, str)}
+                inner = read_script(word.text, texts, set_to, line=word.line)
+                yield from _arguments(inner, is_program, texts, set_to)
 
 
 def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:

@@ -11,7 +11,7 @@ from typing import Any
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.options import unknown_in
 from megagrpo.importing.rows import NotKnownError
-from megagrpo.importing.shell import UNKNOWN
+from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Field, Kind, Outcome, Translation, tree_of
 from megagrpo.recipe.load import load
 from megagrpo.recipe.yaml12 import to_text

@@ -1,43 +1,54 @@
-"""The commands of a shell script, read without running anything: words after variables, arrays and arithmetic.
+"""The commands that a shell script would run, found without running anything: it is followed through its branches,
+loops and functions, with its variables, arrays and arithmetic.
 
-What only a shell could tell stays in a word as it was written, behind UNKNOWN: variables that are not set here, and the
-output of commands (but for basename). No branch is chosen: what `if`, `for` and `case` hold is read as if it stood
-there, but an assignment in it replaces nothing: Script.undecided has those that might.
+What only a shell could tell is not known (UNKNOWN): variables that are not set here, and the output of most commands.
+Where a branch depends on that, all of its sides are followed, and variables that they leave with different values are
+not known either. Programs that look for chips find NVIDIA's.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
+import os.path
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-UNKNOWN = "\ue000"
-"""Before each expansion in a word whose value is not known. No script has this character (it is for private use)."""
-NAME = re.compile(r"[A-Za-z_]\w*")
-PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+")
-BLANKS = re.compile(r"[ \t\n]+")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-OPENING, CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
-LEADING = (*OPENING, "then", "else", "elif", "do", "!", "{", "}", "time")
-DECLARING = ("export", "declare", "local", "readonly", "typeset")
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: int(a / b) if b else 0,
-    ast.Mod: lambda a, b: a % b if b else 0,
-}
+from megagrpo.importing.shell_syntax import (
+    Arithmetic,
+    Assignment,
+    Block,
+    Case,
+    Count,
+    For,
+    Function,
+    Group,
+    If,
+    Joined,
+    Node,
+    Parser,
+    Pipe,
+    Simple,
+    Test,
+    While,
+    Word,
+)
+from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unknown_part
+
 CHARACTERS_MAX = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Word:
-    """One argument of a command. line: where it begins, from 1."""
-
-    text: str
-    line: int
+COMMANDS_MAX = 20_000
+"""Commands that are followed: a loop may have no end."""
+CALLS_MAX = 20
+OTHER_CHIPS = re.compile(r"\b(torch_npu|npu-smi|rocm-smi|rocminfo|amd-smi|xpu-smi|hl-smi|torch_xla)\b")
+SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+}
 
 
 @dataclass
@@ -45,278 +56,464 @@ class Script:
     """A script's commands, in order, and its variables as they are at the end."""
 
     commands: list[list[Word]] = field(default_factory=list)
-    variables: dict[str, str | list[Word]] = field(default_factory=dict)
-    fixed: frozenset[str] = frozenset()
-    """Variables that the script does not change."""
-    undecided: list[Word] = field(default_factory=list)
-    """Variables that a branch may give another value."""
+    variables: dict[str, Value] = field(default_factory=dict)
+    doubtful: dict[int, str] = field(default_factory=dict)
+    """Lines of commands that a branch may leave out, with what the branch depends on."""
+    ended: int = 0
+    """The line of the `exit` that ended it, if one did."""
+    notes: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, variables: Mapping[str, str], fixed: Mapping[str, str]) -> Script:
+def read_script(
+    text: str, variables: Mapping[str, str], fixed: Mapping[str, str], *, exits: bool = True, line: int = 1
+) -> Script:
     """The commands of a script. variables: those that are set before it begins, such as HOME; fixed: those whose values
-    stand whatever it assigns."""
-    script = Script(variables={**variables, **fixed}, fixed=frozenset(fixed))
-    _Reader(text[:CHARACTERS_MAX].replace("\r\n", "\n"), script).read()
+    stand whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
+    script = Script(variables={**variables, **fixed})
+    run = _Run(script, fixed, exits)
+    try:
+        run.block(Parser(text[:CHARACTERS_MAX].replace("\r\n", "\n"), line).block())
+    except _LeaveError:
+        pass
+    except RecursionError:
+        script.notes.append("the script is too deep in itself to be followed to its end")
+    script.variables = run.shell.variables
     return script
 
 
-class _Reader:
-    def __init__(self, text: str, script: Script, line: int = 1) -> None:
-        self.text, self.script, self.at, self.line, self.depth = text, script, 0, line, 0
+class _LeaveError(Exception):
+    """The end of what is followed: of the script (exit), a function (return) or loop (break), or a turn (continue)."""
+
+    def __init__(self, how: str, levels: int = 1) -> None:
+        super().__init__(how)
+        self.how, self.levels = how, levels
+
+
+Status = bool | None
+"""Whether a command succeeds; None if that is not known."""
+
+
+class _Run:
+    """The state of a script between two of its commands."""
+
+    def __init__(self, script: Script, fixed: Mapping[str, str], exits: bool) -> None:
+        self.script, self.fixed, self.exits, self.count, self.calls = script, fixed, exits, 0, 0
+        self.shell = Shell(script.variables, self._output, self._set)
+        self.functions: dict[str, Node] = {}
+        self.written: list[str] | None = None
+        """What commands write, where that is kept."""
+        self.cause = ""
+        """What the last status that is not known depends on."""
+        self.doubts: list[str] = []
+        """Causes of the branches around this command."""
+
+    def block(self, block: Block) -> Status:
+        status: Status = True
+        for node in block:
+            status = self.node(node)
+        return status
+
+    def node(self, node: Node) -> Status:
+        self.count += 1
+        if self.count > COMMANDS_MAX:
+            self.script.notes.append(f"the script is followed for {COMMANDS_MAX} commands only")
+            raise _LeaveError("exit")
+        match node:
+            case Simple():
+                return self._simple(node)
+            case Joined(left, both, right):
+                status = self.node(left)
+                if status is None:
+                    return self._either(lambda: self.node(right), lambda: not both)
+                return self.node(right) if status is both else status
+            case Pipe(parts, negated):
+                status = self.node(parts[0]) if len(parts) == 1 else self._piped(parts)
+                return not status if negated and status is not None else status
+            case If():
+                return self._if(node, 0)
+            case While() | Count() | For():
+                return self._loop(node)
+            case Case():
+                return self._case(node, 0)
+            case Function(name, body):
+                self.functions[name] = body
+                return True
+            case Group(body, own):
+                return self._apart(body) if own else self.block(body)
+            case Arithmetic(text):
+                number = self.shell.number(text, 0)
+                return self._doubt(f"(({text.strip()}))") if number is None else number != 0
+            case Test(words):
+                return self._tested(list(words))
+
+    # --- branches -----------------------------------------------------------------------------------------------------
+
+    def _if(self, node: If, at: int) -> Status:
+        if at == len(node.branches):
+            return self.block(node.otherwise)
+        test, body = node.branches[at]
+        status = self.block(test)
+        if status is None:
+            return self._either(lambda: self.block(body), lambda: self._if(node, at + 1))
+        return self.block(body) if status else self._if(node, at + 1)
+
+    def _case(self, node: Case, at: int) -> Status:
+        """The first branch that fits. A subject that is not known may fit all, and those that fall through are read as
+        if it were not known."""
+        subject = self.shell.text(node.subject)
+        for patterns, body in node.branches[at:]:
+            at += 1
+            told = [self.shell.pattern(pattern) for pattern in patterns]
+            if "*" in told and not node.falls:
+                return self.block(body)
+            if node.falls or UNKNOWN in subject + "".join(told):
+                self._doubt(unknown_part(subject + "".join(told)) or f"case {node.subject.text}")
+                return self._either(lambda body=body: self.block(body), lambda at=at: self._case(node, at))  # type: ignore[misc]
+            if any(matches(pattern, subject) for pattern in told):
+                return self.block(body)
+        return True
+
+    def _loop(self, node: While | Count | For) -> Status:
+        if isinstance(node, Count):
+            self.shell.number(node.first, 0)
+        turns = iter(
+            [text for word in node.words or () for text in self.shell.values(word)] if isinstance(node, For) else ()
+        )
+        if isinstance(node, For) and node.words is None:
+            turns = iter(list(self.shell.arguments))
+        while True:
+            status: Status
+            if isinstance(node, For):
+                turn = next(turns, None)
+                status = turn is not None
+                if turn is not None:
+                    self._set(node.name, turn)
+                    status = self._doubt(unknown_part(turn)) if UNKNOWN in turn and " " not in turn else True
+            elif isinstance(node, Count):
+                number = self.shell.number(node.test or "1", 0)
+                status = self._doubt(f"(({node.test.strip()}))") if number is None else number != 0
+            else:
+                status = self.block(node.test)
+                status = not status if node.until and status is not None else status
+            if status is None:
+                return self._either(lambda: self._turn(node.body) and None, lambda: None)
+            if not status or not self._turn(node.body):
+                return True
+            if isinstance(node, Count):
+                self.shell.number(node.each, 0)
+
+    def _turn(self, body: Block) -> bool:
+        """False if the loop ends with it."""
+        try:
+            self.block(body)
+        except _LeaveError as left:
+            if left.how not in ("break", "continue"):
+                raise
+            if left.levels > 1:
+                raise _LeaveError(left.how, left.levels - 1) from None
+            return left.how == "continue"
+        self.count += 1
+        return self.count <= COMMANDS_MAX
+
+    def _either(self, *sides: Callable[[], Status]) -> Status:
+        """Follows all sides, each from here. What they leave different is not known."""
+        before, written, cause = self.shell.variables, self.written, self.cause
+        ends: list[tuple[dict[str, Value], Status, list[str] | None]] = []
+        left: _LeaveError | None = None
+        self.doubts.append(cause)
+        for side in sides:
+            self.shell.variables, self.written = dict(before), None if written is None else list(written)
+            try:
+                ends.append((self.shell.variables, side(), self.written))
+            except _LeaveError as leaving:
+                left = leaving
+                ends += [(self.shell.variables, None, self.written)] if leaving.how in ("break", "continue") else []
+        self.doubts.pop()
+        self.shell.variables, self.written, self.cause = before, written, cause
+        if not ends:
+            raise left or _LeaveError("exit")
+        names = {name for variables, _, _ in ends for name in variables}
+        merged = {name: _merged(name, [variables.get(name) for variables, _, _ in ends], cause) for name in names}
+        before.clear()
+        before.update({name: value for name, value in merged.items() if value is not None})
+        if written is not None:
+            same = all(end[2] == ends[0][2] for end in ends)
+            written[:] = (ends[0][2] or []) if same else [*written, UNKNOWN + cause]
+        return ends[0][1] if all(status is ends[0][1] for _, status, _ in ends) else None
+
+    def _apart(self, body: Block) -> Status:
+        """As _either, for what has variables of its own."""
+        before = self.shell.variables
+        self.shell.variables = dict(before)
+        try:
+            return self.block(body)
+        except _LeaveError as left:
+            if left.how != "exit":
+                raise
+            return None
+        finally:
+            self.shell.variables = before
+
+    def _piped(self, parts: Sequence[Node]) -> Status:
+        written, self.written = self.written, None if self.written is None else []
+        status: Status = None
+        for part in parts:
+            status = self._apart([part])
+        self.written = written
+        if written is not None:
+            written.append(UNKNOWN)
+        return self._doubt("a pipe") if status is None else status
+
+    def _doubt(self, cause: str) -> Status:
+        self.cause = cause.replace(UNKNOWN, "")
+        return None
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def read(self) -> None:
-        words: list[Word] = []
-        while self.at < len(self.text):
-            if self._ends_command():
-                words = self._end(words)
-            elif not self._skip_redirection():
-                self._read_word_or_assignment(words)
-        self._end(words)
+    def _simple(self, node: Simple) -> Status:
+        words = [Word(text, word.line) for word in node.words for text in self.shell.values(word)]
+        name = words[0].text if words else ""
+        if name in ("export", "declare", "local", "readonly", "typeset") or not words:
+            unknown = [part for one in node.assignments if (part := unknown_part(self._assign(one)))]
+            if not words and unknown and unknown[0].startswith(("$(", "`")):
+                return self._doubt(unknown[0])
+            return True
+        if name in self.functions and self.calls < CALLS_MAX:
+            return self._call(name, [word.text for word in words[1:]])
+        arguments = [word.text for word in words[1:]]
+        if name in ("exit", "return", "break", "continue"):
+            return self._leave(name, words)
+        if name in ("[", "test"):
+            return self._tested(
+                [Word(text, words[0].line) for text in arguments[: -1 if name == "[" else None]], raw=False
+            )
+        self.script.commands.append(words)
+        if self.doubts:
+            self.script.doubtful[words[0].line] = self.doubts[-1]
+        if self.written is not None and not node.quiet:
+            self.written.append(self._printed(name, arguments))
+        return self._builtin(name, arguments, words[0].line)
 
-    def _end(self, words: list[Word]) -> list[Word]:
-        while words and words[0].text in (*LEADING, *CLOSING):
-            first = words.pop(0).text
-            self.depth += (first in OPENING) - (first in CLOSING)
-        if words and words[0].text not in DECLARING:
-            self.script.commands.append(words)
-        return []
-
-    def _ends_command(self) -> bool:
-        """Passes over blanks and comments; True if a command ended, which is passed over, too."""
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if self.text.startswith("\\\n", self.at):
-                self._forward(2)
-            elif here in " \t":
-                self._forward(1)
-            elif here == "#":
-                self._forward((self.text + "\n").index("\n", self.at) - self.at)
-            elif here in "\n;|()" or (here == "&" and not self.text.startswith("&>", self.at)):
-                self._forward(1)
+    def _leave(self, how: str, words: Sequence[Word]) -> Status:
+        if how == "exit":
+            if not self.exits:
                 return True
-            else:
-                return False
-        return False
+            if not self.doubts and self.calls == 0:
+                self.script.ended = words[0].line
+        levels = words[1].text if len(words) > 1 and how in ("break", "continue") else "1"
+        raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
 
-    def _skip_redirection(self) -> bool:
-        found = re.compile(r"(?:\d*|&)(<<<|<<-?|[<>]{1,2}[&|]?)").match(self.text, self.at)
-        if not found:
+    def _builtin(self, name: str, arguments: Sequence[str], line: int) -> Status:
+        """What it changes, and its status."""
+        command = " ".join([name, *arguments]).replace(UNKNOWN, "")
+        if name == "cd" and arguments:
+            path = os.path.join(str(self.shell.variables.get("PWD", UNKNOWN + "$PWD")), arguments[-1])
+            self._set("PWD", path if UNKNOWN in path else os.path.normpath(path))
+        elif name == "shift":
+            del self.shell.arguments[: int(arguments[0]) if arguments and arguments[0].isdigit() else 1]
+        elif name == "set" and "--" in arguments:
+            self.shell.arguments[:] = arguments[arguments.index("--") + 1 :]
+        elif name == "unset":
+            for one in arguments:
+                self.shell.variables.pop(one, None)
+        elif name in ("read", "mapfile", "readarray"):
+            for one in arguments:
+                if one.isidentifier():
+                    self._set(one, f"{UNKNOWN}${one}")
+        elif name == "let":
+            for one in arguments:
+                self.shell.number(one, line)
+        elif name == "eval":
+            return self.block(Parser(" ".join(arguments), line).block())
+        elif OTHER_CHIPS.search(command):
+            self.script.notes.append(
+                f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
+            )
             return False
-        self._forward(found.end() - self.at)
-        while self.text[self.at : self.at + 1] in (" ", "\t"):
-            self._forward(1)
-        target = self._word(split=False)
-        if found[1] in ("<<", "<<-") and target:
-            end = re.compile(rf"^[ \t]*{re.escape(target[0].text)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
-            self._forward((end.end() if end else len(self.text)) - self.at)
-        return True
+        elif name == "nvidia-smi" or (
+            name in ("command", "which", "type", "hash") and arguments[-1:] == ["nvidia-smi"]
+        ):
+            return True
+        return True if name in SUCCEEDING else name != "false" and self._doubt(f"`{command}`")
 
-    def _read_word_or_assignment(self, words: list[Word]) -> None:
-        assigns = ASSIGNMENT.match(self.text, self.at)
-        names = [word.text for word in words]
-        if not assigns or any(name not in (*LEADING, *DECLARING) and not name.startswith("-") for name in names):
-            words += self._word(split=True)
-            return
-        self._forward(assigns.end() - self.at)
-        value: str | list[Word]
-        if self.text.startswith("(", self.at):
-            self._forward(1)
-            value = self._array()
-        else:
-            value = "".join(word.text for word in self._word(split=False))
-        self._assign(assigns[1], value, more=bool(assigns[2]), branch=self.depth > 0 or bool({*names} & {*LEADING}))
+    def _printed(self, name: str, arguments: list[str]) -> str:
+        """What it writes, as far as it is known."""
+        words = [one for one in arguments if one != "--"]
+        if any(UNKNOWN in one for one in words) and name != "echo":
+            return UNKNOWN
+        match name:
+            case "echo":
+                return " ".join(words[1:] if words[:1] in (["-n"], ["-e"]) else words)
+            case "printf" if len(words) == 1 and "%" not in words[0] and "\\" not in words[0]:
+                return words[0]
+            case "basename" if words:
+                last = words[0].rstrip("/").rpartition("/")[2]
+                return last.removesuffix(words[1]) if len(words) > 1 and last != words[1] else last
+            case "dirname" if words:
+                return os.path.dirname(words[0].rstrip("/")) or ("/" if words[0].startswith("/") else ".")
+            case "pwd":
+                return str(self.shell.variables.get("PWD", UNKNOWN))
+            case "seq" if 0 < len(words) < 4 and all(re.fullmatch(r"-?\d{1,6}", one) for one in words):
+                begin, step = int(words[0]) if len(words) > 1 else 1, int(words[1]) if len(words) == 3 else 1
+                end = int(words[-1]) + (1 if step > 0 else -1)
+                return "\n".join(str(one) for one in (range(begin, end, step) if step else ()))
+            case "cd" | "true" | "false" | ":" | "set" | "export" | "unset" | "mkdir" | "shift":
+                return ""
+        return "" if OTHER_CHIPS.search(" ".join(arguments)) else UNKNOWN
 
-    def _assign(self, name: str, value: str | list[Word], *, more: bool, branch: bool) -> None:
-        before = self.script.variables.get(name)
-        if name in self.script.fixed:
-            return
-        if branch and before is not None and not more:
-            if before != value:
-                self.script.undecided.append(Word(name, self.line))
-        elif more and isinstance(before, list) and isinstance(value, list):
-            self.script.variables[name] = [*before, *value]
-        elif more and isinstance(before, str) and isinstance(value, str):
-            self.script.variables[name] = f"{before}{value}"
-        else:
-            self.script.variables[name] = value
-
-    def _array(self) -> list[Word]:
-        found: list[Word] = []
-        while self.at < len(self.text) and self.text[self.at] != ")":
-            if self.text[self.at] in " \t\n":
-                self._forward(1)
-            elif self.text.startswith("\\\n", self.at):
-                self._forward(2)
-            elif self.text[self.at] == "#":
-                self._forward((self.text + "\n").index("\n", self.at) - self.at)
-            else:
-                found += self._word(split=True)
-        self._forward(1)
+    def _output(self, command: str, line: int) -> str:
+        written, variables, commands = self.written, self.shell.variables, list(self.script.commands)
+        self.written, self.shell.variables = [], dict(variables)
+        with suppress(_LeaveError):
+            self.block(Parser(command, line).block())
+        found = "\n".join(one for one in self.written if one)
+        self.written, self.shell.variables, self.script.commands[:] = written, variables, commands
         return found
 
-    # --- words --------------------------------------------------------------------------------------------------------
-
-    def _word(self, *, split: bool) -> list[Word]:
-        """The word here; several, or none, where it is a variable that holds several. split: at blanks in variables."""
-        pieces: list[list[str]] = [[]]
-        line, quoted, start = self.line, False, self.at
-        if self.text.startswith('"$@"', self.at):  # the arguments of the script: none
-            self._forward(4)
-            return []
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here in " \t\n;|&<>" or (here in "()" and self.at > start):
-                break
-            if here == "\\":
-                pieces[-1].append("" if self.text.startswith("\\\n", self.at) else self.text[self.at + 1 : self.at + 2])
-                self._forward(2)
-            elif here == "'":
-                quoted, end = True, self._closing("'")
-                pieces[-1].append(self.text[self.at + 1 : end])
-                self._forward(end + 1 - self.at)
-            elif here == '"':
-                quoted = True
-                self._add(pieces, self._quoted(), split=False)
-            elif here in "$`":
-                self._add(pieces, self._expansion(), split=split)
-            else:
-                pieces[-1].append(here)
-                self._forward(1)
-        if self.at == start:  # what no word begins with
-            self._forward(1)
-        texts = ["".join(piece) for piece in pieces]
-        return [Word(text, line) for text in texts if text or quoted or not split]
-
-    def _quoted(self) -> list[str]:
-        pieces: list[list[str]] = [[]]
-        self._forward(1)
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            here = self.text[self.at]
-            if here == "\\" and self.text[self.at + 1 : self.at + 2] in ("\\", '"', "$", "`", "\n"):
-                pieces[-1].append(self.text[self.at + 1].replace("\n", ""))
-                self._forward(2)
-            elif here in "$`":
-                self._add(pieces, self._expansion(), split=False)
-            else:
-                pieces[-1].append(here)
-                self._forward(1)
-        self._forward(1)
-        return ["".join(piece) for piece in pieces]
-
-    @staticmethod
-    def _add(pieces: list[list[str]], values: list[str], *, split: bool) -> None:
-        """Several values begin words of their own; so do blanks in a value that is split."""
-        if split:
-            values = [part for one in values for part in (BLANKS.split(one) if UNKNOWN not in one else [one])]
-        if values:
-            pieces[-1].append(values[0])
-        pieces += [[value] for value in values[1:]]
-
-    def _expansion(self) -> list[str]:
-        """What stands for the expansion that begins here."""
-        text, at = self.text, self.at
-        if text.startswith("$((", at) and (end := text.find("))", at)) > 0:
-            while text[end + 2 : end + 3] == ")" and text.count("(", at, end + 2) > text.count(")", at, end + 2):
-                end += 1
-            self._forward(end + 2 - at)
-            return [self._calculated(text[at + 3 : end], text[at : end + 2])]
-        if text.startswith("$(", at) or text[at] == "`":
-            end = self._balanced("(", ")") if text[at] == "$" else self._closing("`") + 1
-            self._forward(end - at)
-            return [self._output(text[at + 2 : end - 1], text[at:end])]
-        if text.startswith("${", at):
-            end = self._balanced("{", "}")
-            self._forward(end - at)
-            return self._braces(text[at + 2 : end - 1], text[at:end])
-        if found := NAME.match(text, at + 1):
-            self._forward(found.end() - at)
-            return self._value(found[0], [UNKNOWN + text[at : found.end()]])
-        self._forward(2 if re.match(r"[@*#?!$\d-]", text[at + 1 : at + 2]) else 1)
-        if text[at + 1 : at + 2] in ("@", "*"):  # the arguments of the script: none
-            return []
-        return [UNKNOWN + text[at : self.at]] if self.at > at + 1 else ["$"]
-
-    def _output(self, command: str, whole: str) -> str:
-        inner = _Reader(command, Script(variables=self.script.variables))
-        words = inner._word(split=True) if command.startswith("basename ") else []
-        if words:
-            inner._forward(1)
-            words += inner._word(split=True)
-        known = len(words) == 2 and inner.at >= len(command) and UNKNOWN not in words[1].text
-        return words[1].text.rstrip("/").rpartition("/")[2] if known else UNKNOWN + whole
-
-    def _braces(self, inside: str, whole: str) -> list[str]:
-        found = PARAMETER.match(inside)
-        name, rest = (found[0], inside[found.end() :]) if found else ("", inside)
-        unknown = [UNKNOWN + whole]
-        if rest in ("", "[@]", "[*]"):
-            return self._value(name, unknown)
-        told = re.compile(r":?([-=?+])").match(rest)
-        if not name or not told:
-            return [] if inside.startswith(("@", "*")) else unknown
-        value = self._value(name, [])
-        if told[1] == "+":
-            return self._inner(rest[told.end() :]) if any(value) else []
-        if any(value):
-            return value
-        return unknown if told[1] == "?" else self._inner(rest[told.end() :])
-
-    def _inner(self, text: str) -> list[str]:
-        """The words of a default, with its own quotes and expansions."""
-        inner = _Reader(text, self.script, self.line)
-        pieces: list[list[str]] = [[]]
-        while inner.at < len(inner.text):
-            here = inner.text[inner.at]
-            if here in "$`":
-                self._add(pieces, inner._expansion(), split=False)
-            else:
-                pieces[-1].append("" if here in "\"'\\" else here)
-                inner._forward(1)
-        return ["".join(piece) for piece in pieces]
-
-    def _value(self, name: str, otherwise: list[str]) -> list[str]:
-        value = self.script.variables.get(name)
-        if value is None:
-            return otherwise
-        return [value] if isinstance(value, str) else [word.text for word in value]
-
-    def _calculated(self, expression: str, whole: str) -> str:
-        names = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", expression)
-        told = NAME.sub(lambda found: "".join(self._value(found[0], ["?"])) or "0", names).replace("/", "//").strip()
+    def _call(self, name: str, arguments: list[str]) -> Status:
+        before, self.shell.arguments = self.shell.arguments, arguments
+        self.calls += 1
         try:
-            return str(_number(ast.parse(told, mode="eval").body))
-        except (SyntaxError, ValueError, RecursionError):
-            return UNKNOWN + whole
+            return self.node(self.functions[name])
+        except _LeaveError as left:
+            if left.how != "return":
+                raise
+            return None
+        finally:
+            self.shell.arguments = before
+            self.calls -= 1
 
-    # --- places -------------------------------------------------------------------------------------------------------
+    # --- variables ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, characters: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + characters)
-        self.at += characters
+    def _set(self, name: str, value: Value) -> None:
+        if name not in self.fixed:
+            self.shell.variables[name] = value
 
-    def _closing(self, quote: str) -> int:
-        end = self.text.find(quote, self.at + 1)
-        return end if end >= 0 else len(self.text)
+    def _assign(self, one: Assignment) -> str:
+        """The text that was assigned."""
+        before = self.shell.variables.get(one.name)
+        if isinstance(one.value, Word):
+            text = self.shell.text(one.value)
+            if one.index is not None:
+                self._set(
+                    one.name,
+                    f"{UNKNOWN}${{{one.name}[@]}}" if not isinstance(before, list) else self._put(one, before, text),
+                )
+            elif one.more and isinstance(before, list):
+                self._set(one.name, [Word(f"{before[0].text if before else ''}{text}", one.value.line), *before[1:]])
+            else:
+                self._set(one.name, f"{before if before is not None else ''}{text}" if one.more else text)
+            return text
+        values = [Word(text, word.line) for word in one.value for text in self.shell.values(word)]
+        if any(re.match(r"\[[^]]+\]=", word.text) for word in one.value):
+            values = [Word(f"{UNKNOWN}${{{one.name}[@]}}", one.value[0].line)]
+        kept = [Word(before, 0)] if isinstance(before, str) and before else before if isinstance(before, list) else []
+        self._set(one.name, [*kept, *values] if one.more else values)
+        return ""
 
-    def _balanced(self, opening: str, closing: str) -> int:
-        """The place behind the bracket that closes the first one from here on."""
-        depth = 0
-        for at in range(self.at + 1, len(self.text)):
-            depth += (self.text[at] == opening) - (self.text[at] == closing)
-            if depth == 0:
-                return at + 1
-        return len(self.text)
+    def _put(self, one: Assignment, before: list[Word], text: str) -> Value:
+        number = self.shell.number(one.index or "0", 0)
+        if number is None or not 0 <= number <= len(before):
+            return f"{UNKNOWN}${{{one.name}[@]}}"
+        line = one.value.line if isinstance(one.value, Word) else 0
+        return [*before[:number], Word(text, line), *before[number + 1 :]]
+
+    # --- tests --------------------------------------------------------------------------------------------------------
+
+    def _tested(self, words: list[Word], *, raw: bool = True) -> Status:
+        """[ ... ], or [[ ... ]] (raw: its words are as they were written): || of && of ! of a comparison."""
+        either, both = ("||", "&&") if raw else ("-o", "-a")
+        return self._any(words, raw, either, both)
+
+    def _any(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
+        found = self._all(words, raw, either, both)
+        while words and words[0].text == either:
+            del words[0]
+            other = self._all(words, raw, either, both)
+            found = True if True in (found, other) else None if None in (found, other) else False
+        return found
+
+    def _all(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
+        found = self._one(words, raw, either, both)
+        while words and words[0].text == both:
+            del words[0]
+            other = self._one(words, raw, either, both)
+            found = False if False in (found, other) else None if None in (found, other) else True
+        return found
+
+    def _one(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
+        if not words:
+            return False
+        first = words.pop(0)
+        if first.text == "!" and words:
+            found = self._one(words, raw, either, both)
+            return None if found is None else not found
+        if first.text == "(" and raw:
+            found = self._any(words, raw, either, both)
+            del words[:1]
+            return found
+        if first.text.startswith("-") and words and words[0].text not in (either, both, "==", "=", "!="):
+            return self._is(first.text, self._text(words.pop(0), raw))
+        left = self._text(first, raw)
+        if not words or words[0].text in (either, both, ")"):
+            return self._is("-n", left)
+        sign = words.pop(0).text
+        right = words.pop(0) if words else Word("", first.line)
+        if sign in COMPARISONS:
+            return self._compared(left, sign, self._text(right, raw), first.line, raw)
+        pattern = self.shell.pattern(right) if raw and sign in ("=", "==", "!=") else self._text(right, raw)
+        if UNKNOWN in left + pattern:
+            return self._doubt(unknown_part(left + pattern))
+        return _compare(left, sign, pattern, raw)
+
+    def _text(self, word: Word, raw: bool) -> str:
+        return self.shell.text(word) if raw else word.text
+
+    def _is(self, sign: str, text: str) -> Status:
+        """Of one word. Files are not looked at: they are another machine's."""
+        if sign == "-v":
+            return True if text in self.shell.variables else self._doubt(f"${text}")
+        if sign not in ("-n", "-z"):
+            return self._doubt(f"[ {sign} {text} ]")
+        if UNKNOWN in text:
+            return self._doubt(unknown_part(text))
+        return bool(text) == (sign == "-n")
+
+    def _compared(self, left: str, sign: str, right: str, line: int, raw: bool) -> Status:
+        if UNKNOWN in left + right:
+            return self._doubt(unknown_part(left + right))
+        one, other = self.shell.number(left or "0", line), self.shell.number(right or "0", line)
+        if one is None or other is None:
+            return self._doubt(f"[ {left} {sign} {right} ]") if raw else False
+        return COMPARISONS[sign](one, other)
 
 
-def _number(node: ast.expr) -> int:
-    """Raises ValueError for what is not arithmetic of whole numbers."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return int(value)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_number(left), _number(right))
-    raise ValueError("no arithmetic of whole numbers")
+def _compare(left: str, sign: str, right: str, raw: bool) -> Status:
+    match sign:
+        case "=" | "==" | "!=":
+            return (matches(right, left) if raw else left == right) == (sign != "!=")
+        case "<":
+            return left < right
+        case ">":
+            return left > right
+        case "=~":
+            try:
+                return re.search(right, left) is not None
+            except re.error:
+                return None
+    return None
+
+
+def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | None:
+    """The value that all have. Of arrays that begin alike, the beginning, and the rest as not known."""
+    first = values[0]
+    texts = [[word.text for word in value] if isinstance(value, list) else value for value in values]
+    if all(text == texts[0] for text in texts):
+        return first
+    lists = [value for value in values if isinstance(value, list)]
+    if not lists:
+        return UNKNOWN + (cause if cause.startswith("$") else f"${name}")
+    rest = Word(f"{UNKNOWN}${{{name}[@]}}", lists[0][-1].line if lists[0] else 0)
+    shortest = min(lists, key=len)
+    alike = len(lists) == len(values) and all(value[: len(shortest)] == shortest for value in lists)
+    return [*shortest, rest] if alike else [rest]

@@ -10,7 +10,7 @@ import pydantic
 
 from megagrpo.importing.options import Configuration
 from megagrpo.importing.rows import ABSENT, Missing, NotKnownError, Options, Row, Table, Together, Write
-from megagrpo.importing.shell import UNKNOWN
+from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe
 
 Kind = Literal["translated", "same", "missing", "unknown"]

@@ -39,9 +39,9 @@ from megagrpo.importing.rows import (
     truth,
     whole,
 )
-from megagrpo.importing.shell import UNKNOWN
+from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Framework
-from megagrpo.importing.values import FULL_RECOMPUTE, microbatches, run_name, warmup
+from megagrpo.importing.values import FULL_RECOMPUTE, kept, microbatches, run_name, warmup
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
 """Arguments of GRPOTrainer that no recipe can hold."""
@@ -378,7 +378,7 @@ TABLE: Table = {
     "run_name": to("name", run_name),
     "save_steps": to("checkpoint.every_steps", whole, said="optimizer steps there"),
     "save_strategy": missing("every_steps", (*OFF, "steps")),
-    "save_total_limit": to("checkpoint.keep_last", whole, off=(None,)),
+    "save_total_limit": kept(),
     "eval_steps": to("eval.every_steps", whole, off=(None,)),
     "eval_strategy": missing("eval.every_steps, of eval.sets", (*OFF, "no")),
     "do_eval": always("eval.sets counts"),

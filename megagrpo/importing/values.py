@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from megagrpo.importing.rows import Answer, Missing, Write, text, whole
+from megagrpo.importing.rows import ABSENT, Answer, Missing, Options, Row, Write, text, whole
 
 FULL_RECOMPUTE = "full"
 MICROBATCH_TOKENS = 16384
 """Most tokens that a number of responses in a microbatch becomes: results do not depend on it, memory does."""
+CHECKPOINTS_KEPT = 2
+"""checkpoint.keep_last of a recipe that does not say it."""
 PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
 
 
@@ -48,6 +50,17 @@ def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | N
     if engines is None and gpus % engine:
         return Missing(f"{gpus} GPUs are no multiple of engines of {engine}: give rollout.engines")
     return Write({"train.layout.data": gpus // each, "rollout.engines": engines or gpus // engine})
+
+
+def kept(default: Any = ABSENT, said: str = "") -> Row:
+    """Checkpoints that are kept: all, where it is none or below 0."""
+
+    def answer(value: Any, _: Options) -> Answer:
+        if value is None or whole(value) < 1:
+            return Missing(f"all are kept there, the last {CHECKPOINTS_KEPT} here: give checkpoint.keep_last a number")
+        return Write({"checkpoint.keep_last": whole(value)})
+
+    return Row(answer, "checkpoint.keep_last", default, said)
 
 
 def microbatches(longest: int) -> tuple[int, str]:

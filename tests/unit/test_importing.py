@@ -16,7 +16,9 @@ from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing.options import Configuration, Given, flags, hydra_overrides, yaml_options
 from megagrpo.importing.read import FRAMEWORKS, import_recipe
-from megagrpo.importing.shell import UNKNOWN, Word, read_script
+from megagrpo.importing.shell import read_script
+from megagrpo.importing.shell_syntax import Word
+from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
@@ -105,6 +107,23 @@ ACTOR = "actor_rollout_ref.actor"
             {"weights.bucket_bytes": 512 * 2**20},
         ),
         ("trainer.nnodes=4 trainer.n_gpus_per_node=4", {"train.layout.data": 16, "rollout.engines": 8}),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
+        (f"{ACTOR}.optim.clip_grad=0.3", {"train.optimizer.clip_grad": 0.3}),
+        (
+            "data.val_files=t.parquet trainer.test_freq=5 actor_rollout_ref.rollout.val_kwargs.temperature=0.6 "
+            "actor_rollout_ref.rollout.val_kwargs.n=4",
+            {"eval.temperature": 0.6, "eval.samples_per_prompt": 4},
+        ),
+        (
+            "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
+            {"rollout.dynamic_sampling.rounds_max": 10},
+        ),
+        ("model_engine=veomni", {"train.optimizer.schedule": "cosine"}),
+        (
+            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce",
+            {"algorithm.loss.name": "reinforce"},
+        ),
+        (f"model_engine=megatron {ACTOR}.optim.min_lr=1e-6", {"train.optimizer.min_lr": 0.0}),
         (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
     ],
 )
@@ -130,6 +149,7 @@ def test_every_default_of_a_framework_that_differs_is_written(tmp_path: Path) ->
     assert recipe.algorithm.advantage.model_dump()["standard_deviation"] == "none"
     assert recipe.algorithm.correction.weights is not None
     assert recipe.train.optimizer.schedule == "linear"
+    assert recipe.train.optimizer.beta2 == 0.999
     assert recipe.schedule.max_staleness == 8
     assert recipe.data.train[0].amount == 0.5
 
@@ -200,6 +220,11 @@ SCRIPTS = {
     "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
     "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this",
     "joined": 'A=x; show $A/y.$A ${A}_z pre"$A b"post',
+    "cases": 'L=(); C=gpu; case "$C" in npu) P=16; L+=(x) ;; g*|tpu) P=8 ;; *) P=1 ;; esac; show $P "${L[@]}"',
+    "functions": 'f() { local a=$1; shift; show $a "$@" $#; }; f 1 "2 3" 4',
+    "loops": "for i in {1..3} x; do [ $i = 2 ] && continue; show $i; done; for ((j=0; j<2; j++)); do show $j; done",
+    "parts": "A=head/tail.sh; show $((2**4)) ${A##*/} ${A%.sh} ${A//a/b} ${A^^} ${#A} ${A:0:4}",
+    "probes": 'D=$(false && echo npu || echo gpu); if [[ $D == g* && ! -z "$D" ]]; then show $D; else show no; fi',
     "operators": "true && show a; false || show b; if true; then show c; fi",
 }
 
@@ -223,10 +248,9 @@ def test_reading_a_script_runs_nothing_and_what_only_a_shell_can_tell_stays_unkn
     assert not mark.exists()
 
 
-def test_a_branch_decides_nothing_and_is_told_of() -> None:
-    script = read_script("A=1\nif test x; then\n  A=2\n  B=3\nfi\nrun $A $B", {}, {})
-    assert [word.text for word in script.commands[-1]] == ["run", "1", "3"]
-    assert [(word.text, word.line) for word in script.undecided] == [("A", 3)]
+def test_what_a_branch_that_cannot_be_chosen_leaves_is_not_known() -> None:
+    script = read_script("A=1; L=(a)\nif test $X; then\n  A=2; L+=(b)\n  B=3\nfi\nrun $A ${L[@]}", {}, {})
+    assert [word.text for word in script.commands[-1]] == ["run", f"{UNKNOWN}$X", "a", f"{UNKNOWN}${{L[@]}}"]
 
 
 def test_a_value_that_is_set_by_hand_stands_whatever_the_script_assigns() -> None:

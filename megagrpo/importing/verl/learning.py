@@ -28,7 +28,9 @@ from megagrpo.importing.verl.several import (
     WITH_IMAGES,
     adaptive,
     betas,
+    bypassed,
     clip,
+    clip_grad,
     discount,
     dual_clip,
     horizon,
@@ -37,12 +39,16 @@ from megagrpo.importing.verl.several import (
     is_megatron,
     kl_in_reward,
     kl_part,
+    least,
     least_rate,
+    loss,
+    loss_mode,
     minibatches,
     of_loss,
     offloaded,
     overlong_prompts,
     responses_of_microbatch,
+    rounds,
     std,
     tokens_of_microbatch,
     train_files,
@@ -144,27 +150,19 @@ ALGORITHM: Table = {
         "write algorithm.correction.reject: bounds by token or response"
     ),
     "algorithm.rollout_correction.rollout_rs_threshold": always("rollout_rs counts"),
-    "algorithm.rollout_correction.bypass_mode": to(
-        "algorithm.rollout_logprobs_as_old", truth, said="ratios to the engines' logprobs"
-    ),
-    "algorithm.rollout_correction.loss_type": chosen(
-        "algorithm.loss.name",
-        {"ppo_clip": {}, "reinforce": "reinforce"},
-        "ppo_clip or reinforce",
-        said="with bypass_mode",
-    ),
-    "algorithm.filter_groups.enable": Row(
-        lambda value, _: Write({"rollout.dynamic_sampling.rounds_max": 4}) if truth(value) else Nothing("off, as here"),
-        "rollout.dynamic_sampling",
-    ),
-    "algorithm.filter_groups.max_num_gen_batches": Row(
+    "algorithm.rollout_correction.bypass_mode": Row(
         lambda value, options: (
-            Write({"rollout.dynamic_sampling.rounds_max": whole(value) or 10**6})
-            if truth(options["algorithm.filter_groups.enable"])
-            else Nothing("filter_groups.enable is false")
+            Nothing("this loss has no ratio")
+            if loss(options) == "gpg"
+            else Write({"algorithm.rollout_logprobs_as_old": truth(value)})
         ),
-        "rollout.dynamic_sampling.rounds_max",
-        said="0 there is no end",
+        "algorithm.rollout_logprobs_as_old",
+        said="ratios to the engines' logprobs",
+    ),
+    "algorithm.rollout_correction.loss_type": Row(bypassed, "algorithm.loss.name", said="with bypass_mode"),
+    "algorithm.filter_groups.enable": Row(rounds, "rollout.dynamic_sampling"),
+    "algorithm.filter_groups.max_num_gen_batches": Row(
+        rounds, "rollout.dynamic_sampling.rounds_max", 0, said="0 there is no end"
     ),
     "algorithm.filter_groups.metric": always("groups without any difference in scores are replaced"),
 }
@@ -177,21 +175,7 @@ POLICY: Table = {
         "prompts of a minibatch there, their number here: train_batch_size / it",
     ),
     f"{ACTOR}.ppo_epochs": to("algorithm.epochs", whole, 1),
-    f"{ACTOR}.policy_loss.loss_mode": chosen(
-        "algorithm.loss.name",
-        {
-            "vanilla": "ppo_clip",
-            "gspo": "gspo",
-            "cispo": "cispo",
-            "sapo": "sapo",
-            "geo_mean": "gmpo",
-            "gpg": "reinforce",
-            "clip_cov": "clip_cov",
-            "kl_cov": "kl_cov",
-        },
-        "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION",
-        "vanilla",
-    ),
+    f"{ACTOR}.policy_loss.loss_mode": Row(loss_mode, "algorithm.loss.name", "vanilla"),
     f"{ACTOR}.clip_ratio": Row(
         lambda value, options: Nothing("clip_ratio_low and clip_ratio_high count, unless they are null"),
         "algorithm.loss",
@@ -239,7 +223,7 @@ POLICY: Table = {
     ),
     f"{ACTOR}.kl_loss_coef": kl_part("loss", "algorithm.kl.coefficient", 0.001),
     f"{ACTOR}.kl_loss_type": kl_part("loss", "algorithm.kl.estimator", "low_var_kl"),
-    f"{ACTOR}.grad_clip": to("train.optimizer.clip_grad", number, 1.0),
+    f"{ACTOR}.grad_clip": Row(clip_grad, "train.optimizer.clip_grad", 1.0),
     f"{ACTOR}.shuffle": missing("minibatches are made in the order of the samples"),
     f"{ACTOR}.data_loader_seed": always("minibatches are made in the order of the samples"),
     f"{ACTOR}.use_dynamic_bsz": always("microbatches are packed by tokens"),
@@ -290,7 +274,7 @@ POLICY: Table = {
         "train.optimizer.weight_decay", number, 0.01, "0 here unless given; of matrices only"
     ),
     f"{ACTOR}.optim.betas": Row(betas, "train.optimizer.beta2", [0.9, 0.999], "0.95 here unless given"),
-    f"{ACTOR}.optim.clip_grad": always("grad_clip counts"),
+    f"{ACTOR}.optim.clip_grad": to("train.optimizer.clip_grad", number),
     f"{ACTOR}.optim.lr_warmup_steps": to("train.optimizer.warmup_steps", whole, -1, off=(None, -1)),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": Row(
         warmup_share, "train.optimizer.warmup_steps", 0.0, "a share of all steps there, steps here"
@@ -299,7 +283,10 @@ POLICY: Table = {
         "train.optimizer.schedule",
         {"constant": "constant", "cosine": "cosine", "linear": "linear", None: {}},
         "constant, linear or cosine",
-        "constant",
+        said="constant there unless given; cosine with VeOmni, linear with torchtitan",
+    ),
+    f"{ACTOR}.optim.decay_type": chosen(
+        "train.optimizer.schedule", {"cosine": "cosine", "linear": "linear"}, "constant, linear or cosine"
     ),
     f"{ACTOR}.optim.warmup_style": chosen(
         "train.optimizer.schedule", {"constant": "constant", "cosine": "cosine", None: {}}, "constant, linear or cosine"
@@ -310,7 +297,11 @@ POLICY: Table = {
         "constant, linear or cosine",
     ),
     f"{ACTOR}.optim.min_lr_ratio": Row(least_rate, "train.optimizer.min_lr", 0.0, "a share of lr there"),
-    f"{ACTOR}.optim.min_lr": to("train.optimizer.min_lr", number, off=(None, 0)),
+    f"{ACTOR}.optim.min_lr_factor": Row(least_rate, "train.optimizer.min_lr", said="a share of lr there"),
+    f"{ACTOR}.optim.min_lr": Row(least, "train.optimizer.min_lr"),
+    f"{ACTOR}.optim.lr_min": Row(least, "train.optimizer.min_lr"),
+    f"{ACTOR}.optim.lr_start": missing("warm-ups begin at 0"),
+    f"{ACTOR}.optim.lr_decay_ratio": missing("over the whole run", (*OFF, 1.0)),
     f"{ACTOR}.optim.total_training_steps": always("train.total_steps says it once"),
     f"{ACTOR}.optim.optimizer": missing("Adam with decoupled weight decay", (*OFF, "AdamW", "adam")),
     f"{ACTOR}.optim.optimizer_impl": missing("Adam with decoupled weight decay", (*OFF, "torch.optim")),
@@ -331,5 +322,16 @@ POLICY: Table = {
     f"{ACTOR}.optim.override_optimizer_config": missing("see train.optimizer"),
     f"{ACTOR}.fsdp_config.param_offload": offloaded("parameters"),
     f"{ACTOR}.fsdp_config.optimizer_offload": offloaded("optimizer"),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Row(ulysses, "train.layout.context", 1),
+    f"{ACTOR}.veomni.param_offload": offloaded("parameters"),
+    f"{ACTOR}.veomni.optimizer_offload": offloaded("optimizer"),
+    f"{ACTOR}.veomni.ulysses_parallel_size": Row(ulysses, "train.layout.context", 1),
+    f"{ACTOR}.veomni.*": always("of VeOmni: Megatron-Core trains here"),
+    f"{ACTOR}.torchtitan.param_offload": offloaded("parameters"),
+    f"{ACTOR}.torchtitan.optimizer_offload": offloaded("optimizer"),
+    f"{ACTOR}.torchtitan.tensor_parallel_size": to("train.layout.tensor", whole, 1),
+    f"{ACTOR}.torchtitan.pipeline_parallel_size": to("train.layout.pipeline", whole, 1),
+    f"{ACTOR}.torchtitan.context_parallel_size": Row(ulysses, "train.layout.context", 1),
+    f"{ACTOR}.torchtitan.*": always("of torchtitan: Megatron-Core trains here"),
     f"{ACTOR}.fsdp_config.*": always("of FSDP: Megatron-Core trains here"),
 }

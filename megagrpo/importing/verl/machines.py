@@ -20,7 +20,7 @@ from megagrpo.importing.rows import (
     truth,
     whole,
 )
-from megagrpo.importing.values import run_name
+from megagrpo.importing.values import kept, run_name
 from megagrpo.importing.verl.several import (
     MEGATRON,
     MULTI_TURN,
@@ -32,6 +32,7 @@ from megagrpo.importing.verl.several import (
     engine,
     evaluated_each,
     length,
+    length_in_penalty,
     loggers,
     logprob_tokens,
     lora_alpha,
@@ -42,6 +43,7 @@ from megagrpo.importing.verl.several import (
     of_critic,
     offloaded,
     overlong,
+    own_file,
     recompute,
     reward_file,
     sampled,
@@ -163,15 +165,17 @@ ROLLOUT_ROWS: Table = {
     f"{ROLLOUT}.prometheus.*": missing("track.prometheus_port serves the run's gauges", (*OFF, 9090)),
     f"{ROLLOUT}.mtp": missing("no speculative decoding"),
     f"{ROLLOUT}.layer_name_map.*": always("names of weights are known by family"),
-    f"{ROLLOUT}.val_kwargs.n": to("eval.samples_per_prompt", whole, 1),
-    f"{ROLLOUT}.val_kwargs.temperature": sampled("eval.temperature", number, 0),
+    f"{ROLLOUT}.val_kwargs.n": sampled("eval.samples_per_prompt", whole, 1),
+    f"{ROLLOUT}.val_kwargs.temperature": to("eval.temperature", number, 0),
     f"{ROLLOUT}.val_kwargs.top_p": sampled("eval.top_p", number, 1.0),
     f"{ROLLOUT}.val_kwargs.top_k": sampled("eval.top_k", lambda value: max(0, whole(value)), -1),
     f"{ROLLOUT}.val_kwargs.do_sample": Row(
-        lambda value, _: Nothing("val_kwargs.temperature counts") if truth(value) else Write({"eval.temperature": 0}),
-        "eval.temperature",
-        False,
-        "false is temperature 0",
+        lambda value, options: (
+            Nothing("val_kwargs.temperature counts, as there")
+            if truth(value) or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0
+            else Missing("engines sample at val_kwargs.temperature there; greedy is eval.temperature: 0")
+        ),
+        said="val_kwargs.temperature counts, as there",
     ),
 }
 
@@ -249,7 +253,9 @@ REWARD: Table = {
                 overlong("reward.overlong.penalty", number).answer, "reward.overlong.penalty"
             ),
             "reward_kwargs.overlong_buffer_cfg.log": always("what each part of a score gives is always logged"),
-            "reward_kwargs.max_resp_len": always("rollout.response_tokens_max counts"),
+            "reward_kwargs.max_resp_len": Row(
+                length_in_penalty, said="rollout.response_tokens_max, below which the penalty begins"
+            ),
             "reward_kwargs.*": missing("give arguments of functions in reward.functions"),
             "sandbox_fusion.url": missing("function: code has a sandbox of its own; function: remote asks a server"),
             "sandbox_fusion.*": always("sandbox_fusion.url counts"),
@@ -306,11 +312,9 @@ TRAINER: Table = {
     "trainer.resume_from_path": missing("runs continue from their own directory"),
     "trainer.default_local_dir": to("checkpoint.directory", text),
     "trainer.default_hdfs_dir": missing("checkpoint.directory is a path that all nodes reach"),
-    "trainer.max_actor_ckpt_to_keep": to(
-        "checkpoint.keep_last", whole, said="all there, the last 2 here, unless given", off=(None,)
-    ),
+    "trainer.max_actor_ckpt_to_keep": kept(said="all there, the last 2 here, unless given"),
     "trainer.max_critic_ckpt_to_keep": always("a checkpoint has both"),
-    "trainer.max_ckpt_to_keep": to("checkpoint.keep_last", whole, off=(None,)),
+    "trainer.max_ckpt_to_keep": kept(),
     "trainer.del_local_ckpt_after_load": missing("checkpoint.keep_last removes old ones"),
     "trainer.balance_batch": always("data ranks always get equal parts of the work"),
     "trainer.log_val_generations": always("all responses of evaluations are kept in evaluations/"),
@@ -324,8 +328,8 @@ TRAINER: Table = {
 }
 
 OTHERS: Table = {
-    "--config-path": always("defaults of verl's own files are known here"),
-    "--config-name": always("defaults of verl's own files are known here"),
+    "--config-path": always("--config-name says which file"),
+    "--config-name": Row(own_file, said="verl's own files are known here; give others as a resolved configuration"),
     "--config-dir": missing("options of other files are not read: give the resolved configuration"),
     "defaults": missing("options of other files are not read: print the whole by `--cfg job --resolve`, and give that"),
     "hydra.*": always("of Hydra itself"),

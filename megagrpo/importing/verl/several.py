@@ -53,6 +53,21 @@ ESTIMATORS = {
     "low_var_kl": "k3",
     "k3": "k3",
 }
+ENGINES = {"megatron": "constant", "veomni": "cosine", "torchtitan": "linear", "fsdp": "constant"}
+"""What may train there, and its schedule unless one is given."""
+SCHEDULES = ("lr_scheduler_type", "lr_decay_style", "decay_type", "warmup_style")
+LOSSES = {
+    "vanilla": "ppo_clip",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+    "gpg": "reinforce",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
+OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
+"""Configurations of verl's trainer, whose defaults are known here."""
 MULTI_TURN = "turns with tools are an agent here: write an `agent` section, see docs/agents.md"
 WITH_IMAGES = "models here read text only"
 PACKED = "sequences are always packed without padding"
@@ -72,9 +87,46 @@ def in_reward(options: Options) -> bool:
     return used and coefficient > 0 and not in_loss(options)
 
 
+def trained_by(options: Options) -> str:
+    """Which of ENGINES trains there."""
+    named = [str(options[name]) for name in ("model_engine", f"{ACTOR}.strategy", "--config-name") if name in options]
+    found = [name for name in ENGINES if any(name in one for one in named)]
+    return found[0] if found else "megatron" if options.any_below(f"{MEGATRON}.") else "fsdp"
+
+
 def is_megatron(options: Options) -> bool:
-    named = [options[name] for name in ("--config-name", f"{ACTOR}.strategy") if name in options]
-    return options.any_below(f"{MEGATRON}.") or any("megatron" in str(name) for name in named)
+    return trained_by(options) == "megatron"
+
+
+def schedule(options: Options) -> Any:
+    """The schedule of the learning rate, by its name there."""
+    given = [options[f"{ACTOR}.optim.{name}"] for name in SCHEDULES if f"{ACTOR}.optim.{name}" in options]
+    return next((one for one in given if one is not None), ENGINES[trained_by(options)])
+
+
+def loss(options: Options) -> str:
+    """The policy's loss, by its name there."""
+    correction = "algorithm.rollout_correction"
+    if truth(options[f"{correction}.bypass_mode"]) and options[f"{correction}.loss_type"] == "reinforce":
+        return "gpg"
+    named = options[f"{ACTOR}.policy_loss.loss_mode"]
+    return "vanilla" if named == "bypass_mode" else str(named)
+
+
+def bypassed(value: Any, options: Options) -> Answer:
+    if value not in ("ppo_clip", "reinforce"):
+        return Missing("ppo_clip or reinforce")
+    if not truth(options["algorithm.rollout_correction.bypass_mode"]):
+        return Nothing("bypass_mode is false")
+    return Write({"algorithm.loss.name": "reinforce"}) if loss(options) == "gpg" else Nothing("loss_mode counts")
+
+
+def loss_mode(value: Any, options: Options) -> Answer:
+    if loss(options) == "gpg" and value != "gpg":
+        return Nothing("rollout_correction.loss_type counts")
+    name = picked(LOSSES, loss(options))
+    kept = "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION"
+    return Missing(kept) if name is None else Write({"algorithm.loss.name": name})
 
 
 def gpus(options: Options) -> int:
@@ -83,7 +135,7 @@ def gpus(options: Options) -> int:
 
 def clip(side: str, field: str) -> Row:
     def answer(value: Any, options: Options) -> Answer:
-        if options[f"{ACTOR}.policy_loss.loss_mode"] in ("sapo", "gpg", "kl_cov"):
+        if loss(options) in ("sapo", "gpg", "kl_cov"):
             return Nothing("this loss does not clip")
         bound = number(options[f"{ACTOR}.clip_ratio"] if value is None else value)
         return Write({field: min(bound, 1) if side == "low" else bound})
@@ -93,14 +145,14 @@ def clip(side: str, field: str) -> Row:
 
 
 def dual_clip(value: Any, options: Options) -> Answer:
-    if options[f"{ACTOR}.policy_loss.loss_mode"] not in ("vanilla", "clip_cov"):
+    if loss(options) not in ("vanilla", "clip_cov"):
         return Nothing("only its losses vanilla and clip_cov read it")
     return Write({"algorithm.loss.dual_clip": number(value)})
 
 
 def of_loss(mode: str, field: str, default: Any) -> Row:
     def answer(value: Any, options: Options) -> Answer:
-        used = options[f"{ACTOR}.policy_loss.loss_mode"] == mode
+        used = loss(options) == mode
         return Write({field: number(value)}) if used else Nothing(f"only its loss {mode} reads it")
 
     return Row(answer, field, default)
@@ -208,9 +260,15 @@ def updates(options: Options) -> int:
 
 
 def context(options: Options) -> int:
-    if is_megatron(options):
-        return options.whole(f"{MEGATRON}.context_parallel_size")
-    return options.whole(f"{ACTOR}.ulysses_sequence_parallel_size")
+    match trained_by(options):
+        case "megatron":
+            return options.whole(f"{MEGATRON}.context_parallel_size")
+        case "veomni":
+            return options.whole(f"{ACTOR}.veomni.ulysses_parallel_size")
+        case "torchtitan":
+            return options.whole(f"{ACTOR}.torchtitan.context_parallel_size")
+    named = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    return max(options.whole(named[0]), 1) if options.whole(named[0]) > 1 else options.whole(named[1])
 
 
 def nodes(value: Any, options: Options) -> Answer:
@@ -218,6 +276,9 @@ def nodes(value: Any, options: Options) -> Answer:
     if is_megatron(options):
         sizes["tensor"] = options.whole(f"{MEGATRON}.tensor_model_parallel_size")
         sizes["pipeline"] = options.whole(f"{MEGATRON}.pipeline_model_parallel_size")
+    elif trained_by(options) == "torchtitan":
+        sizes["tensor"] = options.whole(f"{ACTOR}.torchtitan.tensor_parallel_size")
+        sizes["pipeline"] = options.whole(f"{ACTOR}.torchtitan.pipeline_parallel_size")
     engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
     found = layout_of(gpus(options), sizes, engine)
     if not isinstance(found, Write):
@@ -299,11 +360,8 @@ def sampled(field: str, of: Any, default: Any) -> Row:
     """A setting of evaluation that greedy decoding does not have."""
 
     def answer(value: Any, options: Options) -> Answer:
-        greedy = (
-            not options.true(f"{ROLLOUT}.val_kwargs.do_sample")
-            or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0
-        )
-        return Nothing("evaluation is greedy") if greedy else Write({field: of(value)})
+        greedy = options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0
+        return Nothing("evaluation is greedy: temperature 0") if greedy else Write({field: of(value)})
 
     return Row(answer, field, default)
 
@@ -342,9 +400,28 @@ def length(value: Any, options: Options) -> Answer:
 
 def least_rate(value: Any, options: Options) -> Answer:
     share = number(value or 0)
-    if not share:
+    return least(share * options.number(f"{ACTOR}.optim.lr"), options) if share else Nothing("0, as here")
+
+
+def least(value: Any, options: Options) -> Answer:
+    if not value:
         return Nothing("0, as here")
-    return Write({"train.optimizer.min_lr": share * options.number(f"{ACTOR}.optim.lr")})
+    if schedule(options) == "constant":
+        return Nothing("a constant schedule stays at lr")
+    return Write({"train.optimizer.min_lr": number(value)})
+
+
+def clip_grad(value: Any, options: Options) -> Answer:
+    if f"{ACTOR}.optim.clip_grad" in options:
+        return Nothing("optim.clip_grad counts")
+    return Write({"train.optimizer.clip_grad": number(value)})
+
+
+def rounds(value: Any, options: Options) -> Answer:
+    if not truth(options["algorithm.filter_groups.enable"]):
+        return Nothing("filter_groups is off, as here")
+    most = options.whole("algorithm.filter_groups.max_num_gen_batches")
+    return Write({"rollout.dynamic_sampling.rounds_max": most if most > 0 else 10**6})
 
 
 def betas(value: Any, options: Options) -> Answer:
@@ -372,7 +449,8 @@ def loggers(value: Any, options: Options) -> Answer:
 
 
 def reward_file(value: Any, options: Options) -> Answer:
-    name = options["custom_reward_function.name"] or options["reward.custom_reward_function.name"]
+    named = [f"{prefix}custom_reward_function.name" for prefix in ("reward.", "")]
+    name = next((options[one] for one in named if one in options), "compute_score")
     if value is None:
         return Nothing("rewards by data_source")
     return Write({"reward.functions": [{"function": f"{text(value)}:{text(name)}"}]})
@@ -387,6 +465,22 @@ def overlong(field: str, of: Any) -> Row:
         return Write({field: of(value)}) if used else Nothing("overlong_buffer_cfg.enable is false")
 
     return Row(answer, field)
+
+
+def length_in_penalty(value: Any, options: Options) -> Answer:
+    if value is None or whole(value) == options.whole("data.max_response_length"):
+        return Nothing("rollout.response_tokens_max counts, which it is")
+    below = whole(value) - (options.whole("data.max_response_length"))
+    return Missing(
+        f"the penalty begins below rollout.response_tokens_max here: {abs(below)} tokens "
+        f"{'earlier' if below < 0 else 'later'} there"
+    )
+
+
+def own_file(value: Any, _: Options) -> Answer:
+    if str(value).removesuffix(".yaml") in OWN_FILES:
+        return Nothing("defaults of verl's own files are known here")
+    return Missing("options of other files are not read: print the whole by `--cfg job --resolve`, and give that")
 
 
 def lora_rank(value: Any, options: Options) -> Answer:
@@ -437,6 +531,8 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
         found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     if "reward.functions" not in fields:
         found["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")
+    if ENGINES[trained_by(options)] != "constant":
+        found["train.optimizer.schedule"] = (ENGINES[trained_by(options)], f"{trained_by(options)}'s default there")
     tokens = fields.get("train.tokens_per_microbatch")
     if tokens is None:
         least = -(-longest(options) // context(options))

@@ -1,0 +1,406 @@
+"""Words of a shell script after expansion: variables, arrays, arithmetic, patterns, and the output of commands.
+
+What is not known stays in a word as it was written, behind UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megagrpo.importing.shell_syntax import Word, span
+
+UNKNOWN = "\ue000"
+"""Before each expansion in a word whose value is not known. No script has this character (it is for private use)."""
+EXPANSION = re.compile(UNKNOWN + r"(\$\(.*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|.*)", re.DOTALL)
+BLANKS = re.compile(r"[ \t\n]+")
+PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?")
+SEQUENCE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+EMPTY_LIST = re.compile(r'"\$(@|\{[^}]*\[@\][^}]*\}|\{@[^}]*\})"')
+"""What stands for no word at all if there is nothing in it."""
+ITEMS_MAX = 10_000
+TOKEN = re.compile(
+    r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|&&|\|\||[-+*/%<>=!]=|\+\+|--|[-+*/%<>=!~?:(),&|^])"
+)
+LEVELS: Sequence[Sequence[str]] = (
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!="),
+    ("<", "<=", ">", ">="),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
+)
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "||": lambda a, b: int(bool(a or b)),
+    "&&": lambda a, b: int(bool(a and b)),
+    "|": operator.or_,
+    "^": operator.xor,
+    "&": operator.and_,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<<": lambda a, b: a << min(b, 63),
+    ">>": lambda a, b: a >> b,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+}
+Value = str | list[Word]
+
+
+def unknown_part(text: str) -> str:
+    """The first expansion in it that is not known, as it was written; empty if all are."""
+    found = EXPANSION.search(text)
+    return found[1] if found else ""
+
+
+def glob(pattern: str) -> str:
+    """A shell's pattern as a regular expression; a backslash stands before what is itself."""
+    found, at = "", 0
+    while at < len(pattern):
+        here, at = pattern[at], at + 1
+        end = pattern.find("]", at + 1 + pattern.startswith("!", at)) if here == "[" else -1
+        if here == "\\":
+            found, at = found + re.escape(pattern[at : at + 1]), at + 1
+        elif here in "*?":
+            found += {"*": ".*", "?": "."}[here]
+        elif end > 0:
+            inside = pattern[at:end].replace("\\", r"\\")
+            found, at = found + f"[{'^' + inside[1:] if inside[0] in '!^' else inside}]", end + 1
+        else:
+            found += re.escape(here)
+    return found
+
+
+def matches(pattern: str, text: str) -> bool:
+    try:
+        return re.compile(glob(pattern), re.DOTALL).fullmatch(text) is not None
+    except re.error:
+        return False
+
+
+@dataclass
+class Shell:
+    """What words are expanded from. arguments: of the script or function; output: of a command, as it was written."""
+
+    variables: dict[str, Value]
+    output: Callable[[str, int], str]
+    assign: Callable[[str, str], None]
+    arguments: list[str] = field(default_factory=list)
+
+    def values(self, word: Word) -> list[str]:
+        """The word; several, or none, where it is a variable that holds several, or blanks."""
+        return [text for one in braces(word.text) for text in _Expansion(one, word.line, self).words()]
+
+    def text(self, word: Word) -> str:
+        """The word as one, as it is in an assignment."""
+        return " ".join(_Expansion(word.text, word.line, self).pieces(split=False))
+
+    def pattern(self, word: Word) -> str:
+        """The word as one, with a backslash before what was quoted."""
+        return " ".join(_Expansion(word.text, word.line, self, pattern=True).pieces(split=False))
+
+    def number(self, expression: str, line: int) -> int | None:
+        """None if it needs what is not known, or is no arithmetic."""
+        text = " ".join(_Expansion(expression.replace('"', ""), line, self).pieces(split=False))
+        try:
+            return None if UNKNOWN in text else _Number(text, self).whole()
+        except (ValueError, ZeroDivisionError, OverflowError):
+            return None
+
+
+def braces(text: str) -> list[str]:
+    """{a,b} and {1..3} in a word, without quotes or expansions, as words."""
+    found = re.fullmatch(r"([^\\\"'$`{}]*)\{([^\\\"'$`{}\s]*)\}([^\\\"'$`]*)", text)
+    if not found:
+        return [text]
+    inside = found[2].split(",")
+    if numbers := SEQUENCE.fullmatch(found[2]):
+        first, last = int(numbers[1][-9:]), int(numbers[2][-9:])
+        step = max(1, abs(int((numbers[3] or "1")[-9:])))
+        inside = [
+            str(one) for one in range(first, last + (1 if first <= last else -1), step if first <= last else -step)
+        ]
+    if len(inside) < 2 or len(inside) > ITEMS_MAX:
+        return [text]
+    return [f"{found[1]}{one}{rest}" for one in inside for rest in braces(found[3])]
+
+
+@dataclass
+class _Expansion:
+    """A place in a word as it was written."""
+
+    raw: str
+    line: int
+    shell: Shell
+    pattern: bool = False
+    at: int = 0
+    quoted: bool = False
+    """A quotation was in it, so that it is a word even if it is empty."""
+
+    def words(self) -> list[str]:
+        pieces = self.pieces(split=True)
+        empty_list = self.quoted and pieces == [""] and EMPTY_LIST.fullmatch(self.raw)
+        return [] if empty_list else [piece for piece in pieces if piece or self.quoted]
+
+    def pieces(self, *, split: bool, end: str = "") -> list[str]:
+        """Up to the quotation mark `end`, or to the end. split: at blanks in what is not quoted."""
+        found = [""]
+        if not end and re.match(r"~(/|$)", self.raw[self.at :]) and isinstance(self.shell.variables.get("HOME"), str):
+            found, self.at = [str(self.shell.variables["HOME"])], self.at + 1
+        while self.at < len(self.raw) and not (end and self.raw[self.at] == end):
+            here, stop = self.raw[self.at], span(self.raw, self.at, bool(end))
+            piece = self.raw[self.at : stop]
+            if here == "\\":
+                kept = not end or piece[1:] in ("\\", '"', "$", "`", "\n")
+                found[-1] += self._plain(piece[1:].replace("\n", "") if kept else piece)
+            elif here == "'" and not end:
+                self.quoted = True
+                found[-1] += self._plain(piece[1:].removesuffix("'"))
+            elif here == '"' and not end:
+                self.quoted, self.at = True, self.at + 1
+                self._add(found, self.pieces(split=False, end='"'), split=False)
+                stop = self.at + 1
+            elif here in "$`" and len(piece) > 1:
+                self._add(found, self._expanded(piece, bool(end)), split=split and not end, plain=bool(end))
+            elif here == "$" and not piece[1:]:
+                stop, values = self._named(bool(end))
+                self._add(found, values, split=split and not end, plain=bool(end))
+            else:
+                found[-1] += self._plain(here) if end else here
+            self.at = stop
+        return found
+
+    def _plain(self, text: str) -> str:
+        return re.sub(r"([*?\[\]\\])", r"\\\1", text) if self.pattern else text
+
+    def _add(self, pieces: list[str], values: list[str], *, split: bool, plain: bool = False) -> None:
+        """Several values begin words of their own; so do blanks in a value that is split."""
+        if split:
+            values = [part for one in values for part in (BLANKS.split(one) if UNKNOWN not in one else [one])]
+        if plain:
+            values = [self._plain(value) for value in values]
+        if values:
+            pieces[-1] += values[0]
+        pieces += values[1:]
+
+    def _named(self, quoted: bool) -> tuple[int, list[str]]:
+        """$NAME, or a dollar sign."""
+        found = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\d-])").match(self.raw, self.at)
+        if not found:
+            return self.at + 1, ["$"]
+        return found.end(), self._value(found[1], None, found[0], quoted)
+
+    def _expanded(self, piece: str, quoted: bool) -> list[str]:
+        if piece.startswith("$'"):
+            self.quoted = True
+            return [re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), piece[2:-1])]
+        if piece.startswith("$((") and piece.endswith("))"):
+            number = self.shell.number(piece[3:-2], self.line)
+            return [UNKNOWN + piece if number is None else str(number)]
+        if piece.startswith("${"):
+            return self._braces(piece[2:].removesuffix("}"), piece, quoted)
+        inside = piece[1:].removesuffix("`") if piece[0] == "`" else piece[2:].removesuffix(")")
+        found = self.shell.output(inside, self.line)
+        return [UNKNOWN + piece if UNKNOWN in found else found]
+
+    def _value(self, name: str, index: str | None, whole: str, quoted: bool = False) -> list[str]:
+        """Of a variable, or of all or one in an array; [] if it holds nothing, what was written if it is not known."""
+        arguments = self.shell.arguments
+        if name in ("@", "*"):
+            return [" ".join(arguments)] if name == "*" and quoted else list(arguments)
+        if name == "#":
+            return [str(len(arguments))]
+        if name.isdigit() and name != "0":
+            return [arguments[int(name) - 1]] if 0 < int(name[:4]) <= len(arguments) else [UNKNOWN + whole]
+        value = self.shell.variables.get(name)
+        if value is None:
+            return [UNKNOWN + whole]
+        values = [value] if isinstance(value, str) else [word.text for word in value]
+        if index in ("@", "*"):
+            return [" ".join(values)] if index == "*" and quoted else values
+        number = self.shell.number(index or "0", self.line)
+        if number is None:
+            return [UNKNOWN + whole]
+        return [values[number] if -len(values) <= number < len(values) else ""]
+
+    def _braces(self, inside: str, whole: str, quoted: bool) -> list[str]:
+        found = PARAMETER.match(inside)
+        if found and found[1] and not inside[found.end() :].strip() and found[1] == "#":
+            values = self._value(found[2], found[3], whole)
+            unknown = any(UNKNOWN in value for value in values)
+            return [UNKNOWN + whole if unknown else str(len(values if found[3] in ("@", "*") else values[0]))]
+        if found and found[1] == "!" and found.end() == len(inside):
+            name = "".join(self._value(found[2], None, whole))
+            return [name] if UNKNOWN in name else self._value(name, None, whole)
+        found = re.compile(r"(@|\*|#|[A-Za-z_]\w*|\d+)(?:\[([^]]*)\])?").match(inside)
+        if not found:
+            return [UNKNOWN + whole]
+        values, rest = self._value(found[1], found[2], whole, quoted), inside[found.end() :]
+        if not rest:
+            return values
+        if told := re.compile(r":?([-=?+])").match(rest):
+            is_set = found[1] in ("@", "*") or (found[1] in self.shell.variables or UNKNOWN not in "".join(values))
+            used = is_set and (any(values) or (bool(values) and not rest.startswith(":")))
+            if told[1] == "+":
+                return self._inner(rest[told.end() :]) if used else []
+            if used or told[1] == "?":
+                return values if used else [UNKNOWN + whole]
+            other = self._inner(rest[told.end() :])
+            if told[1] == "=":
+                self.shell.assign(found[1], " ".join(other))
+            return other
+        if any(UNKNOWN in value for value in values):
+            return [UNKNOWN + whole]
+        return self._changed(values, rest, several=found[1] in ("@", "*") or found[2] in ("@", "*"), whole=whole)
+
+    def _inner(self, text: str) -> list[str]:
+        """The words of a default, with its own quotes and expansions."""
+        return _Expansion(text, self.line, self.shell, self.pattern).pieces(split=False)
+
+    def _changed(self, values: list[str], rest: str, *, several: bool, whole: str) -> list[str]:
+        """Each value without a prefix or suffix, with something replaced, in another case, or a part of it."""
+        if case := {"^^": str.upper, ",,": str.lower}.get(rest):
+            return [case(value) for value in values]
+        if rest in ("^", ","):
+            return [(value[:1].upper() if rest == "^" else value[:1].lower()) + value[1:] for value in values]
+        if rest.startswith(":"):
+            return self._part(values, rest[1:], several=several, whole=whole)
+        sign = re.compile(r"##?|%%?|//?[#%]?").match(rest)
+        if not sign:
+            return [UNKNOWN + whole]
+        replaces, at = sign[0].startswith("/"), sign.end()
+        end = at
+        while replaces and end < len(rest) and rest[end] != "/":
+            end = span(rest, end)
+        pattern = self.shell.pattern(Word(rest[at:end] if replaces else rest[at:], self.line))
+        new = "".join(self._inner(rest[end + 1 :])) if replaces else ""
+        if UNKNOWN in pattern + new:
+            return [UNKNOWN + whole]
+        try:
+            return [_without(value, sign[0], pattern, new) for value in values]
+        except re.error:
+            return [UNKNOWN + whole]
+
+    def _part(self, values: list[str], rest: str, *, several: bool, whole: str) -> list[str]:
+        start, colon, count = rest.partition(":")
+        first, length = self.shell.number(start, self.line), self.shell.number(count, self.line) if colon else ITEMS_MAX
+        if first is None or length is None or (several and first < 0):
+            return [UNKNOWN + whole]
+        if several:
+            return values[first - (whole.startswith("${@") and first > 0) :][:length]
+        return [value[first:][:length] if length >= 0 else value[first:length] for value in values]
+
+
+def _without(value: str, sign: str, pattern: str, new: str) -> str:
+    compiled = re.compile(glob(pattern), re.DOTALL)
+    if sign[0] == "/":
+        if sign[1:] in ("#", "%"):
+            compiled = re.compile(f"^(?:{glob(pattern)})" if sign[1] == "#" else f"(?:{glob(pattern)})$", re.DOTALL)
+        return compiled.sub(lambda _: new, value, count=0 if sign == "//" else 1) if pattern else value
+    ends = range(len(value) + 1)
+    for at in ends if sign in ("#", "%%") else reversed(ends):
+        if compiled.fullmatch(value[:at] if sign[0] == "#" else value[at:]):
+            return value[at:] if sign[0] == "#" else value[:at]
+    return value
+
+
+class _Number:
+    """Arithmetic of whole numbers, with names and assignments. Raises ValueError for what is not known, or is none."""
+
+    def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
+        self.tokens, self.shell, self.depth, at = list[str](), shell, depth, 0
+        while text[at:].strip():
+            found = TOKEN.match(text, at)
+            if not found or depth > 20:
+                raise ValueError(text)
+            self.tokens.append(found[1])
+            at = found.end()
+
+    def whole(self) -> int:
+        found = self._several() if self.tokens else 0
+        if self.tokens:
+            raise ValueError(self.tokens[0])
+        return found
+
+    def _next(self) -> str:
+        return self.tokens[0] if self.tokens else ""
+
+    def _take(self, *wanted: str) -> str:
+        return self.tokens.pop(0) if self._next() in wanted and self.tokens else ""
+
+    def _several(self) -> int:
+        found = self._assigned()
+        while self._take(","):
+            found = self._assigned()
+        return found
+
+    def _assigned(self) -> int:
+        name, sign = self._next(), self.tokens[1] if len(self.tokens) > 1 else ""
+        if name.isidentifier() and (sign == "=" or sign in ("+=", "-=", "*=", "/=", "%=")):
+            del self.tokens[:2]
+            value = self._assigned()
+            value = value if sign == "=" else int(OPERATORS[sign[0]](self._named(name), value))
+            self.shell.assign(name, str(value))
+            return value
+        found = self._level(0)
+        if not self._take("?"):
+            return found
+        one = self._assigned()
+        if not self._take(":"):
+            raise ValueError("? without :")
+        other = self._assigned()
+        return one if found else other
+
+    def _level(self, level: int) -> int:
+        if level == len(LEVELS):
+            return self._power()
+        found = self._level(level + 1)
+        while sign := self._take(*LEVELS[level]):
+            found = int(OPERATORS[sign](found, self._level(level + 1)))
+        return found
+
+    def _power(self) -> int:
+        found = self._one()
+        if not self._take("**"):
+            return found
+        power = self._power()
+        if not 0 <= power < 64 or abs(found) > 2**32:
+            raise ValueError("a power beyond 64 bits")
+        return int(found**power)
+
+    def _one(self) -> int:
+        if sign := self._take("-", "+", "!", "~"):
+            value = self._one()
+            return {"-": -value, "+": value, "!": int(not value), "~": ~value}[sign]
+        if self._take("("):
+            found = self._several()
+            if not self._take(")"):
+                raise ValueError("( without )")
+            return found
+        changed = self._take("++", "--")
+        token = self.tokens.pop(0) if self.tokens else ""
+        if not token.isidentifier():
+            base, sharp, digits = token.partition("#")
+            return int(digits, int(base)) if sharp else int(token, 8 if re.fullmatch(r"0\d+", token) else 0)
+        value = self._named(token)
+        if after := changed or self._take("++", "--"):
+            self.shell.assign(token, str(value + (1 if after == "++" else -1)))
+        return value + ((1 if changed == "++" else -1) if changed else 0)
+
+    def _named(self, name: str) -> int:
+        value = self.shell.variables.get(name)
+        if not isinstance(value, str) or UNKNOWN in value:
+            raise ValueError(name)
+        return _Number(value, self.shell, self.depth + 1).whole()
