@@ -118,6 +118,10 @@ ACTOR = "actor_rollout_ref.actor"
             "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
             {"rollout.dynamic_sampling.rounds_max": 10},
         ),
+        (
+            "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=0",
+            {"rollout.dynamic_sampling.rounds_max": 10**6},
+        ),
         ("model_engine=veomni", {"train.optimizer.schedule": "cosine"}),
         (
             "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce",

@@ -83,7 +83,7 @@ class DynamicSamplingConfig(Section):
     prompts (DAPO, arXiv:2503.14476, section 3.2).
     """
 
-    rounds_max: Count = 4
+    rounds_max: Annotated[int, Field(ge=1, le=10**6)] = 4
     """Most sampling rounds of a step, the first included. After them the step trains on the groups that it has."""
 
 
