@@ -58,23 +58,29 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
     """Makes Megatron's process groups for `layout`, in the order of layout.rank_grid, and seeds its generators.
 
     `timeout_seconds` is the deadline of every collective operation in these groups and, from now on, in the default
-    group, where checkpoints are saved and loaded: those may take longer than joining.
+    group, where checkpoints are saved and loaded: those may take longer than joining. Raises RankError, naming this
+    rank, if the others are later than that.
     """
     if layout.ranks != dist.get_world_size():
         given = f"{dist.get_world_size()} ranks"
         needed = f"{layout.ranks} ranks for {layout}"
         raise RankError(Problem("the layout does not fit the number of training ranks", given, needed))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        order="tp-cp-ep-dp-pp",
-        create_gloo_process_groups=False,  # for Megatron's own checkpoints
-        distributed_timeout_minutes=timeout_seconds / 60,  # annotated as an integer, used as timedelta(minutes=...)
-    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            order="tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,  # for Megatron's own checkpoints
+            distributed_timeout_minutes=timeout_seconds / 60,  # annotated as an integer, used as timedelta(minutes=...)
+        )
+    except dist.DistError as error:
+        where = f"training rank {dist.get_rank()}: other ranks did not answer when it made the groups of the layout"
+        needed = f"all {layout.ranks} ranks within {timeout_seconds:g} s"
+        raise RankError(Problem(where, str(error), needed, "raise cluster.step_timeout_seconds")) from error
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
