@@ -5,16 +5,18 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Made last: without it the environment is not complete.
-INSTALLED := $(VENV)/installed
-SGLANG_INSTALLED := $(VENV)/sglang-installed
+# Made last: without it the environment is not complete. Named for what was installed: a checkout of other files with the
+# same requirements keeps the environment.
+checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/installed-$(call checksum,requirements/cpu.txt setup.py)
+SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json
 PUZZLES := .cache/puzzles/reward_model/config.json
 AGENTS := runs/agents_sft_cpu/hugging_face/config.json
 SMOLLM2 := .cache/smollm2/model/config.json
-LLM_INSTALLED := $(VENV)/llm-installed
+LLM_INSTALLED := $(VENV)/llm-$(call checksum,requirements/llm_cpu.txt)
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
 # Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
@@ -52,7 +54,7 @@ help:
 	@echo "make benchmark-algorithms  train the demo by every method and draw the curves (half an hour)"
 	@echo "make clean      remove the environment, caches and runs"
 
-$(INSTALLED): requirements/cpu.txt setup.py
+$(INSTALLED):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"megagrpo needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]} (set PYTHON=)")'
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes, once"
 	rm -rf $(VENV)
@@ -62,7 +64,7 @@ $(INSTALLED): requirements/cpu.txt setup.py
 	@touch $@
 
 # Every package that SGLang needs here is pinned there; what it declares is for GPUs.
-$(SGLANG_INSTALLED): requirements/sglang_cpu.txt $(INSTALLED)
+$(SGLANG_INSTALLED): $(INSTALLED)
 	@echo "Installing SGLang for CPUs into $(VENV): a minute or two, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang_cpu.txt
 	@touch $@
@@ -128,7 +130,7 @@ SUM := "Add 33 + 48." "You add numbers."
 
 smollm2: $(SMOLLM2)
 
-$(LLM_INSTALLED): requirements/llm_cpu.txt $(INSTALLED)
+$(LLM_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/llm_cpu.txt
 	@touch $@
 
