@@ -40,7 +40,7 @@ VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "string_matcher": [{"function": "string_match", "arguments": {"tag_required": True}}],
     "string_f1": [{"function": "f1"}],
     "puzzle": [{"function": "string_match"}],
-    "flan": [{"function": "string_match", "arguments": {"after": "The answer is:"}}],
+    "flan": [{"function": "string_match", "arguments": {"after": "The answer is:", "after_required": False}}],
     "re_search": [{"function": "search_answer", "arguments": {"tag": "finish"}}],
     "re_search_f1": [
         {"function": "search_answer", "arguments": {"method": "f1", "tag": "finish", "format_score": 0.1}}
