@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.reward.sandbox.kinds import ISOLATIONS
@@ -463,6 +463,8 @@ def _fits(value: object, annotation: Any) -> bool:
     origin, inner = get_origin(annotation) or annotation, get_args(annotation)
     if origin is UnionType:
         return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
     if origin is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     if origin is Sequence:

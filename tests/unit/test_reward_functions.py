@@ -164,6 +164,12 @@ def test_an_argument_of_another_type_is_a_problem_that_names_it(function, argume
     assert problems[0].where == f"reward.functions[0].arguments.{next(iter(arguments))}"
 
 
+@pytest.mark.parametrize("arguments", [{"isolation": "seccomp", "seconds": 3}, {"isolation": "none", "packages": True}])
+def test_arguments_of_the_types_that_a_verifier_takes_are_no_problem(arguments):
+    section = {"functions": [{"function": "code", "arguments": arguments}]}
+    assert not reward_problems(schema.RewardConfig.model_validate(section), sandbox=False)
+
+
 @pytest.mark.parametrize("function", ["gsm8k", "math", "multiple_choice", "f1", "json_schema", "code"])
 def test_a_ground_truth_that_cannot_be_used_is_said_with_its_row_and_without_a_traceback(function):
     arguments = {"equal": True} if function == "json_schema" else {}
