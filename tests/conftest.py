@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megagrpo.rollout.sglang.arguments import cache_variables
+
+# Tests import SGLang where no home directory can be written, too.
+os.environ |= cache_variables()
+
 # A commit that passed passes again, however slow or busy the machine. No database: what failed once is drawn again.
 settings.register_profile(
     "same_examples",

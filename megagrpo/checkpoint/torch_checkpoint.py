@@ -14,6 +14,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import EnumType
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,8 +191,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in KNOWN.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # so Python 3.11.0 to 3.11.3 writes a member of an enum
+            return _member
         named = getattr(torch, name, None) if module == "torch" else None
         return named if isinstance(named, torch.dtype) else _Unknown
+
+
+def _member(of: Any, name: str) -> Any:
+    return of[name] if isinstance(of, EnumType) else _Unknown()
 
 
 class _Unknown:

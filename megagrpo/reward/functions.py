@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -466,7 +467,7 @@ def _fits(value: object, annotation: Any) -> bool:
     if origin is Literal:
         return value in inner
     if origin is float:
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type, operator]
     if origin is Sequence:
         return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
     if origin is Mapping:

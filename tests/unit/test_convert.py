@@ -7,7 +7,9 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +240,23 @@ def test_a_list_of_contents_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         TorchCheckpoint(tmp_path)
     assert not (tmp_path / "attacked").exists()
+
+
+class AsPython3112(pickle._Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_list_of_contents_of_an_older_python_is_read(tmp_path: Path) -> None:
+    with TorchFile(tmp_path / "__0_0.distcp") as file:
+        written = [file.add("key", (0,), torch.arange(3))]
+    write_metadata(tmp_path, {"key": Storage("key", (3,), "int64")}, written)
+    contents = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as rewritten:
+        AsPython3112(rewritten).dump(contents)
+    assert TorchCheckpoint(tmp_path).read("key", (0,), (3,)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"1", b"h\x07.", b"r\xff\xff\xff\x7f.", pickle.dumps([1])])

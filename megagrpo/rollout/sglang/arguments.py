@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> 
         asked = subprocess.run(
             [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
             input=json.dumps({"options": dict(options), "names_only": names_only}),
+            env={**os.environ, **cache_variables()},
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
@@ -253,13 +255,24 @@ class ServerNode:
         }
 
 
+def cache_variables() -> dict[str, str]:
+    """Returns where SGLang keeps what it compiles. Empty if it can write below the home directory, without which it
+    does not start."""
+    caches = Path("~/.cache/sglang").expanduser()
+    nearest = next(directory for directory in (caches, *caches.parents) if directory.exists())
+    if "SGLANG_CACHE_DIR" in os.environ or os.access(nearest, os.W_OK):
+        return {}
+    return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
+
+
 def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:
     """Environment variables of a server of `ranks`, besides those of this process. On CPUs they share `threads`.
     Engines, counted by `engine`, get different cores if there are enough."""
     if device != "cpu":
-        return {}
+        return cache_variables()
     each = max(1, threads // ranks)
     common = {
+        **cache_variables(),
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
         "OMP_NUM_THREADS": str(each),
