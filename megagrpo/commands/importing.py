@@ -30,6 +30,7 @@ def add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def import_(asked: argparse.Namespace) -> int:
     from megagrpo.importing.read import import_recipe
+    from megagrpo.importing.recipe_text import report
 
     output: Path | None = asked.output
     if output and output.exists() and not asked.overwrite:
@@ -41,7 +42,9 @@ def import_(asked: argparse.Namespace) -> int:
         output.write_text(made.text, encoding="utf-8")
     else:
         print(made.text, end="")
-    print(made.report(str(output or "RECIPE")), file=sys.stdout if output else sys.stderr)
+    print(report(made.translation), file=sys.stdout if output else sys.stderr)
+    if made.problems:
+        raise RecipeError(made.problems)
     if output:
         print(f"\n{output} is written. Next: megagrpo plan {output}")
     return 0

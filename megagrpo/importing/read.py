@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from megagrpo.errors import Problem
 from megagrpo.importing.open_instruct import OPEN_INSTRUCT
 from megagrpo.importing.open_instruct import read as read_open_instruct
 from megagrpo.importing.options import Configuration, Given, value_of
-from megagrpo.importing.recipe_text import recipe_problems, recipe_text, report
+from megagrpo.importing.recipe_text import recipe_problems, recipe_text
 from megagrpo.importing.slime import SLIME
 from megagrpo.importing.slime import read as read_slime
 from megagrpo.importing.translate import Framework, Translation, translate
@@ -40,9 +39,6 @@ class Imported:
     text: str
     problems: Sequence[Problem]
 
-    def report(self, output: str) -> str:
-        return report(self.translation, self.problems, output)
-
 
 def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Imported:
     """set_to: values of a script's variables, or of options by their names. Raises RecipeError if the file cannot be
@@ -52,9 +48,5 @@ def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environ
     options = {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}
     configuration = replace(configuration, given={**configuration.given, **options})
     translation = translate(known, configuration, run_name(path.stem))
-    text = recipe_text(translation)
-    with TemporaryDirectory() as directory:
-        written = Path(directory) / "recipe.yaml"
-        written.write_text(text, encoding="utf-8")
-        problems = recipe_problems(written)
-    return Imported(translation, text, problems)
+    problems = recipe_problems(translation)
+    return Imported(translation, recipe_text(translation, problems), problems)

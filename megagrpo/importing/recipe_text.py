@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem, RecipeError
+import pydantic
+
+from megagrpo.errors import Problem
 from megagrpo.importing.options import unknown_in
 from megagrpo.importing.rows import NotKnownError
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Field, Kind, Outcome, Translation, tree_of
-from megagrpo.recipe.load import load
+from megagrpo.recipe.problems import schema_problems
+from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import to_text
 from megagrpo.section import broken_rules
 
@@ -27,7 +31,7 @@ TITLES: dict[Kind, str] = {
 }
 
 
-def recipe_text(translation: Translation) -> str:
+def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
     """YAML: the fields, each with what it comes from; below them, what has not been translated."""
     source, title = translation.configuration.path.name, translation.framework.title
     lines = [
@@ -35,6 +39,7 @@ def recipe_text(translation: Translation) -> str:
         "#",
         f"# From {source}, a configuration of {title}. Behind each field is the option that it comes from.",
     ]
+    lines += _comment("It does not run before these are correct:", [_in_a_line(problem) for problem in problems])
     lines += _comment("Read this first:", translation.notes)
     sources = {field.path: field.source for field in translation.fields}
     tree = tree_of({field.path: field for field in translation.fields})
@@ -45,16 +50,35 @@ def recipe_text(translation: Translation) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def recipe_problems(path: Path) -> list[Problem]:
-    """What is wrong with the recipe by itself, without its model and data."""
+def recipe_problems(translation: Translation) -> list[Problem]:
+    """What is wrong with the recipe by itself, without its model and data, each with the options that it comes from."""
+    tree = tree_of({field.path: field.value for field in translation.fields})
     try:
-        loaded = load(path)
-    except RecipeError as error:
-        return list(error.problems)
-    return [loaded.places.located(problem) for problem in broken_rules(loaded.recipe)]
+        found = broken_rules(Recipe.model_validate(tree))
+    except pydantic.ValidationError as error:
+        found = schema_problems(tree, error.errors(), Recipe)
+    return [replace(problem, where=f"{problem.where}{_origin(problem.where, translation)}") for problem in found]
 
 
-def report(translation: Translation, problems: Sequence[Problem], output: str) -> str:
+def _origin(path: str, translation: Translation) -> str:
+    """The options that give a field, or those that would if their values were known."""
+
+    def among(other: str) -> bool:
+        return other != "" and f"{path}.".startswith(f"{other}.")
+
+    sources = [field.source for field in translation.fields if among(field.path) or field.path.startswith(f"{path}.")]
+    unknown = translation.of_kind("missing", "unknown")
+    rows = [(shown(one), translation.framework.row(one.option)) for one in unknown]
+    sources = sources or [name for name, row in rows if row and among(row.fields)]
+    return f", from {', '.join(dict.fromkeys(sources))}" if sources else ""
+
+
+def _in_a_line(problem: Problem) -> str:
+    parts = [f"needed: {problem.needed}" if problem.needed else "", problem.fix]
+    return "; ".join([f"{problem.where}: {problem.given}", *filter(None, parts)])
+
+
+def report(translation: Translation) -> str:
     """What became of the options, for a terminal."""
     counts = {kind: len(translation.of_kind(kind)) for kind in TITLES}
     path = translation.configuration.path
@@ -68,9 +92,6 @@ def report(translation: Translation, problems: Sequence[Problem], output: str) -
             lines += ["", f"{TITLES[kind]}:", *(_line(one, path) for one in of_kind)]
     if translation.notes:
         lines += ["", "Read this:", *(_wrapped(note, "  ") for note in translation.notes)]
-    if problems:
-        lines += ["", f"Problems of the recipe, which `megagrpo plan {output}` says too:"]
-        lines += [f"  {line}" for problem in problems for line in str(problem).splitlines()]
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing.options import Configuration, Given, flags, hydra_overrides, yaml_options
 from megagrpo.importing.read import FRAMEWORKS, import_recipe
+from megagrpo.importing.recipe_text import report
 from megagrpo.importing.shell import read_script
 from megagrpo.importing.shell_syntax import Word
 from megagrpo.importing.shell_words import UNKNOWN
@@ -302,6 +303,17 @@ def test_the_command_writes_a_recipe_says_what_is_missing_and_never_overwrites(
     assert main([*command, "--overwrite"]) == 0
 
 
+def test_a_recipe_that_cannot_run_is_written_and_refused_with_the_options_that_it_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "run.sh", tmp_path / "recipe.yaml"
+    source.write_text(f"{VERL} {ACTOR}.optim.lr=-3")
+    assert main(["import", "verl", str(source), "-o", str(output)]) == 2
+    place = f"train.optimizer.lr, from {ACTOR}.optim.lr"
+    assert place in capsys.readouterr().err
+    assert place in output.read_text()
+
+
 def test_without_a_place_the_recipe_is_all_of_the_standard_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +328,7 @@ def test_an_option_that_is_set_by_hand_counts_and_keys_are_not_shown(tmp_path: P
     source.write_text("python train.py --hf-checkpoint models/m --wandb-key abc123 --prompt-data data.jsonl")
     made = import_recipe("slime", source, {"rollout_batch_size": "16", "num_rollout": "5"}, {})
     assert "rollout.prompts_per_step" in {field.path for field in made.translation.fields}
-    assert "abc123" not in made.text + made.report("recipe.yaml")
+    assert "abc123" not in made.text + report(made.translation)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
