@@ -36,6 +36,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
@@ -44,7 +45,6 @@ MEETING_SCHEME = "megagrpo"
 SCHEDULER = "sglang.srt.managers.scheduler"
 OWNER_CHECK_SECONDS = 0.5
 PACKAGE = Path(__file__).resolve().parents[2]
-WORD = 0xFFFFFFFF
 
 
 class MegagrpoFinder(importlib.abc.MetaPathFinder):
@@ -279,37 +279,38 @@ def exchange_between_groups() -> None:
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 x86_32 (Appleby) of (64-bit seed, position, column): int64 [seeds, columns], values below 2**32.
+    """MurmurHash3 x86_32 (Appleby) of (64-bit seed, position, column): uint32 [seeds, columns].
 
-    The same function as SGLang's GPU kernel of this name, in integer arithmetic that does not overflow int64.
+    The same function as SGLang's GPU kernel of this name. It runs for every token that is sampled: row by row, so that
+    a row stays in the core's cache, and in numpy, whose uint32 wraps.
     """
+    import numpy as np
     import torch
 
-    seed = seeds.view(torch.int64).view(-1, 1)
-    words = (
-        seed & WORD,
-        (seed >> 32) & WORD,
-        positions.to(torch.int64).view(-1, 1) & WORD,
-        columns.to(torch.int64).view(1, -1) & WORD,
-    )
-    state = torch.zeros_like(seed)
-    for word in words:
-        mixed = _multiply(_rotate(_multiply(word, 0xCC9E2D51), 15), 0x1B873593)
-        state = (_multiply(_rotate(state ^ mixed, 13), 5) + 0xE6546B64) & WORD
-    state = state ^ 16  # the length in bytes
-    state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
-    state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
-    return state ^ (state >> 16)
+    seed = seeds.view(torch.int64).numpy()
+    state = np.zeros((len(seed), 1), np.uint32)
+    for word in (seed, seed >> 32, positions.numpy()):
+        state = _stir(state, _scramble(word.astype(np.uint32)[:, None]))
+    column = _scramble(columns.numpy().astype(np.uint32))
+    hashed = np.empty((len(seed), len(column)), np.uint32)
+    for row, begun in zip(hashed, state, strict=True):
+        mixed = _stir(begun, column) ^ 16  # the length in bytes
+        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+        mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+        row[:] = mixed ^ (mixed >> 16)
+    return torch.from_numpy(hashed)
 
 
-def _rotate(word: torch.Tensor, left: int) -> torch.Tensor:
-    return ((word << left) | (word >> (32 - left))) & WORD
+def _scramble(word: NDArray[Any]) -> NDArray[Any]:
+    return _rotate(word * 0xCC9E2D51, 15) * 0x1B873593
 
 
-def _multiply(word: torch.Tensor, factor: int) -> torch.Tensor:
-    """word × factor mod 2**32, in two halves."""
-    low, high = word & 0xFFFF, word >> 16
-    return (low * factor + (((high * factor) & 0xFFFF) << 16)) & WORD
+def _stir(state: NDArray[Any], word: NDArray[Any]) -> NDArray[Any]:
+    return _rotate(state ^ word, 13) * 5 + 0xE6546B64
+
+
+def _rotate(word: NDArray[Any], left: int) -> NDArray[Any]:
+    return (word << left) | (word >> (32 - left))
 
 
 if __name__ in ("__main__", "__mp_main__"):
