@@ -110,7 +110,7 @@ async def check_rollout(gateway: Gateway, policy: Policy, key: str, index: int) 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_rollouts_of_a_client_are_not_mixed_up(program: str, agent_python: Callable[[str], Path]) -> None:
-    python, rollouts, at_once = agent_python(PROGRAMS[program]), 256, 64
+    python, rollouts, at_once = agent_python(PROGRAMS[program]), 128, 64
 
     async def run() -> None:
         all_wait = asyncio.Event()

@@ -141,8 +141,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("agents") / "log"
 
 
-def test_a_tool_environment_gives_each_of_256_rollouts_its_own_reward(
-    agent_python: Python, tmp_path: Path, log: Path
+@pytest.mark.parametrize("rollouts", [64, pytest.param(256, marks=pytest.mark.soak)])
+def test_a_tool_environment_gives_each_rollout_its_own_reward(
+    rollouts: int, agent_python: Python, tmp_path: Path, log: Path
 ) -> None:
     python, environment = str(agent_python("verifiers-0.2")), f"{EPISODES}/sums_with_rubric.py:with_tool"
     rows = prepared(
@@ -152,7 +153,7 @@ def test_a_tool_environment_gives_each_of_256_rollouts_its_own_reward(
     assert rows["test"][0]["prompt"] == [{"role": "user", "content": "Add: 64 65 128"}]
     verifiers = {"environment": environment, "arguments": {"rows": 64, "held_out": 3}}
     agent = AgentConfig(verifiers=verifiers, python=python)
-    for one in play(agent, [*rows["train"], *rows["test"]], adds, log, rollouts=256, together=True):
+    for one in play(agent, [*rows["train"], *rows["test"]], adds, log, rollouts=rollouts, together=True):
         first = numbers(one.row["prompt"][0]["content"])[0]
         assert one.score == float(first % 3 != 0)
         assert one.end["reward"]["add_calls"] == 2

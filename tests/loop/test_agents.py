@@ -122,6 +122,7 @@ def test_every_prompt_is_trained_once_in_every_schedule_also_if_the_run_is_inter
     assert trained_prompts(tmp_path / "run") == trained_prompts(synchronous)
 
 
+@pytest.mark.soak
 def test_over_sampling_ends_the_rollouts_that_it_throws_away(inputs: Path, tmp_path: Path, ray: Environment) -> None:
     small_run.train(write(inputs, tmp_path, "run", {"kind": "sync", "oversample": 3}), environment=ray)
     require_whole(tmp_path / "run")
@@ -148,6 +149,7 @@ def test_rollouts_that_do_not_end_hold_back_no_other_and_are_masked(
     assert sum(entries[step]["agent/late"] for step in STEPS) == late[True]
 
 
+@pytest.mark.soak
 def test_agent_processes_that_are_killed_cost_rollouts_and_no_step(
     inputs: Path, tmp_path: Path, ray: Environment
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_two_signals_end_a_run_that_waits_for_a_stopped_raylet(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
     run.signal("raylet", signal.SIGSTOP)
@@ -177,6 +178,7 @@ def test_a_driver_out_of_file_descriptors_ends_with_one_sentence(inputs: Path, t
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_a_directory_that_is_deleted_ends_the_run(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
     run.directory.rename(tmp_path / "elsewhere")
@@ -184,6 +186,7 @@ def test_a_directory_that_is_deleted_ends_the_run(inputs: Path, tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_saves_what_a_closed_pipe_has_not_ended(inputs: Path, tmp_path: Path) -> None:
     values = small_run.recipe(inputs, tmp_path)

@@ -56,6 +56,7 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_without_a_checkpoint_the_ru
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_ranks_that_die_at_the_same_step_again_and_again_end_the_run_with_the_first_cause(
     inputs: Path, tmp_path: Path
 ) -> None:

@@ -33,8 +33,7 @@ NEEDS = {
 }
 IN_EVERY_RUN = {
     *("adder_cpu", "adder_dapo_cpu", "adder_sft_cpu"),  # test_methods.py has what is different in adder's others
-    *("puzzles_mixture_cpu", "puzzles_reasoning_gym_cpu", "puzzles_reward_model_cpu"),
-    *("agents_calculator_cpu", "agents_game_cpu", "agents_retrieval_cpu"),
+    *("puzzles_mixture_cpu", "agents_retrieval_cpu"),
 }
 AT_ONCE = 2
 """Recipes that run side by side."""

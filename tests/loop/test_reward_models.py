@@ -81,11 +81,9 @@ def test_a_run_learns_what_a_reward_model_prefers_though_that_dies(
             assert scores == pytest.approx([logits[0] for logits in expected], abs=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("steps", "learns"), [(4, False), pytest.param(40, True, marks=pytest.mark.soak)])
-def test_a_run_learns_what_a_judge_says_though_its_server_dies(
-    steps: int, learns: bool, inputs: Path, tmp_path: Path
-) -> None:
+@pytest.mark.soak
+def test_a_run_learns_what_a_judge_says_though_its_server_dies(inputs: Path, tmp_path: Path) -> None:
+    steps = 40
     grader = {"kind": "generative", "path": str(make_judge(tmp_path / "judge")), "tokens_max": 256}
     arguments = {"model": "grader", "rubric": "{{response}}", "verdict": "yes_no", "sampling": {"max_tokens": 8}}
     function = {"function": "judge", "arguments": {**arguments, "cache": False, "retries": 8}}
@@ -99,7 +97,7 @@ def test_a_run_learns_what_a_judge_says_though_its_server_dies(
 
     reward = {"models": {"grader": grader}, "functions": [function]}
     directory = run_and_kill(recipe(inputs, tmp_path, reward, steps, lr=1e-2), tmp_path, kill)
-    check_scored(directory, steps, learns)
+    check_scored(directory, steps, learns=True)
     assert all(small_run.metrics(directory)[step]["judge/judge/requests"] >= RESPONSES for step in range(1, steps + 1))
     log = directory / "logs" / "reward_model_grader.log"
     assert log.read_text().count("server_args=") == 2, "it was started twice"

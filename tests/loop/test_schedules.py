@@ -45,7 +45,10 @@ def test_without_staleness_an_asynchronous_run_has_the_numbers_of_a_synchronous_
 
 @pytest.mark.parametrize(
     "schedule",
-    [{"kind": "async", "max_staleness": 2}, {"kind": "sync", "carry_over": 4, "max_staleness": 2}],
+    [
+        {"kind": "async", "max_staleness": 2},
+        pytest.param({"kind": "sync", "carry_over": 4, "max_staleness": 2}, marks=pytest.mark.soak),
+    ],
     ids=["async", "carry_over"],
 )
 def test_every_prompt_is_trained_once_within_its_staleness_also_if_the_run_is_interrupted(

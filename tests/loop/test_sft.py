@@ -147,6 +147,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
     inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:

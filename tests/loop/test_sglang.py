@@ -82,6 +82,7 @@ def server_logging_to(log: Path) -> psutil.Process:
 
 
 @pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
 def test_an_engine_over_two_nodes_is_synced_and_starts_again_when_its_process_on_one_is_killed(
     inputs: Path, tmp_path: Path

@@ -43,6 +43,7 @@ def test_a_run_whose_tracker_is_killed_ends_as_any_other_and_sync_leaves_the_sam
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
     inputs: Path, tmp_path: Path
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("half_way", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_run_whose_mlflow_database_has_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
     half_way: bool, inputs: Path, tmp_path: Path
 ) -> None:

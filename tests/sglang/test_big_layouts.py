@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import EngineLayoutConfig
@@ -23,14 +25,15 @@ LAYOUTS = {
     "latent_attention_data": ("deepseek_v3", {"tensor": 2, "attention_data": 2}, 1),
     "two_nodes": ("qwen3", {"tensor": 2}, 2),
 }
+# Each layout and each transport once. Latent attention is tested without attention data parallelism in test_weights.py.
+OFTEN = {
+    *(("pipeline", "disk"), ("attention_data", "shared_memory"), ("two_nodes", "process_group")),
+    *(("attention_data",), ("two_nodes",)),
+}
 PROMPTS = [(5, 6, 9, 11), (5, 6, 7), (8, 9, 10, 11, 12), (40, 3)]
 
 
-# What is combined in the third is tested apart: attention data parallelism here, latent attention in test_weights.py.
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.soak if "latent" in name else []) for name in LAYOUTS],
-)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, sizes, nodes = LAYOUTS[request.param]
     changes = {} if family == "deepseek_v3" else {"max_position_embeddings": CONTEXT}
@@ -38,8 +41,17 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     yield from serve_layout(directory, family, EngineLayoutConfig(**sizes), nodes)
 
 
+def rows(*columns: Iterable[str]) -> list[ParameterSet]:
+    """Every combination, with the mark of those for `make test-soak`."""
+    return [pytest.param(*row, marks=[] if row in OFTEN else pytest.mark.soak) for row in product(*columns)]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "disk"])
+@pytest.mark.parametrize(
+    ("served", "transport"),
+    rows(LAYOUTS, ("shared_memory", "process_group", "disk")),
+    indirect=["served"],
+)
 def test_every_rank_is_synced_and_verified_and_samples_from_what_came(
     served: Served, transport: str, tmp_path: Path
 ) -> None:
@@ -57,6 +69,7 @@ def test_every_rank_is_synced_and_verified_and_samples_from_what_came(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("served", rows(LAYOUTS), indirect=True)
 def test_a_sync_while_it_samples_leaves_no_token_without_its_version(served: Served) -> None:
     with served.trained() as (engine, trainer), ThreadPoolExecutor(1) as pool:
         new = served.weights(1)

@@ -41,7 +41,7 @@ def test_every_transport_is_measured_where_a_run_could_take_it(
     assert measured == set(TransportName)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_benchmark_verifies_every_sync_and_compares_it_with_a_copy() -> None:
     transports = ["shared_memory", "two_hops", "disk"]
     words = [BENCHMARKS / "weight_sync.py", "--device", "cpu", "--small", "--transports", *transports]

@@ -113,6 +113,7 @@ def test_a_wrong_recipe_ends_the_job_before_ray_starts(nodes: Slurm, place: Path
     assert not list((place / "runs" / "slurm" / f"{job}_0").iterdir())
 
 
+@pytest.mark.soak
 def test_before_its_time_limit_the_job_saves_and_the_requeued_job_goes_on_until_it_is_cancelled(
     nodes: Slurm, place: Path
 ) -> None:

@@ -194,7 +194,7 @@ def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
 
 
 @pytest.mark.parametrize(
-    ("layers", "experts"), [(16, 64), pytest.param(61, 256, marks=pytest.mark.long)], ids=["small", "whole"]
+    ("layers", "experts"), [(16, 64), pytest.param(61, 256, marks=pytest.mark.soak)], ids=["small", "whole"]
 )
 @pytest.mark.parametrize(
     ("engine", "quantization"),

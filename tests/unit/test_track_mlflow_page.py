@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -47,9 +47,9 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def visited(browser: Browser, address: str, scheme: Literal["light", "dark"], texts: list[str]) -> None:
+def visited(browser: Browser, address: str, texts: list[str]) -> None:
     """Fails if one of the texts does not come, or if the page throws. What MLflow writes to its console is its own."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
     context.set_default_timeout(PATIENCE_MS)
     # Nothing outside of this machine is asked: MLflow's pages count visits elsewhere.
     own = "/".join(address.split("/")[:3])
@@ -63,10 +63,7 @@ def visited(browser: Browser, address: str, scheme: Literal["light", "dark"], te
     assert errors == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_mlflows_pages_show_a_runs_params_metrics_and_traces(
-    run_page: str, browser: Browser, scheme: Literal["light", "dark"]
-) -> None:
-    visited(browser, run_page, scheme, [r"^reward/mean$", r"^rollout\.prompts_per_step$"])
-    visited(browser, f"{run_page}/model-metrics", scheme, [r"adder \(reward/mean\)", r"^seconds"])
-    visited(browser, f"{run_page}/traces", scheme, [r"What is 17 \* 23\?", '"answer": "82"', "It is 391"])
+def test_mlflows_pages_show_a_runs_params_metrics_and_traces(run_page: str, browser: Browser) -> None:
+    visited(browser, run_page, [r"^reward/mean$", r"^rollout\.prompts_per_step$"])
+    visited(browser, f"{run_page}/model-metrics", [r"adder \(reward/mean\)", r"^seconds"])
+    visited(browser, f"{run_page}/traces", [r"What is 17 \* 23\?", '"answer": "82"', "It is 391"])

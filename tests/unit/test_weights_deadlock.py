@@ -109,7 +109,7 @@ def test_no_schedule_deadlocks_and_every_byte_arrives_once(drawn: tuple[Case, fr
     sync(*drawn)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @settings(max_examples=LONG_CASES)
 @given(drawn=syncs())
 def test_no_schedule_of_many_deadlocks(drawn: tuple[Case, frozenset[int], int]) -> None:
