@@ -125,8 +125,8 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 	@echo "Asking the exported model, with plain transformers:"
 	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
 
-# A held-out sum, asked as the prompts ask it.
-SUM := "Add 33 + 48." "You add numbers."
+# Held out, asked as the prompts ask them: the first sum of the file, and its first three that carry.
+SUMS := "Add 22 + 34." "Add 34 + 48." "Add 26 + 27." "Add 33 + 48." --system "You add numbers."
 
 smollm2: $(SMOLLM2)
 
@@ -139,10 +139,10 @@ $(SMOLLM2): megagrpo/demo/language_model.py $(LLM_INSTALLED)
 
 demo-llm: $(SMOLLM2)
 	@echo "Asking the model before it is trained, with plain transformers:"
-	@$(BIN)/python -m megagrpo.demo.ask .cache/smollm2/model $(SUM)
+	@$(BIN)/python -m megagrpo.demo.ask .cache/smollm2/model $(SUMS)
 	$(BIN)/megagrpo train yaml_recipes/smollm2_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model:"
-	@$(BIN)/python -m megagrpo.demo.ask runs/smollm2_cpu/hugging_face $(SUM)
+	@$(BIN)/python -m megagrpo.demo.ask runs/smollm2_cpu/hugging_face $(SUMS)
 
 test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)

@@ -1,23 +1,37 @@
-"""Asks an exported model with nothing but transformers: python -m megagrpo.demo.ask DIRECTORY QUESTION [SYSTEM]"""
+"""Asks a model with nothing but transformers: python -m megagrpo.demo.ask DIRECTORY QUESTION... [--system SYSTEM]"""
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Iterator, Sequence
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+RESPONSE_TOKENS_MAX = 12
+"""As many as the longest of the demos has, `make demo-llm`."""
 
 
-def ask(directory: str, question: str, system: str | None = None) -> str:
-    """The model's most likely response to one user message, behind a system message if there is one."""
+def ask(directory: str, questions: Sequence[str], system: str | None = None) -> Iterator[str]:
+    """The model's most likely response to each question: a user message, behind a system message if there is one."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    messages = [{"role": "user", "content": question}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    for question in questions:
+        messages = [*before, {"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**prompt, max_new_tokens=RESPONSE_TOKENS_MAX, do_sample=False)
+        yield tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":
-    print(sys.argv[2], ask(*sys.argv[1:]))
+    disable_progress_bar()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("questions", nargs="+")
+    parser.add_argument("--system")
+    asked = parser.parse_args()
+    for question, response in zip(asked.questions, ask(**vars(asked)), strict=True):
+        print(question, " ".join(response.split()))
