@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,9 +159,24 @@ def _lines(path: str) -> Iterator[bytes]:
             yield line
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> Record:
+    """The object. Raises ValueError if a key is in it twice: which of the values is meant?"""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 def _json_record(line: bytes, where: str) -> Record | Problem:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = DECODER.decode(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return _not_utf8(where, error)
     except (ValueError, RecursionError) as error:
@@ -176,7 +192,7 @@ def _object(record: Any, where: str) -> Record | Problem:
 
 def _array_records(path: str) -> Iterator[tuple[int, Record | Problem]]:
     """Objects of a JSON file: one array of them, or one alone. An array is decoded piece by piece."""
-    decoder, needed = json.JSONDecoder(), "an array of JSON objects, in UTF-8"
+    needed = "an array of JSON objects, in UTF-8"
     with closing(open_file(path)) as file:
         import codecs
 
@@ -200,7 +216,7 @@ def _array_records(path: str) -> Iterator[tuple[int, Record | Problem]]:
                 continue
             if at < len(text):
                 try:
-                    record, end = decoder.raw_decode(text, at)
+                    record, end = DECODER.raw_decode(text, at)
                 except (ValueError, RecursionError) as error:
                     if ended or len(text) - at > LINE_BYTES_MAX or isinstance(error, RecursionError):
                         raise bad(str(error)) from None
@@ -234,9 +250,22 @@ def _open_parquet(path: str) -> pq.ParquetFile:
     import pyarrow.parquet as pq
 
     try:  # without a buffer, a column of a row group is read as a whole
-        return pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
+        file = pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error, "parquet") from None
+    _raise_twice(path, list(file.schema_arrow))
+    return file
+
+
+def _raise_twice(path: str, fields: Sequence[pa.Field], within: str = "") -> None:
+    """Raises DataError if two columns, or two fields of a struct in one, have the same name."""
+    if (name := _twice(field.name for field in fields)) is not None:
+        place = f" of {within[:-1]}" if within else ""
+        needed, fix = "names that differ, in every row", "rename one of them, or leave it out"
+        raise DataError(Problem(f"{path}: columns{place}", f"{brief(name)} twice", needed, fix))
+    for field in fields:
+        inner = [field.type.field(index) for index in range(field.type.num_fields)]
+        _raise_twice(path, inner, f"{within}{field.name}.")
 
 
 def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.RecordBatch]:
@@ -269,9 +298,11 @@ def _open_arrow(path: str) -> pa.RecordBatchReader:
         fix = "write it as parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NAME)"
         raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
     try:
-        return pa.ipc.open_stream(arrow_source(path))
+        stream = pa.ipc.open_stream(arrow_source(path))
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error, "Arrow stream") from None
+    _raise_twice(path, list(stream.schema))
+    return stream
 
 
 def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
@@ -281,6 +312,7 @@ def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
     while True:
         try:
             batch = reader.read_next_batch()
+            batch.validate(full=True)  # else damaged offsets are followed, wherever they lead
         except StopIteration:
             return
         except (pa.ArrowException, OSError) as error:

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import posixpath
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -236,19 +236,21 @@ def _is_data(name: str) -> bool:
     return bool(suffix_of(own)) and own not in NOT_DATA and not own.startswith((".", "_"))
 
 
-def _folder_files(folder: str, below: list[str], read: Any) -> list[str]:
+def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -> list[str]:
     """Data files among the sorted files below a folder; in the order of their list, if `datasets` wrote one. Raises
     DataError if one of these is missing, or if the folder has several splits."""
     by_name = {
         posixpath.basename(name): name for name in below if posixpath.dirname(name).rstrip("/") == folder.rstrip("/")
     }
     if "dataset_dict.json" in by_name:
-        splits = json.loads(read(by_name["dataset_dict.json"])).get("splits", [])
+        splits = _listed(by_name["dataset_dict.json"], read, lambda found: list(map(str, found["splits"])))
         given = f"a folder of several splits: {', '.join(splits)}"
         fix = f"write {folder.rstrip('/')}/{splits[0] if splits else 'SPLIT'}"
         raise DataError(Problem(folder, given, needed="the folder of one split", fix=fix))
     if "state.json" in by_name:
-        listed = [entry["filename"] for entry in json.loads(read(by_name["state.json"])).get("_data_files", [])]
+        listed = _listed(
+            by_name["state.json"], read, lambda found: [str(each["filename"]) for each in found.get("_data_files", ())]
+        )
         if absent := [name for name in listed if name not in by_name]:
             given = f"no file {', '.join(absent[:3])}{f' and {len(absent) - 3} more' * (len(absent) > 3)}"
             needed = f"the {len(listed)} files that its state.json lists"
@@ -256,6 +258,15 @@ def _folder_files(folder: str, below: list[str], read: Any) -> list[str]:
         if listed:
             return [by_name[name] for name in listed]
     return [name for name in below if _is_data(name)]
+
+
+def _listed(path: str, read: Callable[[str], bytes], names_in: Callable[[Any], list[str]]) -> list[str]:
+    """What a file of the `datasets` package lists. Raises DataError."""
+    try:
+        return names_in(json.loads(read(path)))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        given = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(Problem(path, given, "a file as `datasets` writes it", "save the data set again")) from None
 
 
 def _bytes_of(path: str) -> bytes:

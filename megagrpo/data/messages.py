@@ -269,7 +269,7 @@ def _read_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any] | Probl
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Problem(f"{where}.function.arguments", brief(arguments), "JSON")
     if not isinstance(arguments, Mapping):
         return Problem(f"{where}.function.arguments", brief(arguments), "an object, or one as JSON text")
@@ -282,7 +282,7 @@ def _as_list(value: Any, where: str, needed: str) -> tuple[list[Mapping[str, Any
     if isinstance(value, str):
         try:
             read = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [], [Problem(where, brief(value), f"{needed}, or one as JSON text")]
     if read is None:
         return [], []

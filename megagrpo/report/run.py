@@ -130,6 +130,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty if there is none."""
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}

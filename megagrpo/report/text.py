@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem, ReportError, brief, printable
+from megagrpo.errors import Problem, ReportError, brief, first_line, printable
 from megagrpo.report.rollouts import read_rollouts
 from megagrpo.report.run import read_yaml, require_directory
 from megagrpo.track.conversation import CONVERSATION, conversation
@@ -45,10 +45,14 @@ def rollout_report(directory: Path, step: int, number: int) -> str:
 
     Raises ReportError.
     """
-    rollouts = read_rollouts(directory, [step], CONVERSATION)
+    rollouts, where = read_rollouts(directory, [step], CONVERSATION), str(directory / ROLLOUTS)
     if number < len(rollouts):
-        return conversation(rollouts.slice(number, 1).to_pylist()[0])
-    where, steps = str(directory / ROLLOUTS), rollout_steps(directory)
+        try:
+            return conversation(rollouts.slice(number, 1).to_pylist()[0])
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            needed = "a rollout as a run writes it"
+            raise ReportError(Problem(f"{where}: step {step}, rollout {number}", first_line(error), needed)) from error
+    steps = rollout_steps(directory)
     if not steps:
         needed = "the directory of a run that has finished a step, with track.rollouts other than null"
         raise ReportError(Problem(where, "no rollouts", needed))

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
+
 from megagrpo.errors import MegagrpoError, RunStopped, first_line
 from megagrpo.track.sink import Status
 
@@ -76,8 +78,8 @@ def read_status(directory: Path) -> RunStatus | None:
     """None if the run has none, as before this file was written, or if it cannot be read."""
     try:
         read = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-        return RunStatus(**read)
-    except (OSError, ValueError, TypeError, RecursionError):
+        return pydantic.TypeAdapter(RunStatus).validate_python(read)
+    except (OSError, ValueError, RecursionError):
         return None
 
 

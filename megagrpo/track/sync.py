@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
 from megagrpo.errors import Problem, RecipeError, ReportError, TrackError, first_line
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.load import KINDS, load_any
 from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
+from megagrpo.recipe.yaml12 import parse
 from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.mlflow import MLflowRemote, tracking_uri
 from megagrpo.track.run_lock import only_process_of
@@ -81,12 +81,12 @@ def _recipe_of(saved: Path, say: Callable[[str], None]) -> AnyRecipe:
     try:
         return load_any(saved, []).recipe
     except RecipeError:
-        tree = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        tree = parse(saved.read_text(encoding="utf-8", errors="replace"), lambda line: f"{saved}:{line}").tree
         left_out = _without_unknown(tree) if isinstance(tree, dict) else []
         if not left_out:
             raise
         try:
-            recipe = KINDS[tree.get("kind", "grpo")].model_validate(tree)
+            recipe = KINDS[str(tree.get("kind", "grpo"))].model_validate(tree)
         except (pydantic.ValidationError, KeyError):
             recipe = None
         if recipe is None:
@@ -98,7 +98,7 @@ def _recipe_of(saved: Path, say: Callable[[str], None]) -> AnyRecipe:
 def _without_unknown(tree: dict[str, Any]) -> list[str]:
     """Removes the fields that the schema does not have from the recipe; their paths."""
     try:
-        KINDS[tree.get("kind", "grpo")].model_validate(tree)
+        KINDS[str(tree.get("kind", "grpo"))].model_validate(tree)
     except KeyError:
         return []
     except pydantic.ValidationError as error:

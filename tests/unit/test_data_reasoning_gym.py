@@ -8,6 +8,7 @@ from reasoning_gym.factory import DATASETS
 from megagrpo.data.files import records, row_count
 from megagrpo.data.locations import path_problem
 from megagrpo.data.prompts import load_prompts
+from megagrpo.data.reasoning_gym import task_at
 from megagrpo.data.rows import PROMPT_ROWS, quick_look, read
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError
@@ -35,6 +36,13 @@ def test_a_task_is_data_by_its_name_with_rows_that_stay_the_same():
     assert "legs" in first.messages[0]["content"]
     assert [row_count(task.location) for task in tasks] == [5, 5, 5]
     assert len({row.messages[0]["content"] for task in (tasks[2],) for row in read(task.location, PROMPT_ROWS)}) == 5
+
+
+def test_a_location_shows_the_arguments_and_has_them_whole():
+    arguments = {"text": "50% of a/b", "min_animals": 2}
+    location = entry(arguments=arguments).location
+    assert '"min_animals": 2' in location
+    assert task_at(location).arguments == arguments
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -70,6 +71,7 @@ def message(role: str = "user", content: Any = "hi") -> dict[str, Any]:
         (b"[1, 2]", "JSON object"),
         (json.dumps(row()).encode().replace(b"brief", b"br\xe9f"), "UTF-8"),
         (row(reward_model=...), "'reward_model'"),
+        (b'{"prompt": "1+1=", "data_source": "a", "prompt": "2+2="}', "the key 'prompt' twice"),
         (row(data_source=3), "data_source"),
         (row(data_source="\ud800"), "Unicode"),
         (row(prompt=" "), "prompt"),
@@ -112,6 +114,35 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
     pq.write_table(table.set_column(0, "data_source", latin1), path)
     with pytest.raises(DataError, match=r"row 1 \(counting from 0\): not UTF-8"):
         read(path, PROMPT_ROWS)
+
+
+@pytest.mark.parametrize(("names", "place"), [(("prompt", "prompt"), ""), (("x",), " of x")])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused_at_any_depth(names, place, suffix, tmp_path):
+    twice = pa.StructArray.from_arrays([pa.array(["1"])] * 2, names=["a", "a"])
+    table, path = (
+        pa.table([twice] * len(names) if place else [pa.array(["1"])] * 2, names=names),
+        tmp_path / f"a.{suffix}",
+    )
+    arrow_file(path, table) if suffix == "arrow" else pq.write_table(table, path)
+    (problem,) = problems_of(path)
+    assert problem.where == f"{path}: columns{place}"
+    assert "twice" in problem.given
+
+
+def arrow_file(path: Path, table: pa.Table) -> Path:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return path
+
+
+def test_an_arrow_file_whose_texts_end_before_they_begin_is_named(tmp_path):
+    content = arrow_file(tmp_path / "a.arrow", pa.table({"prompt": ["1+1=", "2+2="]})).read_bytes()
+    ends = np.array([0, 4, 8], np.int32).tobytes()
+    assert content.count(ends) == 1
+    (tmp_path / "a.arrow").write_bytes(content.replace(ends, np.array([0, 4, 2], np.int32).tobytes()))
+    (problem,) = problems_of(tmp_path / "a.arrow")
+    assert "cannot be read" in problem.where
 
 
 def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write):

@@ -153,6 +153,14 @@ def test_a_folder_that_datasets_saved_gives_its_files_in_their_order(tmp_path):
         files_of(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"[1]", b'{"splits": 1, "_data_files": [2]}'])
+def test_a_damaged_list_of_a_saved_data_set_is_named(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        files_of(str(tmp_path))
+
+
 def test_every_file_is_there_once_whatever_links_and_patterns_lead_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("x/a.jsonl", "x/y/b.jsonl", "z/c.jsonl"):

@@ -45,6 +45,14 @@ def test_layers_embedding_and_head_are_where_the_stages_are(of_70b: Plan) -> Non
     assert "pipeline 2: ranks 0, 64, each group over 2 nodes" in lines
 
 
+def test_summaries_are_in_one_column_and_tasks_are_readable() -> None:
+    task = {"reasoning_gym": "leg_counting", "size": 5, "arguments": {"min_animals": 2}}
+    of = plan({"eval.sets": {"held_out": {"files": [task]}}})
+    lines = drawn(of).partition("\n\n")[0].splitlines()
+    assert len({line.index(f" {text}") for line, text in zip(lines, of.summary.values(), strict=True)}) == 1
+    assert '{"min_animals": 2}' in of.summary["evaluation held_out"]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_pictures_fit_the_width_in_plain_text_where_there_is_no_terminal(
     of_671b: Plan, width: int, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     started["running"].communicate("")
 
 
+@pytest.mark.parametrize(
+    "content", ['{"state": 1, "total_steps": 2}', '{"state": "failed"}', "[1]", "\\xff", "[" * 10**5]
+)
+def test_a_damaged_status_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(content)
+    assert read_status(tmp_path) is None
+
+
 def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path) -> None:
     found = {run.name: run for run in runs_in(directory)}
     assert {name: run.state for name, run in found.items()} == {

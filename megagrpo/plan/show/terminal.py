@@ -33,7 +33,8 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     console.width = min(console.width, WIDTH_MAX)
     marks = _Marks(console)
     told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
-    _sentences(console, [Text(f"{name:<12} {text}") for name, text in told])
+    width = max(12, *(len(name[:30]) for name, _ in told))
+    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in told])
     for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)):
         if section is not None:
             console.print()

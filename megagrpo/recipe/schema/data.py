@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
 from pydantic import Field
 
@@ -112,7 +111,8 @@ class DataFileConfig(EntryConfig):
     def location(self) -> str:
         if self.reasoning_gym is None:
             return self.path
-        own = f"{quote(json.dumps(self.arguments, sort_keys=True), safe='')}/" if self.arguments else ""
+        readable = json.dumps(self.arguments, sort_keys=True).replace("%", "%25").replace("/", "%2F")
+        own = f"{readable}/" if self.arguments else ""
         return f"{TASK}{own}seed={self.seed}/size={self.size}/{self.reasoning_gym}"
 
     def rules(self) -> Iterator[Problem]:
