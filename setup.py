@@ -27,7 +27,7 @@ setup(
         "pydantic>=2.11",
         "pyyaml>=6.0",
         "pyarrow>=18",
-        "mlflow>=3.0",
+        "mlflow>=3.4",
         "matplotlib>=3.9",
         "rich>=13",
         "math-verify>=0.8",

@@ -33,6 +33,7 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     server. Raises what mlflow and its store raise, and OSError.
     """
     from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+    from mlflow.store.tracking.rest_store import RestStore
     from mlflow.tracing.client import TracingClient
 
     client, ended_ns, all_spans = TracingClient(uri), path.stat().st_mtime_ns, list[Span]()
@@ -61,6 +62,8 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
         )
         client.start_trace(info)
         all_spans += spans
+    # MLflow learns a server's version in one request of 3 s, and keeps a failure as long as the process lives.
+    RestStore._get_server_version.cache_clear()
     client.log_spans(experiment_id, all_spans)
 
 

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.rest_store import RestStore
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
+from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
 from megagrpo.cli import main
@@ -394,6 +396,8 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
             while Delivered(directory, anew=False).of(place("mlflow", server.uri)).get("step", -1) < 2:
                 time.sleep(0.1)
             server.kill()
+            # mlflow keeps the answer: as when the server is killed while a trace is brought.
+            assert RestStore._get_server_version(get_default_host_creds(server.uri)) is None
             log(tracker, range(5, 12))
         assert sync(directory) == 3
         assert "a tracker that takes the run" in capsys.readouterr().err
