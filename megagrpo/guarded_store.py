@@ -1,11 +1,13 @@
 """torch's key-value store, which asks for no credentials, behind a gate: only a run's own nodes reach it.
 
 The store's socket drops packets from every address but those from which a process has shown the run's secret at the
-gate, a port beside it. On 127.0.0.1 there is no gate: only this machine reaches the store, from that address alone.
+gate, a port beside it. Where the kernel lets only root filter packets, the store is on 127.0.0.1, and this process
+relays to it what comes from those addresses. A store for 127.0.0.1 has no gate: only this machine reaches it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import hmac
@@ -15,8 +17,11 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Callable, Set
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -27,6 +32,7 @@ NONCE_BYTES = 32
 ANSWER_SECONDS = 10.0
 """From a connection at the gate to its proof."""
 SO_ATTACH_FILTER, PACKET = 26, 0xFFF00000  # socket(7), linux/filter.h: where the IP header begins
+BACKLOG, PART_BYTES = 1024, 1 << 16
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 
 
@@ -57,27 +63,25 @@ class StoreHost:
         listening, secret = _listen(host), secrets.token_hex(32)
         port, gate = listening.getsockname()[1], None
         if host != LOOPBACK:
-            door = _listen(host)
-            gate = door.getsockname()[1]
-            threading.Thread(
-                target=_Gate(listening.dup(), secret, own_address(host)).keep, args=(door,), daemon=True
-            ).start()
+            door, guard = _listen(host), _guard(listening, own_address(host))
+            gate, listening = door.getsockname()[1], guard.behind
+            threading.Thread(target=_Gate(guard, secret).keep, args=(door,), daemon=True).start()
             weakref.finalize(self, door.shutdown, socket.SHUT_RDWR)
         self.address = StoreAddress(host, port, gate, secret)
+        at, behind, *_ = listening.getsockname()
         self.store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            at, behind, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
 
 
 class _Gate:
-    """Admits addresses to the `guarded` socket; `own` from the start."""
+    """Has the guard admit the addresses from which the secret is shown."""
 
-    def __init__(self, guarded: socket.socket, secret: str, own: str) -> None:
-        self._guarded, self._secret, self._admitted, self._lock = guarded, secret, {own}, threading.Lock()
-        _admit_only(guarded, self._admitted)
+    def __init__(self, guard: _Filter | _Relay, secret: str) -> None:
+        self._guard, self._secret, self._lock = guard, secret, threading.Lock()
 
     def keep(self, door: socket.socket) -> None:
-        with door, self._guarded, contextlib.suppress(OSError):  # the host is gone
+        with door, contextlib.closing(self._guard), contextlib.suppress(OSError):  # the host is gone
             while True:
                 connection, (peer, *_) = door.accept()
                 threading.Thread(target=self._ask, args=(connection, peer), daemon=True).start()
@@ -88,20 +92,79 @@ class _Gate:
             connection.sendall(nonce := secrets.token_bytes(NONCE_BYTES))
             if hmac.compare_digest(connection.recv(NONCE_BYTES, socket.MSG_WAITALL), _proof(self._secret, nonce)):
                 with self._lock:
-                    self._admitted.add(peer)
-                    _admit_only(self._guarded, self._admitted)
+                    self._guard.admit(peer)
                 connection.sendall(b"1")
 
 
 def _listen(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(), nonce, "sha256")
 
 
-def _admit_only(listening: socket.socket, addresses: set[str]) -> None:
+def _guard(listening: socket.socket, own: str) -> _Filter | _Relay:
+    """That of the socket on which the run's processes find the store. It admits `own`, this node's address."""
+    try:
+        return _Filter(listening, own)
+    except OSError:  # some kernels take filters from root alone
+        return _Relay(listening, own)
+
+
+class _Filter:
+    """Has the kernel drop packets to the store's own socket from all but admitted addresses."""
+
+    def __init__(self, listening: socket.socket, own: str) -> None:
+        self.behind, self._listening, self._admitted = listening, listening.dup(), {own}
+        _admit_only(self._listening, self._admitted)
+
+    def admit(self, peer: str) -> None:
+        self._admitted.add(peer)
+        _admit_only(self._listening, self._admitted)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+class _Relay:
+    """Takes connections from admitted addresses, passes them on to a store `behind` it, and closes all others."""
+
+    def __init__(self, listening: socket.socket, own: str) -> None:
+        self.behind, self._listening, self._admitted = _listen(LOOPBACK), listening, {own}
+        self._port = self.behind.getsockname()[1]
+        started: Future[Callable[[], object]] = Future()
+        threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True).start()
+        self.close = started.result()
+
+    def admit(self, peer: str) -> None:
+        self._admitted.add(peer)
+
+    async def _serve(self, started: Future[Callable[[], object]]) -> None:
+        closing = asyncio.Event()
+        server = await asyncio.start_server(self._take, sock=self._listening, backlog=BACKLOG)
+        started.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, closing.set))
+        await closing.wait()
+        server.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # the store is gone
+            if (writer.get_extra_info("peername") or [None])[0] in self._admitted:
+                from_store, to_store = await asyncio.open_connection(LOOPBACK, self._port)
+                await asyncio.gather(_pass(reader, to_store), _pass(from_store, writer))
+        writer.close()
+
+
+async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Passes all on until either end is gone; then both are."""
+    with contextlib.suppress(OSError):
+        while part := await source.read(PART_BYTES):
+            sink.write(part)
+            await sink.drain()
+    sink.close()
+
+
+def _admit_only(listening: socket.socket, addresses: Set[str]) -> None:
     """A filter of the kernel: by address, all words of a packet's source are compared, and the packet is taken."""
     program = b""
     for address in addresses:

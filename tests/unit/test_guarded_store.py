@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from megagrpo import guarded_store
 from megagrpo.guarded_store import LOOPBACK, NONCE_BYTES, StoreAddress, StoreHost
 
 OWN, OTHER, THIRD = "127.0.0.31", "127.0.0.32", "127.0.0.33"
@@ -17,11 +20,27 @@ OWN, OTHER, THIRD = "127.0.0.31", "127.0.0.32", "127.0.0.33"
 
 
 def reaches(host: str, port: int, source: str) -> bool:
+    """Whether a connection is made and kept open: its packets may be dropped, or it closed."""
     try:
-        socket.create_connection((host, port), timeout=0.3, source_address=(source, 0)).close()
+        made = socket.create_connection((host, port), timeout=0.3, source_address=(source, 0))
     except TimeoutError:
         return False
-    return True
+    with made:
+        try:
+            return bool(made.recv(1))
+        except TimeoutError:  # a store says nothing first
+            return True
+
+
+@pytest.fixture(params=["as the kernel lets us", "without filters"], autouse=True)
+def filters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels take filters of packets from root alone."""
+
+    def refuse(listening: socket.socket, addresses: object) -> None:
+        raise PermissionError
+
+    if request.param == "without filters":
+        monkeypatch.setattr(guarded_store, "_admit_only", refuse)
 
 
 def knock(address: StoreAddress, source: str, secret: str) -> bytes:
@@ -66,3 +85,7 @@ def test_a_gate_closes_with_its_store() -> None:
     address = StoreHost(OWN).address
     with pytest.raises((OSError, dist.DistError)):
         address.connect(1.0)
+    deadline = time.monotonic() + 5.0
+    while socket.socket().connect_ex((OWN, address.port)) != errno.ECONNREFUSED:
+        assert time.monotonic() < deadline, "the store's port is closed, too"
+        time.sleep(0.01)
