@@ -31,6 +31,7 @@ from ray.exceptions import (
 
 from megagrpo.errors import MegagrpoError, NodeLostError, Problem
 from megagrpo.progress import Work
+from megagrpo.remove_after_me import end_after_me
 from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0
@@ -109,7 +110,11 @@ class RayPulse:
         self._head, own = context.gcs_address, context.get_node_id()
         self._here = {own: node_names()[own]}
         socket = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
-        self._raylet = os.pidfd_open(raylet_with(socket))
+        raylet = psutil.Process(raylet_with(socket))
+        self._raylet = os.pidfd_open(raylet.pid)
+        # Agents of a raylet that is killed ask the GCS for a minute, which is gone too if this process had started it.
+        own_agents = raylet.children() if raylet.ppid() == os.getpid() else []
+        self._watched = end_after_me(agent.pid for agent in own_agents)
         self._silent_seconds, self._lost_seconds = 0, 0
         self._lost: NodeLostError | None = None
         self._leaving, self._left = Event(), Event()
@@ -122,6 +127,7 @@ class RayPulse:
         self._leaving.set()
         self._asking.join()
         ray.shutdown()
+        self._watched.close()
         self._left.set()
 
     def _ask(self) -> None:

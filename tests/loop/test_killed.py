@@ -40,6 +40,7 @@ class Faulty:
         mapped = {Path(area.path) for pid in ranks for area in psutil.Process(pid).memory_maps()}
         self.before = {path for path in mapped if path.match(f"{SHARED_MEMORY}/megagrpo-*")}
         assert self.before
+        self.processes = psutil.Process(self.process.pid).children(recursive=True)
 
     def limit(self, resource_: int, soft: int, *, driver: bool = True) -> None:
         """For its training ranks, and the driver, from now on."""
@@ -57,7 +58,15 @@ class Faulty:
         assert "Traceback" not in printed
         assert "state-dump" not in printed
         small_run.wait_until(lambda: not any(path.exists() for path in self.before), "no shared memory", 60)
+        small_run.wait_until(lambda: not any(map(runs, self.processes)), "no process: agents of Ray stay a minute", 30)
         return printed
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def newest(checkpoints: Path) -> int:

@@ -1,10 +1,12 @@
-"""A process ends with its parent, also while it is stopped."""
+"""A process ends with its parent, also while it is stopped, or with one that it does not know."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 
 from megagrpo.parent_process import end_with_parent
@@ -31,3 +33,18 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
     assert select.select([ended], [], [], 10)[0]
     for descriptor in (said, ended):
         os.close(descriptor)
+
+
+def test_processes_end_after_one_that_is_killed() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen(["sleep", "60"]) as meant:
+        me = "import sys, time; from megagrpo.remove_after_me import end_after_me"
+        watching = f"{me}; watch = end_after_me(map(int, sys.argv[1:])); print(flush=True); time.sleep(60)"
+        command = [sys.executable, "-c", watching, str(ended.pid), str(meant.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+            assert owner.stdout is not None
+            assert owner.stdout.readline()
+            assert meant.poll() is None
+            owner.kill()
+        assert meant.wait(timeout=30) == -signal.SIGKILL
