@@ -36,6 +36,9 @@ class RayNodes:
 
     def __init__(self, cpus_per_node: int) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))  # short: Ray makes sockets in it
+        # A head ends where its interpreter's path has a space: Ray has a shell start its client server.
+        self._environment = self._directory / "environment"
+        self._environment.symlink_to(Path(sys.executable).parent.parent)
         token = self._directory / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -84,7 +87,9 @@ class RayNodes:
         with (self._directory / f"{address}.log").open("wb") as log:
             self._raylets[address] = subprocess.Popen(
                 [
-                    str(Path(sys.executable).with_name("ray")),
+                    str(self._environment / "bin" / Path(sys.executable).name),
+                    "-m",
+                    "ray.scripts.scripts",
                     "start",
                     *arguments,
                     f"--node-ip-address={address}",
