@@ -63,9 +63,11 @@ class WandBRemote:
     def _begin(self) -> None:
         os.environ.setdefault("WANDB__SERVICE_WAIT", str(START_SECONDS))
         os.environ["WANDB_SILENT"] = "true"  # else it asks on the terminal for a key that it does not have
+        run = self._run
+        for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # else below the home directory: it may not be writable
+            os.environ.setdefault(variable, str(run.directory / "wandb" / "cache"))
         import wandb
 
-        run = self._run
         self._wandb = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
