@@ -108,6 +108,8 @@ class Adapters:
             if chunk.pre_process:
                 # Megatron recomputes a layer's gradients only if its input asks for one.
                 chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+            if chunk.post_process:
+                chunk.decoder.register_forward_hook(lambda _module, _inputs, output: _row_by_row(output))
         linears = adapters.adapted_linears(arch, base, lora.targets)
         matrices = adapters.adapted_matrices(arch, lora.targets)
         self.checkpoint_tensors = adapters.adapter_tensors(matrices, lora.rank)
@@ -130,6 +132,15 @@ class Adapters:
             name: self._layers[name].merged(weight) if name in self._layers else weight
             for name, weight in weights.items()
         }
+
+
+def _row_by_row(hidden: Tensor) -> Tensor:
+    """Returns `hidden`, [tokens, 1, hidden], and gives its gradient the strides of such a tensor.
+
+    Megatron transposes the output to [1, tokens, hidden], and the gradient comes back with other strides. torch would
+    then multiply it by frozen weights token by token, which takes hundreds of times as long.
+    """
+    return hidden.flatten(0, 1)[:, None]
 
 
 def _attach(chunks: Sequence[GPTModel], held: FusedLinear, lora: LoraConfig) -> LoraLinear:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.convert.hugging_face import to_hugging_face
@@ -71,13 +74,27 @@ def put(rank: TrainRank, values: dict[str, np.ndarray]) -> None:
         box_view(tensors[p.storage], p).copy_(torch.from_numpy(values[p.box.tensor][at]))
 
 
+@contextmanager
+def gradients_row_by_row() -> Iterator[None]:
+    """Fails for a gradient with strides for which torch multiplies it by a frozen weight token by token."""
+    backward = LinearWithFrozenWeight.backward
+
+    def checked(ctx: Any, gradient: torch.Tensor) -> Any:
+        assert gradient.stride() == torch.empty(gradient.shape).stride(), gradient.shape
+        return backward(ctx, gradient)
+
+    with mock.patch.object(LinearWithFrozenWeight, "backward", staticmethod(checked)):
+        yield
+
+
 def step_from(rank: TrainRank, batch: RankBatch, advantages: Any, values: dict[str, np.ndarray]) -> AdapterStep:
     """A step from these adapters. The base model stays, and zeros where an adapter has no matrix."""
     adapters = rank.policy.adapters
     initial = trained_of(rank.policy)
     put(rank, values)
     base = {name: tensor.clone() for name, tensor in named_tensors(rank.policy.chunks).items()}
-    taken = step(rank, batch, advantages)
+    with gradients_row_by_row():
+        taken = step(rank, batch, advantages)
     after = adapters.tensors()
     assert not any(after[f.storage][f.at[0] : f.at[0] + f.shape[0]].any() for f in adapters.manifest.fills)
     assert all(torch.equal(base[name], now) for name, now in named_tensors(rank.policy.chunks).items())
