@@ -109,6 +109,12 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}, listening
 
 
+def test_a_server_has_its_load_in_its_own_directory_and_nothing_in_shared_memory(tied_server: Served) -> None:
+    """What is in shared memory stays if the server and its owner are killed at once; the directory does not."""
+    assert list(Path(tied_server.server._directory).glob("sglang_loads_*"))
+    assert not shared_files(members(tied_server.server._process.pid))
+
+
 @pytest.mark.long
 def test_a_server_ends_with_the_process_that_started_it_even_if_it_is_stopped(tmp_path: Path) -> None:
     directory = model_directory("qwen2_tied", tmp_path / "model")

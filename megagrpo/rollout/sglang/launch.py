@@ -25,6 +25,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
 """Where the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
 MEETING_SCHEME = "megagrpo"
-SCHEDULER = "sglang.srt.managers.scheduler"
+SCHEDULER, LOADS = "sglang.srt.managers.scheduler", "sglang.srt.managers.load_snapshot"
 OWNER_CHECK_SECONDS = 0.5
 PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -60,21 +61,27 @@ class MegagrpoFinder(importlib.abc.MetaPathFinder):
         )
 
 
-class SchedulerFinder(importlib.abc.MetaPathFinder):
-    """Changes SGLang's scheduler in each process that imports it: see rest_while_paused and tell_versions."""
+class ChangingFinder(importlib.abc.MetaPathFinder):
+    """Changes modules of SGLang in each process that imports them: see rest_while_paused, tell_versions and
+    keep_loads_with_sockets."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == SCHEDULER else None
+        if fullname not in (SCHEDULER, LOADS):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def run_and_change(module: ModuleType) -> None:
             run(module)
-            rest_while_paused(vars(module)["Scheduler"])
-            tell_versions(importlib.import_module("sglang.srt.managers.scheduler_components.output_streamer"))
+            if fullname == LOADS:
+                keep_loads_with_sockets(module)
+            else:
+                rest_while_paused(vars(module)["Scheduler"])
+                tell_versions(importlib.import_module("sglang.srt.managers.scheduler_components.output_streamer"))
 
         vars(spec.loader)["exec_module"] = run_and_change
         return spec
@@ -88,7 +95,7 @@ def prepare_server_process(*, spawned: bool) -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
-    sys.meta_path[:0] = [MegagrpoFinder(), SchedulerFinder()]
+    sys.meta_path[:0] = [MegagrpoFinder(), ChangingFinder()]
     if spawned:  # SGLang asks for the same, but only once it is imported
         from megagrpo.parent_process import end_with_parent
 
@@ -169,6 +176,13 @@ def tell_versions(output_streamer: Any) -> None:
             )
 
     output.accept = accept_and_tell
+
+
+def keep_loads_with_sockets(load_snapshot: Any) -> None:
+    """Moves the file with a server's load into the server's own directory, which goes however the server ends: SGLang
+    does not remove what it makes in /dev/shm."""
+    path_for = load_snapshot.shm_path_for
+    load_snapshot.shm_path_for = lambda name: os.path.join(tempfile.gettempdir(), os.path.basename(path_for(name)))
 
 
 def end_with(owner: int, directory: str) -> None:
