@@ -5,6 +5,7 @@
         rank/                 what the training ranks wrote (megatron/state.py)
         trainer.json          what the driver remembers (TrainerState)
         MANIFEST.json         every other file with its size and checksum, written last: it tells whether all are whole
+        CONFIRMED             added once the weights have made finite numbers, in a step or an evaluation
       .saving_step_000020/    being written, or left behind by a run that was killed while writing
       .deleting_step_000005/  being deleted
       .replaced_step_000010/  a damaged one, out of the way of the new step_000010
@@ -33,7 +34,7 @@ from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, first_line
 from megagrpo.weights.files import sync_directories
 
-MANIFEST = "MANIFEST.json"
+MANIFEST, CONFIRMED = "MANIFEST.json", "CONFIRMED"
 MANIFEST_FORMAT = 1
 READERS = 8
 """Files whose checksums are computed at the same time."""
@@ -67,7 +68,7 @@ class Checkpoint:
 class CheckpointStore:
     """Checkpoints of one run under `directory`; keeps the newest `keep_last` and the best by `keep_best`.
 
-    The newest counts once `confirm` says that its weights are of use: until then one more is kept.
+    The newest that `confirm` said to be of use stays too; the oldest, if there is no such one.
 
     `keep_best` names a metric in TrainerState.evaluation (larger is better); None keeps only the newest.
     """
@@ -94,7 +95,7 @@ class CheckpointStore:
         return rank_directory
 
     def commit(self, state: TrainerState, rank_files: Iterable[SavedFile]) -> Checkpoint:
-        """Complete the checkpoint of `state.step`, then delete those no longer kept, but for one more: see `confirm`.
+        """Complete the checkpoint of `state.step`, then delete those no longer kept.
 
         `rank_files` are the descriptions that the ranks returned, with paths relative to the rank directory.
         Raises CheckpointError; the attempt is then removed and older checkpoints are as they were.
@@ -118,15 +119,23 @@ class CheckpointStore:
             shutil.rmtree(saving, ignore_errors=True)
         shutil.rmtree(self._replaced(state.step), ignore_errors=True)
         self._confirmed = False
-        self._thin_out(self.keep_last + 1)
+        self._thin_out()
         return Checkpoint(final, state)
 
     def confirm(self) -> None:
         """The newest checkpoint's weights have made finite numbers since, in a step or an evaluation: weights that are
         finite themselves may not. The one before those to be kept is deleted."""
-        if not self._confirmed:
+        if not self._confirmed and (newest := self.newest()):
+            with contextlib.suppress(OSError):  # a full disk: the one before stays
+                (newest / CONFIRMED).touch()
             self._confirmed = True
-            self._thin_out(self.keep_last)
+            self._thin_out()
+
+    def since_confirmed(self) -> tuple[Path | None, list[Path]]:
+        """The newest checkpoint that was confirmed, if there is one, and all that are newer."""
+        paths = [self._final(step) for step in self._steps()]
+        confirmed = [index for index, path in enumerate(paths) if (path / CONFIRMED).exists()]
+        return (paths[confirmed[-1]], paths[confirmed[-1] + 1 :]) if confirmed else (None, paths)
 
     def abandon(self, step: int) -> None:
         """Remove what an attempt to save `step` has written, after a rank failed."""
@@ -181,9 +190,10 @@ class CheckpointStore:
             for path in self.directory.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _thin_out(self, newest: int) -> None:
+    def _thin_out(self) -> None:
         steps = self._steps()
-        kept = set(steps[-newest:])
+        confirmed = [step for step in steps if (self._final(step) / CONFIRMED).exists()]
+        kept = {*steps[-self.keep_last :], *(confirmed or steps[:1])[-1:]}
         if self.keep_best is not None:
             values = {step: value for step in steps if (value := self._evaluation(step)) is not None}
             if values:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -320,7 +320,8 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
             if errors:
                 training, progress = _with_new_ranks(setup, training, begun)
                 restarts += 1
-            return training, run_steps(setup, training, progress, restarts)
+            with setup.saving.going_on_from_finite_weights(setup.recipe.train.optimizer.lr):
+                return training, run_steps(setup, training, progress, restarts)
         except RanksLost as lost:
             if lost.step > furthest:
                 errors, furthest = [], lost.step
@@ -398,7 +399,7 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
             due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, saving):
                 _save(setup, training, progress, goes_on=not (last or reason or failure))
-                if progress.evaluation is not None:
+                if progress.evaluation and all(map(isfinite, progress.evaluation.values())):
                     saving.confirm()
             if recipe.checkpoint.export_every_steps:
                 setup.exports.report()

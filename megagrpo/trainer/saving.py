@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +17,7 @@ from megagrpo.checkpoint.pending import PENDING, Pending, write_pending
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
-from megagrpo.errors import CheckpointError, MegagrpoError, Problem, RecipeError
+from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, Problem, RecipeError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import adapter_directory, export_directory
@@ -101,6 +104,23 @@ class Saving:
         while self._jobs and self._jobs[0].done():
             self._settle(self._jobs.popleft())
         self._tell()
+
+    @contextmanager
+    def going_on_from_finite_weights(self, lr: float) -> Iterator[None]:
+        """The error of a run that has diverged says how it goes on from the newest weights that made finite numbers."""
+        try:
+            yield
+        except MegagrpoError as error:
+            first, *others = error.problems
+            if first.fix != DIVERGED_FIX:
+                raise
+            self.wait()
+            usable, newer = self._store.since_confirmed()
+            command = f"{shlex.join(['rm', '-r', *map(str, newer)])}, then " if newer else ""
+            start = f"from {usable}, whose weights have made finite numbers" if usable else "from the model"
+            command += f"the same command with train.optimizer.lr={lr / 2:g}; it begins {start}"
+            once = [replace(other, fix="") if other.fix == DIVERGED_FIX else other for other in others]
+            raise type(error)([replace(first, fix=f"{DIVERGED_FIX}. To go on: {command}"), *once]) from error
 
     def wait(self) -> int:
         """Waits for the save that is under way; the step of the newest checkpoint."""

@@ -82,16 +82,27 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000005", "step_000006"]
 
 
-def test_the_last_but_one_is_deleted_only_once_the_newest_weights_were_of_use(tmp_path: Path) -> None:
+def test_the_newest_whose_weights_were_of_use_is_kept_however_many_follow_in_however_many_starts(
+    tmp_path: Path,
+) -> None:
+    def names() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
     store = CheckpointStore(tmp_path, keep_last=1)
-    for step in (1, 2, 3):
-        save(store, step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    save(store, 1)
+    save(store, 2)
+    assert names() == ["step_000001", "step_000002"], "the first is the likeliest to be whole"
     store.confirm()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
-    save(store, 4)
+    assert names() == ["step_000002"]
+    for step in (3, 4, 5):  # none of them makes finite numbers
+        store = CheckpointStore(tmp_path, keep_last=1)
+        save(store, step)
+    assert names() == ["step_000002", "step_000005"]
+    assert store.since_confirmed() == (tmp_path / "step_000002", [tmp_path / "step_000005"])
+    assert newest(store) == (5, ())
     CheckpointStore(tmp_path, keep_last=1).confirm()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"], "a run that continues, after its first step"
+    assert names() == ["step_000005"], "a run that continues, after its first step"
+    assert store.since_confirmed() == (tmp_path / "step_000005", [])
 
 
 def test_a_checkpoint_saved_again_replaces_the_old_one(tmp_path: Path) -> None:

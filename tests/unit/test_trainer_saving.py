@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.checkpoint.store import CheckpointStore, SavedFile, describe
-from megagrpo.errors import CheckpointError, Problem
+from megagrpo.errors import DIVERGED_FIX, CheckpointError, Problem, RankError
 from megagrpo.trainer.saving import Saving
-from tests.unit.test_checkpoint_store import state
+from tests.unit.test_checkpoint_store import save, state
 
 
 class RanksWithFullDisk:
@@ -47,3 +47,24 @@ def test_a_save_that_fails_on_the_way_is_said_once_and_the_last_one_is_raised_al
     newest = store.newest()
     assert newest is not None
     assert newest.name == "step_000001"
+
+
+def test_the_error_of_a_run_that_has_diverged_says_what_to_type_to_go_on_from_its_last_finite_weights(
+    tmp_path: Path,
+) -> None:
+    def fix_with(saving: Saving, fix: str) -> str:
+        with pytest.raises(RankError) as caught, saving.going_on_from_finite_weights(0.5):
+            raise RankError([Problem("update", fix=fix), Problem("also")])
+        return caught.value.problems[0].fix
+
+    directory, command = tmp_path / "check points", "the same command with train.optimizer.lr=0.25; it begins from"
+    store = CheckpointStore(directory, keep_last=1)
+    with Saving(store, print) as saving:
+        assert f". To go on: {command} the model" in fix_with(saving, DIVERGED_FIX)
+        save(store, 1)
+        store.confirm()
+        assert f". To go on: {command} {directory / 'step_000001'}," in fix_with(saving, DIVERGED_FIX)
+        save(store, 2)
+        removing = f". To go on: rm -r '{directory / 'step_000002'}', then {command} {directory / 'step_000001'},"
+        assert removing in fix_with(saving, DIVERGED_FIX)
+        assert fix_with(saving, "another") == "another"

@@ -74,7 +74,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints. The last step is always saved."""
 
     keep_last: PositiveInt = 2
-    """Newest checkpoints that are kept; one more until a step or an evaluation has used the newest's weights."""
+    """Newest checkpoints that are kept; also the newest whose weights a step or an evaluation has used."""
 
     keep_best: str | None = None
     """Evaluation metric whose best checkpoint is kept as well, such as mean@1. A step between two checkpoints whose
