@@ -28,6 +28,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     fix = "check model.path, or set model.tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer("")  # a model_max_length that is no number fails where it is used
     except Exception as error:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
         needed = "a directory with tokenizer files (tokenizer.json, tokenizer_config.json)"
         raise ModelError(Problem(f"{directory}: no usable tokenizer", first_line(error), needed, fix)) from None

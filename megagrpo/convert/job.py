@@ -117,8 +117,10 @@ def convert(
         raise
     except OSError as error:
         given = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        problem = Problem(f"output {output}", given, "a place that can be written", CONTINUES)
-        raise CheckpointError(problem) from error
+        begun = os.path.isdir(partial)  # where Path.is_dir may raise
+        fix = CONTINUES if begun else "choose another place"
+        problem = Problem(f"output {output}", given, "a place that can be written", fix)
+        raise (CheckpointError if begun else UnusableCheckpointError)(problem) from error
     return Converted(output, len(source.tensors), sum(sizes), source.left_out, earlier)
 
 

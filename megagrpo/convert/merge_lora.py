@@ -157,17 +157,22 @@ def _of_peft(path: Path) -> Adapter:
         raise ModelError(problems)
     scales = {}
     for module in _modules(shapes):
-        rank, alpha = shapes[PREFIX + module + SUFFIX_A][0], config["lora_alpha"]
-        for pattern, own in (config.get("alpha_pattern") or {}).items():  # PEFT takes the first that fits
-            if re.match(_of_modules(pattern), module):
-                alpha = own
-                break
+        rank, alpha = shapes[PREFIX + module + SUFFIX_A][0], _of_module(config, "alpha_pattern", "lora_alpha", module)
+        if (given := _of_module(config, "rank_pattern", "r", module)) not in (None, rank):
+            needed = f"{rank}, the rank of {module} in {file.name}"
+            raise ModelError(Problem(f"{path / ADAPTER_CONFIG}: r", _shown(given), needed, "write the two together"))
         scales[module + ".weight"] = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     def read(name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         return read_region(file, entries[name], start, shape)
 
     return Adapter(path, (file, path / ADAPTER_CONFIG), shapes, scales, read)
+
+
+def _of_module(config: Mapping[str, Any], patterns: str, name: str, module: str) -> Any:
+    """What a config says of a module: the first of its patterns that fits, as for PEFT, or what counts for all."""
+    own = (value for pattern, value in (config.get(patterns) or {}).items() if re.match(_of_modules(pattern), module))
+    return next(own, config.get(name))
 
 
 def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:

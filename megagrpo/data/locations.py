@@ -84,7 +84,7 @@ def near_file(path: Path) -> Path | None:
     """A file beside a missing one whose name is nearly the same."""
     import difflib
 
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [p.name for p in path.parent.iterdir() if p.name != path.name] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return path.parent / near[0] if near else None
 

@@ -38,9 +38,14 @@ class Task:
 
 
 def task_at(location: str) -> Task:
-    """The task that a location names, as DataFileConfig.location writes it."""
-    *own, seed, size, name = location.removeprefix(TASK).split("/")
-    return Task(name, int(size[5:]), int(seed[5:]), json.loads(unquote(own[0])) if own else {}, location)
+    """The task that a location names, as DataFileConfig.location writes it. Raises DataError for anything else."""
+    try:
+        *own, seed, size, name = location.removeprefix(TASK).split("/")
+        arguments = json.loads(unquote(own[0])) if own else {}
+        return Task(name, int(size.removeprefix("size=")), int(seed.removeprefix("seed=")), dict(arguments), location)
+    except (ValueError, TypeError, RecursionError):
+        fix = "name the task by reasoning_gym in place of path"
+        raise DataError(Problem(location, needed=f"{TASK}seed=SEED/size=SIZE/TASK", fix=fix)) from None
 
 
 def is_task(location: str) -> bool:

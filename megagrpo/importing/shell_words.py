@@ -129,12 +129,12 @@ def braces(text: str) -> list[str]:
     if numbers := SEQUENCE.fullmatch(found[2]):
         first, last = int(numbers[1][-9:]), int(numbers[2][-9:])
         step = max(1, abs(int((numbers[3] or "1")[-9:])))
-        inside = [
-            str(one) for one in range(first, last + (1 if first <= last else -1), step if first <= last else -step)
-        ]
-    if len(inside) < 2 or len(inside) > ITEMS_MAX:
+        numbered = range(first, last + (1 if first <= last else -1), step if first <= last else -step)
+        inside = [str(one) for one in numbered[: ITEMS_MAX + 1]]
+    following = braces(found[3])
+    if len(inside) < 2 or len(inside) * len(following) > ITEMS_MAX:
         return [text]
-    return [f"{found[1]}{one}{rest}" for one in inside for rest in braces(found[3])]
+    return [f"{found[1]}{one}{rest}" for one in inside for rest in following]
 
 
 @dataclass

@@ -115,7 +115,7 @@ def translate(framework: Framework, configuration: Configuration, name: str) -> 
                 written.notes.append(f"{option}: {answered.note}")
     try:
         rest = framework.rest(options, written.values)
-    except NotKnownError as error:
+    except (NotKnownError, ZeroDivisionError) as error:
         rest = {}
         written.notes.append(f"what depends on several options is left out: {error}")
     for path, (value, why) in rest.items():
@@ -165,6 +165,8 @@ def _answer(framework: Framework, options: Options, option: str) -> Write | Toge
         answer = row.answer(options[option], options)
     except NotKnownError as error:
         return outcome("unknown", str(error))
+    except ZeroDivisionError:
+        return outcome("missing", "an option that it is divided by is 0")
     if isinstance(answer, Write):
         last = option.rpartition(".")[2]
         fields = {path.replace("*", last): value for path, value in answer.fields.items()}

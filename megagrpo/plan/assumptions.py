@@ -255,8 +255,8 @@ def _problem(name: str, written: str) -> Problem | None:
         return Problem(where, written or "nothing", f"a number, as in {name}=0.5")
     share = name in ("packing", "overlap") or name.endswith(("_share", "_efficiency"))
     none = name in ("overlap", "given_tokens", "prefix_share") or "seconds" in name.split("_per_")[0]
-    least = "at least 0" if none else "at least 1" if name in ("turns", "sequences") else "more than 0"
+    least = 0 if none else 1 if name in ("turns", "sequences") else 1 / VALUE_MAX
     most = 1 if share else SPREAD_MAX if name == "response_spread" else VALUE_MAX
-    if not int(least == "at least 1") <= value <= most or (value == 0 and least == "more than 0"):
-        return Problem(where, written, f"{least} and at most {most:g}")
+    if not least <= value <= most:
+        return Problem(where, written, f"at least {least:g} and at most {most:g}")
     return None

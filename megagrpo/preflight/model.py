@@ -72,6 +72,7 @@ for messages in ([question], [{{"role": "system", "content": "Add."}}, question]
         found.append(f"ends in {{type(error).__name__}}: {{error}}"[:300])
 print(json.dumps("a question " + found[0]))
 """
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 # Tags that transformers adds to Jinja. They have no effect when a prompt is rendered.
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -175,6 +176,8 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
     found = [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)]
     if blocking := [path for path in found if path.exists() and not (path.is_file() or path.is_dir())]:
         return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
+    if unusable := _settings_problems(directory):
+        return unusable
     return [
         *_vocabulary_problems(directory, vocabulary),
         *template_problems(directory, recipe),
@@ -198,6 +201,20 @@ def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
         return []
     fix = "add it, or save the model by AutoModelForCausalLM (save_pretrained)"
     return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
+
+
+def _settings_problems(directory: Path) -> list[Problem]:
+    """What is wrong with files beside a vocabulary that transformers reads with it."""
+    problems: list[Problem] = []
+    for path in (directory / name for name in SETTINGS if (directory / name).is_file()):
+        try:
+            longest = read_json(path).get("model_max_length")
+        except ModelError as error:
+            problems += error.problems
+        else:
+            if not isinstance(longest, int | float | None):
+                problems.append(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
+    return problems
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:

@@ -127,8 +127,8 @@ def schema_problems(
 ) -> list[Problem]:
     """One problem for each place named by `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
 
-    A union reports an error for each member; these have the same place and become one problem. A missing key is left
-    out if an unknown one beside it is that key misspelt.
+    A union reports an error for each member; these have the same place and become one problem, none if a member has
+    one below that place. A missing key is left out if an unknown one beside it is that key misspelt.
     """
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] == "missing"):
@@ -145,7 +145,7 @@ def schema_problems(
             found[path] = _problem(kind, keys, value, expected, recipe_class)
         if len(found) == PROBLEMS_MAX:
             return [*found.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
-    return list(found.values())
+    return [problem for path, problem in found.items() if not any(at.startswith(f"{path}.") for at in found)]
 
 
 def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[Section]) -> Problem:
@@ -199,7 +199,7 @@ def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[
         if inner is None and named:  # pydantic's name for a section beside other values
             here = Expected(named)
             continue
-        if inner is None and (not here.sections or str(key).startswith(BESIDE_SECTIONS)):
+        if inner is None and (not here.sections or key == "str" or str(key).startswith(BESIDE_SECTIONS)):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have

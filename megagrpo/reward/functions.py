@@ -454,7 +454,7 @@ def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Pr
     if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
         return None
     needed = str(inspect.formatannotation(parameter.annotation)).replace("collections.abc.", "")
-    return Problem(f"{spec.where}.arguments.{name}", brief(value), needed)
+    return Problem(f"{spec.where}.arguments.{name}", brief(value), needed, f"give `{name}` another value, or remove it")
 
 
 def _fits(value: object, annotation: Any) -> bool:

@@ -15,6 +15,7 @@ from megagrpo.recipe.load import KINDS, load_any
 from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.track.delivered import Delivered, without_password
+from megagrpo.track.metric_lines import MetricLines
 from megagrpo.track.mlflow import MLflowRemote, tracking_uri
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.sink import RunStart
@@ -41,6 +42,9 @@ def sync(directory: Path, mlflow_uri: str | None, say: Callable[[str], None]) ->
             update={"mlflow": (track.mlflow or MLflowConfig()).model_copy(update={"uri": mlflow_uri})}
         )
     recipe = recipe.model_copy(update={"track": track})
+    metrics = directory / "metrics.jsonl"
+    if not MetricLines(metrics, after=-1).ahead() and metrics.exists() and b"\n" in metrics.read_bytes():
+        raise ReportError(Problem(str(metrics), "no line that can be read", "JSON objects with step and time"))
     with only_process_of(directory):
         delivered, starts = Delivered(directory, anew=False), len(list(directory.glob("recipe.*.yaml")))
         named = {} if delivered.found else _named_in_checkpoint(recipe)

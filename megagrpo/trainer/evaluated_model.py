@@ -184,8 +184,8 @@ def model_identity(given: str, directory: Path) -> dict[str, Any]:
 def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
     """What an SGLang server says of its model. Raises EngineError if none answers there."""
     key = os.environ.get(variable, "") if variable else ""
-    asked = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
     try:
+        asked = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(asked, timeout=SERVER_SECONDS) as answer:
             info = json.load(answer)
     except (OSError, ValueError, urllib.error.URLError) as error:

@@ -201,6 +201,12 @@ def test_an_override_with_thousands_of_unknown_keys_is_shown_in_part(
 def test_a_conversion_that_cannot_begin_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path)
     model, convert = str(tmp_path / "model"), ["convert", "hf-to-megatron", "--source"]
-    for source, output in ((f"{tmp_path}/nowhere", "x"), (model, model), (model, str(tmp_path))):
+    file = f"{tmp_path}/train.jsonl"
+    for source, output in (
+        (f"{tmp_path}/nowhere", "x"),
+        (model, model),
+        (model, str(tmp_path)),
+        (model, f"{file}/new"),
+    ):
         assert main([*convert, source, "--output", output, "--overwrite"]) == EXIT_USER_ERROR
         assert "fix: " in capsys.readouterr().err

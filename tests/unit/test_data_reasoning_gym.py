@@ -46,6 +46,14 @@ def test_a_location_shows_the_arguments_and_has_them_whole():
 
 
 @pytest.mark.parametrize(
+    "own", ["", "seed=1/size=x/", "%7B/seed=1/size=4/", "[3]/seed=1/size=4/", "a/b/seed=1/size=4/"]
+)
+def test_a_location_of_another_form_is_refused_with_the_form(own):
+    (problem,) = quick_look(f"reasoning_gym://{own}leg_counting", PROMPT_ROWS)
+    assert "seed=SEED/size=SIZE/TASK" in problem.needed
+
+
+@pytest.mark.parametrize(
     ("task", "said"),
     [
         (entry("leg_countin"), "did you mean leg_counting"),

@@ -194,6 +194,8 @@ def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", row())
     assert "train.jsonl" in quick_look(tmp_path / "trian.jsonl", PROMPT_ROWS)[0].fix
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    assert "gone.jsonl" not in quick_look(tmp_path / "gone.jsonl", PROMPT_ROWS)[0].fix
 
 
 def test_the_quick_check_reads_only_the_first_rows(tmp_path):

@@ -19,7 +19,7 @@ from megagrpo.importing.read import FRAMEWORKS, import_recipe
 from megagrpo.importing.recipe_text import report
 from megagrpo.importing.shell import read_script
 from megagrpo.importing.shell_syntax import Word
-from megagrpo.importing.shell_words import UNKNOWN
+from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, braces
 from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
@@ -143,6 +143,57 @@ def test_an_option_of_verl_gets_the_value_and_unit_that_it_has_here(
         assert found == value, path
 
 
+CHIPS = """
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+TP=${TP:-}
+EXTRA=()
+case "$DEVICE" in
+    npu) CARDS=16; TP=${TP:-4}; EXTRA+=(actor_rollout_ref.rollout.enforce_eager=True) ;;
+    gpu) CARDS=8; TP=${TP:-2} ;;
+esac
+PARTS=(data.train_files=a.parquet actor_rollout_ref.model.path=m reward.custom_reward_function.path=mine.py
+    reward.custom_reward_function.name=judge actor_rollout_ref.rollout.tensor_model_parallel_size=$TP)
+python3 -m verl.trainer.main_ppo "${PARTS[@]}" trainer.nnodes=1 trainer.n_gpus_per_node=$CARDS \\
+    trainer.total_epochs=1 "${EXTRA[@]}" "$@"
+"""
+
+
+def test_a_script_for_several_chips_becomes_the_run_that_it_starts_on_nvidia_gpus(tmp_path: Path) -> None:
+    recipe = recipe_of("verl", tmp_path, CHIPS)
+    assert (recipe.cluster.gpus_per_node, recipe.train.layout.data) == (8, 8)
+    assert (recipe.rollout.engines, recipe.rollout.layout.tensor) == (4, 2)
+    assert recipe.rollout.sglang.model_dump().get("disable_cuda_graph") is None
+    assert recipe.reward.functions[0].function == "mine.py:judge"
+
+
+OPEN_INSTRUCT = "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list org/ds 1.0 "
+LONGER = "reward.reward_kwargs.max_resp_len"
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "option"),
+    [
+        (
+            "verl",
+            f"{VERL} reward.reward_manager.name=dapo +{LONGER}=2048 data.max_response_length=4096 "
+            "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=512",
+            LONGER,
+        ),
+        ("verl", f"{VERL} --config-path=config --config-name=my_trainer", "--config-name"),
+        ("open_instruct", f"{OPEN_INSTRUCT} --keep_last_n_checkpoints -1", "keep_last_n_checkpoints"),
+    ],
+)
+def test_an_option_that_counts_otherwise_here_is_said(tmp_path: Path, framework: str, text: str, option: str) -> None:
+    source = tmp_path / "run.sh"
+    source.write_text(text)
+    outcomes = import_recipe(framework, source, {}, {}).translation.outcomes
+    assert {outcome.option: outcome.kind for outcome in outcomes}[option] == "missing"
+
+
+def test_steps_that_open_instruct_is_given_count_before_its_episodes(tmp_path: Path) -> None:
+    assert recipe_of("open_instruct", tmp_path, f"{OPEN_INSTRUCT} --max_train_steps 50").train.total_steps == 50
+
+
 def test_every_default_of_a_framework_that_differs_is_written(tmp_path: Path) -> None:
     recipe = recipe_of(
         "open_instruct",
@@ -184,6 +235,13 @@ VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.sa
 def options_of(framework: Framework) -> st.SearchStrategy[str]:
     named = [name.replace("*", "any_option") for name in framework.table]
     return st.one_of(st.sampled_from(named), st.from_regex(r"[a-z_]{1,9}(\.[a-z_]{1,9}){0,2}", fullmatch=True))
+
+
+@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
+def test_an_option_of_0_by_which_others_are_divided_is_no_crash(framework: Framework) -> None:
+    for option in [name for name, row in framework.table.items() if type(row.default) is int]:
+        found = translate(framework, Configuration(Path("run"), {option: Given(option, 0, 1)}), "run")
+        assert [outcome.option for outcome in found.outcomes] == [option]
 
 
 @pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
@@ -251,6 +309,11 @@ def test_reading_a_script_runs_nothing_and_what_only_a_shell_can_tell_stays_unkn
     words = [word.text for word in read_script(text, {}, {}).commands[-1]]
     assert [text.startswith(UNKNOWN) for text in words[3::2]] == [True] * 4
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", ["{1..999999999}", "{1..999}{1..999}{1..999}"])
+def test_braces_stand_for_a_limited_number_of_words(text: str) -> None:
+    assert len(braces(text)) <= ITEMS_MAX
 
 
 def test_what_a_branch_that_cannot_be_chosen_leaves_is_not_known() -> None:

@@ -136,6 +136,9 @@ OTHER_METHODS: list[dict[str, Any]] = [
         ({"rank_pattern": {"*": 3}}, r'rank_pattern\n +given: "\*": .*\n +needed: a regular expression'),
         ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern, q_proj\n +given: null\n +needed: a number"),
         ({"lora_alpha": float("nan")}, r"lora_alpha\n +given: NaN\n +needed: a number"),
+        ({"r": 2}, r"r\n +given: 2\n +needed: 4"),
+        ({"r": "4"}, r'r\n +given: "4"\n +needed: 4'),
+        ({"rank_pattern": {"down_proj": 8}}, r"r\n +given: 8\n +needed: 4"),
     ],
     ids=str,
 )

@@ -168,6 +168,14 @@ def test_a_setting_that_a_method_does_not_have_is_an_unknown_key(path: Path, ove
     assert "letters" not in found
 
 
+def test_an_item_that_may_be_a_text_too_has_the_problems_of_its_keys(path: Path) -> None:
+    override = "agent={tools: [{nam: python, calls_at_once: 0}]}"
+    inside = f"override {override} (agent.tools.0"
+    assert [where for where, _ in problems_of(path, override)] == [f"{inside}.calls_at_once)", f"{inside}.nam)"]
+    ((where, _),) = problems_of(path, "agent={tools: [3]}")
+    assert where.endswith("(agent.tools.0)")
+
+
 def test_a_very_long_index_is_no_item(path: Path) -> None:
     ((where, found),) = problems_of(path, f"data.train.{'9' * 5000}.path=a")
     assert where.startswith("override data.train.999")

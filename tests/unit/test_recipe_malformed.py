@@ -150,6 +150,9 @@ def test_a_wrong_function_of_an_evaluation_set_is_named_with_its_place(tmp_path:
         ("model/tokenizer.json", None, "no tokenizer"),
         ("model/tokenizer.json", b"{}", "tokenizer.json"),
         ("model/tokenizer_config.json", b"{}", "chat template"),
+        ("model/tokenizer_config.json", b"[]", "tokenizer_config.json"),
+        ("model/tokenizer_config.json", b'{"model_max_length": "1e30"}', "model_max_length"),
+        ("model/special_tokens_map.json", b"[]", "special_tokens_map.json"),
         ("model/config.json", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         ("train.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         ("train.jsonl", b"", "data.train.0.path"),
@@ -161,7 +164,7 @@ def test_a_missing_or_broken_file_is_named(
     file: str, content: bytes | None, said: str, tmp_path: Path, refused: Refused
 ) -> None:
     recipe = make_run(tmp_path)
-    (tmp_path / file).unlink()
+    (tmp_path / file).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / file).write_bytes(content)
     assert said in refused(recipe)

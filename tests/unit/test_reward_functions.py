@@ -161,7 +161,9 @@ def test_the_names_that_functions_cannot_take_are_those_of_the_metrics():
 def test_an_argument_of_another_type_is_a_problem_that_names_it(function, arguments):
     section = {"functions": [{"function": function, "arguments": arguments}]}
     problems = reward_problems(schema.RewardConfig.model_validate(section), sandbox=False)
-    assert problems[0].where == f"reward.functions[0].arguments.{next(iter(arguments))}"
+    name = next(iter(arguments))
+    assert problems[0].where == f"reward.functions[0].arguments.{name}"
+    assert name in problems[0].fix
 
 
 @pytest.mark.parametrize("arguments", [{"isolation": "seccomp", "seconds": 3}, {"isolation": "none", "packages": True}])

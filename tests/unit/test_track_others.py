@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from megagrpo.cli import main
-from megagrpo.errors import MachineError
+from megagrpo.errors import EXIT_USER_ERROR, MachineError
 from megagrpo.ports import free_port
 from megagrpo.track import tracker_process
 from megagrpo.track.behind import Behind
@@ -208,6 +208,15 @@ def test_sync_says_which_samples_wandb_cannot_get_any_more(tmp_path: Path, capsy
     (directory / "track.json").write_text(json.dumps(record))
     assert main(["track", "sync", str(directory)]) == 0
     assert "2 steps" in capsys.readouterr().out
+
+
+def test_sync_refuses_metrics_of_which_no_line_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, directory = tracked_recipe(tmp_path, tensorboard=True), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(1, 4))
+    (directory / "metrics.jsonl").write_bytes(b"\xff\xfe\n" * 3)
+    assert main(["track", "sync", str(directory)]) == EXIT_USER_ERROR
+    assert "metrics.jsonl" in capsys.readouterr().err
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------

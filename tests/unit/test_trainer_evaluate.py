@@ -81,8 +81,9 @@ def test_a_model_is_what_lies_at_its_path(run: Path) -> None:
     assert first.identity(recipe) != before
     with pytest.raises(PreflightError, match=r"rollout\.engine"):
         evaluated_model("model", load(run, ["rollout.engine=external", "rollout.urls=[http://a:1]"]).recipe)
-    with pytest.raises(EngineError):
-        evaluated_model("http://127.0.0.1:9", recipe)
+    for url in ("http://127.0.0.1:9", "http://[::1"):
+        with pytest.raises(EngineError):
+            evaluated_model(url, recipe)
 
 
 def test_a_model_of_the_hub_is_the_commit_that_was_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files import loading
 from megagrpo.weights.files.export import begin_export, finish_export
 from megagrpo.weights.sides import checkpoint
-from megagrpo.weights.sides.checkpoint import extra_tensors
+from megagrpo.weights.sides.checkpoint import PROBLEMS_MAX, extra_tensors
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.safetensors_files import LARGE, assert_same_files, in_fp8, saved, stack_experts, with_tensors
 from tests.tiny_models import TINY_FAMILIES, make_model
@@ -123,6 +123,13 @@ def test_all_missing_tensors_and_wrong_shapes_and_dtypes_are_named(model: Path) 
     tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 48, dtype=torch.int8)
     save_file(tensors, model / "model.safetensors")
     refused(model, 4, "model.norm.weight", "experts.3.up_proj", "[130, 48]", "[131, 48] by config.json", "dtype I8")
+
+
+def test_of_many_tensors_that_are_missing_the_first_are_named_and_the_rest_counted(model: Path) -> None:
+    tensors = saved(model)
+    save_file({name: tensors[name] for name in tensors if "layers.2" not in name}, model / "model.safetensors")
+    lost = sum("layers.2" in name for name in tensors)
+    refused(model, PROBLEMS_MAX + 1, "model.layers.2.", f"{lost - PROBLEMS_MAX} more tensors")
 
 
 def test_fp8_without_its_scales_is_refused(models: Path, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ INNER = "model."
 """How names of transformers' inner model begin in the files of one with a head."""
 NOTHING_UNUSED = "only what the config's model computes with, in its layers and modules"
 FILE_BYTES = 5 * 1000**3
+PROBLEMS_MAX = 8
+"""Tensors that are named as missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
     `arch` is what to look for in the files: by default what config.json describes. Experts may be stored one by one, or
     stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
-    Tensors outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with every problem.
+    Tensors outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with all problems, the
+    first PROBLEMS_MAX by name.
     """
     directory = Path(directory)
     arch = arch or read_architecture(directory)
@@ -104,6 +107,10 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
         for name in sorted(unknown)
         if name.rpartition(".")[0] in modules or _layer_of(name) in range(arch.layers)
     ]
+    if left := problems[PROBLEMS_MAX:]:
+        problems[PROBLEMS_MAX:] = [
+            Problem(str(directory), f"{len(left)} more tensors like these", "what config.json says")
+        ]
     if problems:
         raise ModelError(problems)
     return tuple(found)
