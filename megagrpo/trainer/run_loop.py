@@ -365,47 +365,33 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
     begun, taken = progress.step, progress.step  # taken: the newest step whose update was not skipped
     try:
         if progress.step == 0 and recipe.eval.due(0):
-            progress = _evaluate(setup, training, progress, last=False)
-            metrics = _evaluation_metrics(progress)
-            tracker.log(0, metrics | setup.clock.take())
-            if setup.alerts:
-                setup.alerts.after(0, metrics)
-
+            progress = _evaluate_start(setup, training, progress)
         reason = _reason_to_stop(progress, cursor)
         while progress.unlogged is not None or (progress.step < setup.last_step and not reason):
             if progress.unlogged is None:
                 progress, failure = _step(setup, training, progress)
                 if failure and not isinstance(failure, MismatchError):  # nothing can be evaluated
                     raise failure
-                if not isnan((progress.unlogged or {}).get("grad_norm", 0.0)):
+                made = progress.unlogged or {}
+                if not isnan(made.get("grad_norm", 0.0)):
                     taken = progress.step
                 elif progress.step == setup.last_step and (taken < progress.step - 1 or taken == begun):
                     raise _ended_diverged(taken, progress.step)
-                if not (progress.unlogged or {}).get("skipped_steps"):  # its weights have made finite numbers
+                if not made.get("skipped_steps"):  # its weights have made finite numbers
                     saving.confirm()
             last = progress.step == setup.last_step or cursor.exhausted
             progress = _evaluate(setup, training, progress, last=last)
             reason = _reason_to_stop(progress, cursor)
             if reason and not last:  # it is the last step after all
                 progress = _evaluate(setup, training, progress, last=True)
-            step, metrics = progress.step, (progress.unlogged or {}) | _evaluation_metrics(progress)
-            raised = setup.alerts.after(step, metrics) if setup.alerts else None
-            counted = {"restarts": float(restarts)} | ({"alerts": raised.holding} if raised else {})
-            tracker.log(step, metrics | counted | setup.clock.take())
-            for line in raised.lines if raised else ():
-                tracker.say(line)
-            failure = failure or (raised.failure if raised else None)
-            progress = replace(progress, unlogged=None)
+            failure = failure or _log(setup, progress, restarts)
+            step, progress = progress.step, replace(progress, unlogged=None)
             due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, saving):
                 _save(setup, training, progress, goes_on=not (last or reason or failure))
                 if progress.evaluation and all(map(isfinite, progress.evaluation.values())):
                     saving.confirm()
-            if recipe.checkpoint.export_every_steps:
-                setup.exports.report()
-                if step % recipe.checkpoint.export_every_steps == 0 and not failure:
-                    with setup.clock.phase("export"), training.saving(step, goes_on=not (last or reason)):
-                        setup.exports.begin(training.ranks, step)
+            _export(setup, training, step, begin=not failure, goes_on=not (last or reason))
             if failure:
                 raise failure
     except StopRequested:
@@ -419,19 +405,44 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
     except RankLostError as error:
         raise RanksLost(progress.step, error) from error
     except (EngineError, WeightSyncError, RewardError, MachineError, NodeLostError, OSError):
-        # An error of others' making: the ranks may still be whole, and hold the last step.
-        with training.ranks.alone():
-            if progress.step > saving.wait() and training.ranks.step == progress.step:
-                try:
-                    training.give_up()
-                    _save(setup, training, progress, goes_on=False)
-                    tracker.say(f"step {progress.step} is saved: the same command continues after it")
-                except MegagrpoError as also:
-                    tracker.say(f"step {progress.step} could not be saved: {also}")
+        _save_whole_step(setup, training, progress)
         raise
     if reason:
         tracker.say(f"stopped after step {progress.step}: {reason}")
     return progress
+
+
+def _evaluate_start(setup: Setup[Any, Any], training: Training, progress: Progress) -> Progress:
+    """Evaluates and logs the model as it was before the first step."""
+    progress = _evaluate(setup, training, progress, last=False)
+    metrics = _evaluation_metrics(progress)
+    setup.tracker.log(0, metrics | setup.clock.take())
+    if setup.alerts:
+        setup.alerts.after(0, metrics)
+    return progress
+
+
+def _log(setup: Setup[Any, Any], progress: Progress, restarts: int) -> MegagrpoError | None:
+    """Logs the newest step; the error of an alert that ends the run there."""
+    metrics = (progress.unlogged or {}) | _evaluation_metrics(progress)
+    raised = setup.alerts.after(progress.step, metrics) if setup.alerts else None
+    counted = {"restarts": float(restarts)} | ({"alerts": raised.holding} if raised else {})
+    setup.tracker.log(progress.step, metrics | counted | setup.clock.take())
+    for line in raised.lines if raised else ():
+        setup.tracker.say(line)
+    return raised.failure if raised else None
+
+
+def _save_whole_step(setup: Setup[Any, Any], training: Training, progress: Progress) -> None:
+    """After an error of others' making: the ranks may still be whole, and hold the last step."""
+    with training.ranks.alone():
+        if progress.step > setup.saving.wait() and training.ranks.step == progress.step:
+            try:
+                training.give_up()
+                _save(setup, training, progress, goes_on=False)
+                setup.tracker.say(f"step {progress.step} is saved: the same command continues after it")
+            except MegagrpoError as also:
+                setup.tracker.say(f"step {progress.step} could not be saved: {also}")
 
 
 def _ended_diverged(taken: int, last: int) -> RankError:
@@ -520,6 +531,15 @@ def _save(setup: Setup[Any, Any], training: Training, progress: Progress, *, goe
         setup.saving.begin(training.ranks, state, progress.pending)
     if not goes_on:
         setup.saving.finish()
+
+
+def _export(setup: Setup[Any, Any], training: Training, step: int, *, begin: bool, goes_on: bool) -> None:
+    """Reports exports that are over, and begins one if it is due."""
+    if every := setup.recipe.checkpoint.export_every_steps:
+        setup.exports.report()
+        if step % every == 0 and begin:
+            with setup.clock.phase("export"), training.saving(step, goes_on=goes_on):
+                setup.exports.begin(training.ranks, step)
 
 
 @contextmanager
