@@ -99,6 +99,7 @@ def test_a_file_in_place_of_another_directory_is_refused(field: str, tmp_path: P
     told = refused(make_run(tmp_path), f"{field}={tmp_path}/file/inner", "weights.transfer=disk")
     assert field in told
     assert "file is a file" in told
+    assert "fix: name another directory, or move that file away" in told
 
 
 @pytest.mark.parametrize("content", [None, b"garbage" * 99])
