@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from megagrpo.errors import AgentError, MegagrpoError, ModelError, Problem, RecipeError, first_line
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.recipe.schema.agent import KINDS, AgentConfig
 from megagrpo.user_functions import file_problem
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     plan_only: the run may start on another machine, so an interpreter that is not here is unchecked, not wrong.
     """
     agent = recipe.agent
-    if agent is None:
+    if agent is None or not any(getattr(agent, kind) for kind in KINDS):  # none: a broken rule of the section
         return AgentChecks()
     from megagrpo.agents.tools.checks import tool_problems
 
