@@ -123,7 +123,7 @@ def test_two_signals_end_a_run_that_waits_for_a_stopped_raylet(inputs: Path, tmp
     for _ in range(2):
         run.process.send_signal(signal.SIGTERM)
         time.sleep(1.0)  # two that come at once are one
-    run.process.wait(timeout=10)
+    run.process.wait(timeout=30)
     run.end(128 + signal.SIGTERM)
 
 

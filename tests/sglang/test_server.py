@@ -229,7 +229,7 @@ def test_a_server_ends_in_seconds_when_one_of_its_processes_is_killed_or_stopped
         with pytest.raises(EngineError, match="not ready"):
             server.wait_until_ready(0.1)
         os.kill(int((tmp_path / "pid").read_text()), number)
-        wait_until(lambda: server._process.poll() is not None and not members(server._process.pid), "an end", 10)
+        wait_until(lambda: server._process.poll() is not None and not members(server._process.pid), "an end", 60)
         with pytest.raises(EngineError, match=words):
             server.check_running()
     finally:
