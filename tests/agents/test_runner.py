@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -259,7 +260,7 @@ def test_a_file_may_prepare_before_its_process_is_ready_and_a_failure_is_said(tm
 def test_the_runner_needs_the_standard_library_alone(program: Program, tmp_path: Path) -> None:
     """An interpreter without site-packages stands for one of another environment."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
     python.chmod(0o755)
     foreign = Program(program.file, program.source, "rollout", {}, str(python))
     (said,) = run(rollouts(foreign, tmp_path / "log", "number"))

@@ -1,6 +1,7 @@
 """What is wrong with agent.tools is said before the run, and what is right is not."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def test_tools_that_can_run_have_no_problem(corpus: Path) -> None:
         {"name": f"{OWN}:Counter", "arguments": {"start": 2}},
         {"name": f"{OWN}:of_task", "arguments": {"suffix": "!"}},
         {"name": "search", "arguments": {"corpus": str(corpus), "results": 5, "k1": 1.2}},
-        {"name": "server", "mcp": f"{sys.executable} server.py"},
+        {"name": "server", "mcp": f"{shlex.quote(sys.executable)} server.py"},
         {"name": "other server", "mcp": "https://mcp.example.com/mcp"},
         {"name": "massive_ds", "arguments": {"url": "http://localhost:1/search"}},
     )

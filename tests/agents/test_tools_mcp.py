@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,14 +20,14 @@ from megagrpo.ports import free_port
 from megagrpo.recipe.schema.tools import ToolConfig
 
 pytest.importorskip("mcp")
-SERVER = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
+SERVER = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
 Call = Callable[[str, Any], Awaitable[Called]]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     port = free_port("127.0.0.1")
-    process = subprocess.Popen([*SERVER.split(), str(port)], start_new_session=True)
+    process = subprocess.Popen([*shlex.split(SERVER), str(port)], start_new_session=True)
     try:
         wait_for(port, process)
         yield f"http://127.0.0.1:{port}/mcp"
@@ -141,7 +142,7 @@ def test_a_server_that_cannot_serve_is_found_when_it_is_loaded(server: str, argu
 
 def test_what_a_server_says_last_is_in_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "server.py").write_text("raise ImportError('no trains here')\n")
-    config = ToolConfig(name="server", mcp=f"{sys.executable} {tmp_path / 'server.py'}")
+    config = ToolConfig(name="server", mcp=shlex.join([sys.executable, str(tmp_path / "server.py")]))
     with pytest.raises(AgentError) as raised:
         asyncio.run(offered(config, "agent.tools.0", os.environ))
     assert raised.value.problems[0].given.splitlines()[-1].endswith("no trains here")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -71,7 +72,7 @@ def test_a_plan_knows_the_names_of_all_arguments_without_importing_sglang() -> N
 
 def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path) -> None:
     bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
     (problem,) = sglang_problems(SglangConfig(python=str(bare)))
     assert "has no SGLang" in problem.given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_tools_that_leave_no_room_for_a_prompt_are_told_with_their_tokens(tmp_pa
 def test_an_mcp_server_is_started_before_the_run(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     (tmp_path / "server.py").write_text("raise ImportError('no trains here')\n")
-    tools = [{"name": "trains", "mcp": f"{sys.executable} {tmp_path / 'server.py'}"}]
+    tools = [{"name": "trains", "mcp": shlex.join([sys.executable, str(tmp_path / "server.py")])}]
     (problem,) = asked(tmp_path, tools=tools).problems
     assert problem.where == "agent.tools.0"
     assert "ImportError: no trains here" in problem.given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, fields, replace
@@ -149,9 +150,10 @@ def test_what_is_not_a_run_is_refused_by_name(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_report_that_nothing_reads_to_its_end_is_no_error(tmp_path: Path) -> None:
     write(tmp_path, *records(range(1, 3000)))
-    command = (
-        f"{sys.executable} -m megagrpo.cli report {tmp_path} --mismatch --steps 3000 | true; exit ${{PIPESTATUS[0]}}"
+    report = shlex.join(
+        [sys.executable, "-m", "megagrpo.cli", "report", str(tmp_path), "--mismatch", "--steps", "3000"]
     )
+    command = f"{report} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
 
