@@ -59,7 +59,8 @@ def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("half_way", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("half_way", [False, True])
 def test_a_run_whose_mlflow_database_has_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
     half_way: bool, inputs: Path, tmp_path: Path
 ) -> None:
