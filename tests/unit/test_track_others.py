@@ -186,7 +186,9 @@ def test_wandb_without_a_key_asks_nothing_on_the_terminal(tmp_path: Path) -> Non
 import sys
 from pathlib import Path
 from tests.tiny_run import tracked_recipe
+from megagrpo.track import tracker_process
 from megagrpo.track.tracker import Tracker
+tracker_process.FINISH_TIMEOUT_SECONDS = 250.0
 with Tracker(tracked_recipe(Path(sys.argv[1]), wandb={}, console="lines"), 10) as tracker:
     tracker.log(1, {"reward/mean": 0.5})
 """
