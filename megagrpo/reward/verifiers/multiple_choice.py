@@ -39,7 +39,7 @@ _STATED_IN_ASIA = re.compile(
     r"(?![^\n。]*(?:不是|不对|错误|或|還是|还是|ではない|아니))"
 )
 # What is behind it in its sentence, up to the reason, may name no other: "B and maybe C", "(B), (C) or (D)", "B. C."
-_SENTENCE = re.compile(r"(?:(?!\b(?:because|since|as|not|rather|instead|while|whereas)\b|[.!?](?:\s|$))[^\n])*+")
+_SENTENCE = re.compile(r"(?:(?!\b(?:because|since|as|not|rather|instead|while|whereas)\b|[.!?](?:\s|$))[^\n])*")
 _OTHER = re.compile(r"(?:[,;/&]|\b(?:and|or|also|maybe|perhaps|possibly|both|option)\b) ?\(?[A-Z]\b")
 _NEXT = re.compile(r"[.!?]? ?\(?[A-Z]\)?(?:[.,;!?]|$)")
 _TEXT_OF_OPTION = re.compile(r"(?:(?<=\))|[).:]) ?(?!(?:and|or|also|maybe|perhaps|possibly|but)\b)\w")
