@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Made last: without it the environment is not complete. Named for what was installed: a checkout of other files with the
 # same requirements keeps the environment.
 checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
-INSTALLED := $(VENV)/installed-$(call checksum,requirements/cpu.txt setup.py)
+INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt setup.py)
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
@@ -26,7 +26,7 @@ TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -44,7 +44,7 @@ help:
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
 	@echo "make test-extras  those of them that need bubblewrap or Chromium, and nothing else"
 	@echo "make test-long  whole runs, kills and resumes"
-	@echo "make test-soak  trainings that must learn, and many faults in one run (an hour; before a release)"
+	@echo "make test-soak  trainings that must learn, many faults in one run, every choice of a recipe (hours; before a release)"
 	@echo "make lint       ruff, mypy and the rules of who imports whom"
 	@echo "make docs       the documentation as a site, build/site/index.html; make docs-serve shows it while pages are written"
 	@echo "make house      files and lines, the longest, and whether the limits are kept"
@@ -129,6 +129,8 @@ demo-sglang: $(SGLANG_INSTALLED) warm-start
 SUMS := "Add 22 + 34." "Add 34 + 48." "Add 26 + 27." "Add 33 + 48." --system "You add numbers."
 
 smollm2: $(SMOLLM2)
+
+gguf: $(LLM_INSTALLED)
 
 $(LLM_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/llm_cpu.txt

@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -35,8 +36,13 @@ AROUND_ONE_RUN = ("test_evaluate", "test_lost_ranks", "test_replay", "test_resum
 OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
 """Files in sglang/ that share no server with the others."""
 
-EXTRAS = {"bubblewrap": "make bubblewrap", "chromium": "make chromium", "slurm": "make slurm-cpu"}
-"""Programs that tests with the marker `needs` run, and the command that installs each."""
+EXTRAS = {
+    "bubblewrap": "make bubblewrap` installs it, as root",
+    "chromium": "make chromium` installs it, as root",
+    "slurm": "make slurm-cpu` installs it, as root",
+    "gguf": "make smollm2` installs what reads GGUF files",
+}
+"""Programs and packages that tests with the marker `needs` use, and how to have each."""
 INSTALLED = os.environ.get("MEGAGRPO_TEST_EXTRAS", "").split()
 """Extras that are known to be here: a test that finds one missing fails in place of being skipped."""
 
@@ -45,7 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
         (extra,) = mark.args
         if reason := missing(extra):
-            (pytest.fail if extra in INSTALLED else pytest.skip)(f"{reason}: `{EXTRAS[extra]}` installs it, as root")
+            (pytest.fail if extra in INSTALLED else pytest.skip)(f"{reason}: `{EXTRAS[extra]}")
 
 
 @cache
@@ -54,6 +60,8 @@ def missing(extra: str) -> str:
     from megagrpo.reward.sandbox.kinds import search
     from tests.slurm.cluster import PROGRAMS
 
+    if extra == "gguf":
+        return "" if find_spec("gguf") and find_spec("accelerate") else "no gguf and accelerate"
     programs = {"bubblewrap": ("bwrap",), "chromium": ("chromium",), "slurm": PROGRAMS}[extra]
     if absent := [program for program in programs if shutil.which(program) is None]:
         return f"no {', '.join(absent)} on PATH"

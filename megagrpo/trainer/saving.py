@@ -115,10 +115,13 @@ class Saving:
             if first.fix != DIVERGED_FIX:
                 raise
             self.wait()
-            usable, newer = self._store.since_confirmed()
-            command = f"{shlex.join(['rm', '-r', *map(str, newer)])}, then " if newer else ""
-            start = f"from {usable}, whose weights have made finite numbers" if usable else "from the model"
-            command += f"the same command with train.optimizer.lr={lr / 2:g}; it begins {start}"
+            usable, removed = self._store.since_confirmed()
+            start = f"{usable}, whose weights have made finite numbers"
+            if usable is None:  # an earlier version has confirmed none: of its checkpoints the older ones may be sound
+                older, removed = removed[:-1], removed[-1:]
+                start = str(older[-1]) if older else "the model"
+            command = f"{shlex.join(['rm', '-r', *map(str, removed)])}, then " if removed else ""
+            command += f"the same command with train.optimizer.lr={lr / 2:g}; it begins from {start}"
             once = [replace(other, fix="") if other.fix == DIVERGED_FIX else other for other in others]
             raise type(error)([replace(first, fix=f"{DIVERGED_FIX}. To go on: {command}"), *once]) from error
 

@@ -1,4 +1,4 @@
-"""Every field of the schema is varied by recipes that differ in one choice, and a cover has pairs of them."""
+"""Every field of the schema is varied by recipes that differ in one choice."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,9 @@ def test_the_error_of_a_run_that_has_diverged_says_what_to_type_to_go_on_from_it
         removing = f". To go on: rm -r '{directory / 'step_000002'}', then {command} {directory / 'step_000001'},"
         assert removing in fix_with(saving, DIVERGED_FIX)
         assert fix_with(saving, "another") == "another"
+    unconfirmed = CheckpointStore(tmp_path / "older", keep_last=3)
+    with Saving(unconfirmed, print) as saving:
+        for step in (1, 2, 3):
+            save(unconfirmed, step)
+        last, before = (shlex.quote(str(tmp_path / "older" / f"step_00000{step}")) for step in (3, 2))
+        assert fix_with(saving, DIVERGED_FIX).endswith(f". To go on: rm -r {last}, then {command} {before}")
