@@ -384,7 +384,8 @@ def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, re
             reason = _reason_to_stop(progress, cursor)
             if reason and not last:  # it is the last step after all
                 progress = _evaluate(setup, training, progress, last=True)
-            failure = failure or _log(setup, progress, restarts)
+            alarm = _log(setup, progress, restarts)
+            failure = failure or alarm
             step, progress = progress.step, replace(progress, unlogged=None)
             due = last or reason or failure or step % recipe.checkpoint.every_steps == 0
             if due or _is_new_best(recipe.checkpoint.keep_best, progress.evaluation, saving):
