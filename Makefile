@@ -152,9 +152,8 @@ test: lint $(SGLANG_INSTALLED)
 test-extras: $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "needs and not long and not soak" $(ARGS)
 
-# These wait more: for deadlines, and for processes that start one after the other.
 test-long: $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(PYTEST) -n 3 -m "long and not soak" $(ARGS)
+	$(TEST_ENVIRONMENT) $(PYTEST) -m "long and not soak" $(ARGS)
 
 test-soak: $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m soak $(ARGS)
