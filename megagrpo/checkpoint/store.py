@@ -124,7 +124,7 @@ class CheckpointStore:
 
     def confirm(self) -> None:
         """The newest checkpoint's weights have made finite numbers since, in a step or an evaluation: weights that are
-        finite themselves may not. The one before those to be kept is deleted."""
+        finite themselves may not. The one that was confirmed before it is deleted, unless it is to be kept."""
         if not self._confirmed and (newest := self.newest()):
             with contextlib.suppress(OSError):  # a full disk: the one before stays
                 (newest / CONFIRMED).touch()
