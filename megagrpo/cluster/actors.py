@@ -12,6 +12,7 @@ import ray
 
 from megagrpo.cluster import lost_ranks
 from megagrpo.errors import RecipeError
+from megagrpo.imports import importing
 from megagrpo.parent_process import end_with_parent
 from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
@@ -172,7 +173,8 @@ class SftActor(RankProcess):
 
     def start(self, recipe: SftRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
         self.prepare(device, recipe)
-        from megagrpo.megatron.sft_rank import SftRank
+        with importing():
+            from megagrpo.megatron.sft_rank import SftRank
 
         self.rank = SftRank(recipe, rank, store, model_directory, device)
 
@@ -189,7 +191,8 @@ class RankActor(RankProcess):
 
     def start(self, recipe: Recipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
         self.prepare(device, recipe)
-        from megagrpo.megatron.rank import TrainRank
+        with importing():
+            from megagrpo.megatron.rank import TrainRank
 
         self.recipe, self.model_directory = recipe, model_directory
         self.rank = TrainRank(recipe, rank, store, model_directory, device)

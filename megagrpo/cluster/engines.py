@@ -18,6 +18,7 @@ import ray
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.imports import importing
 from megagrpo.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
@@ -248,7 +249,8 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
     """Ready to generate once it returns. Raises ModelError or EngineError."""
     recipe, rollout = spec.recipe, spec.recipe.rollout
     if rollout.engine == "transformers":
-        from megagrpo.rollout.transformers_engine import TransformersEngine
+        with importing():
+            from megagrpo.rollout.transformers_engine import TransformersEngine
 
         return TransformersEngine(
             spec.model_directory,

@@ -22,6 +22,7 @@ from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.imports import importing
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
@@ -91,7 +92,8 @@ class ClassifierActor:
 
     def _loaded(self) -> Classifier:
         if self._classifier is None:
-            from megagrpo.cluster.classifier import Classifier
+            with importing():
+                from megagrpo.cluster.classifier import Classifier
 
             spec, config = self._spec, self._spec.config
             if not isinstance(config, ClassifierConfig):

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from megagrpo.agents.environments.prepare import add_preparers
 from megagrpo.commands.arguments import add_command, whole_number
+from megagrpo.errors import DataError, Problem, first_line
 
 if TYPE_CHECKING:
     from megagrpo.data.prepare import Prepared
+
+PATTERNS = ["*.parquet", "*.json", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.arrow"]
 
 
 def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -88,9 +91,24 @@ def prepare_livecodebench(asked: argparse.Namespace) -> int:
 
 def _source(asked: argparse.Namespace) -> Path:
     """The folder with a data set's own files: here, or from the hub."""
-    from megagrpo.data.hub import downloaded
-
     return asked.source if asked.hub is None else downloaded(asked.hub)
+
+
+def downloaded(name: str) -> Path:
+    """The folder with the data files of a data set, from the local cache or the hub. Raises DataError.
+
+    HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are honoured.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=PATTERNS))
+    except (OSError, HFValidationError, IncompleteSnapshotError) as error:
+        given = f"{name}: {type(error).__name__}: {first_line(error)}"
+        needed = "a data set in the local cache, or one that can be downloaded"
+        fix = "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN; or copy its files here (--source)"
+        raise DataError(Problem("the Hugging Face hub does not give the data set", given, needed, fix)) from None
 
 
 def prepare_jsonl(asked: argparse.Namespace) -> int:

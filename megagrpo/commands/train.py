@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megagrpo.commands.arguments import add_command, add_output, add_overrides, whole_number
 from megagrpo.errors import PreflightError, Problem
+from megagrpo.imports import importing
 from megagrpo.progress import progress
 
 EXIT_DIFFERENT = 1
@@ -65,11 +66,11 @@ def train(asked: argparse.Namespace) -> int:
     from megagrpo.recipe.load import load
 
     loaded = load(asked.recipe, asked.overrides)
-    with progress("checking the recipe, the model and the data"):
+    with progress("checking the recipe, the model and the data"), importing():
         ready = replace(preflight(loaded, engines_too=asked.train_only is None), console=asked.console)
     for text in ready.unchecked:
         print(text, file=sys.stderr)
-    with progress("loading libraries"):
+    with progress("loading libraries"), importing():
         from megagrpo.trainer import one_half, train  # import ray: only once the recipe is known to be good
 
     if asked.rollout_only:
@@ -84,11 +85,11 @@ def sft(asked: argparse.Namespace) -> int:
     from megagrpo.recipe.load import load_sft
 
     loaded = load_sft(asked.recipe, asked.overrides)
-    with progress("checking the recipe, the model and the data"):
+    with progress("checking the recipe, the model and the data"), importing():
         ready = replace(preflight(loaded), console=asked.console)
     for text in ready.unchecked:
         print(text, file=sys.stderr)
-    with progress("loading libraries"):
+    with progress("loading libraries"), importing():
         from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
 
     return run(ready)
@@ -101,7 +102,7 @@ def evaluate(asked: argparse.Namespace) -> int:
     if len(models) not in (1, 2):
         needed = "one, or two to compare"
         raise PreflightError(Problem("megagrpo eval: MODEL", f"{len(models)}: {' '.join(models)}", needed, "name one"))
-    with progress("loading libraries"):
+    with progress("loading libraries"), importing():
         from megagrpo.trainer.evaluate import evaluate as run
 
     return run(models, asked.recipe, overrides, asked.output, asked.api_key_variable, asked.console)

@@ -7,12 +7,15 @@ says how exact each part is.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
+from pathlib import Path
 
+from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.activations import Pass, forward_bytes, logits_bytes, stage_bytes, working_bytes
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
@@ -27,10 +30,10 @@ from megagrpo.plan.parameters import (
     rank_parameters,
     stages,
 )
-from megagrpo.plan.reward_models import weight_bytes
 from megagrpo.recipe.defaults import maps_gpu_memory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, TrainConfig
 from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.sides.checkpoint import read_header, weight_files
 
 CONTEXT_BYTES = 512 * MIB
 """CUDA's context and libraries' workspaces of each process. Assumed: 0.4 to 0.6 GiB on recent GPUs."""
@@ -126,7 +129,7 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
 def _of_reward_models(case: Case, recipe: Recipe) -> Iterator[DeviceMemory]:
     """Devices of reward.models: their weights, and not what they compute with, which they fit to what is there."""
     for name, devices in zip(recipe.reward.models, case.device_plan.bundles_of_model, strict=True):
-        weights = weight_bytes(recipe, name, case.device)
+        weights = reward_model_bytes(recipe, name, case.device)
         if not devices or weights is None:
             continue
         parts = [Part("weights", weights, (f"reward.models.{name}.dtype",))]
@@ -426,3 +429,23 @@ def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
     if phase == "weight_sync" and (buckets := bucket_bytes(recipe, held.weights)):
         yield Part("engine sync buckets", count * buckets, ("weights.bucket_bytes",))
+
+
+def reward_model_bytes(recipe: Recipe, name: str, device: str) -> int | None:
+    """Weights of one of reward.models on each of its devices; None if its files are not on this machine."""
+    config = recipe.reward.models[name]
+    parameters = stored_parameters(config.path)
+    if parameters is None:
+        return None
+    item = 4 if config.dtype == "float32" or (config.dtype == "auto" and device == "cpu") else 2
+    return parameters * item // max(1, config.devices)
+
+
+@lru_cache
+def stored_parameters(path: str) -> int | None:
+    """Elements of all tensors of a model's directory; None if it is not there."""
+    try:
+        files = weight_files(Path(path))
+        return sum(math.prod(entry.shape) for file in files for entry in read_header(file).values())
+    except ModelError:
+        return None

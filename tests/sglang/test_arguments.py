@@ -15,7 +15,7 @@ from megagrpo.errors import EngineError
 from megagrpo.plan.engine import cache_bytes_per_token
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
-from megagrpo.rollout.sglang import arguments
+from megagrpo.rollout.sglang import arguments, launch
 from megagrpo.rollout.sglang.arguments import server_arguments, sglang_problems
 from megagrpo.rollout.sglang.check_arguments import declared_names
 from megagrpo.weights.families import read_architecture
@@ -168,3 +168,13 @@ def test_sglang_sets_no_other_settings_of_nccl_and_keeps_those_that_are_there() 
     named = set(re.findall(r'os\.environ\["(NCCL_\w+)"\]', body)) - {"NCCL_GRAPH_MIXING_SUPPORT"}
     assert named == {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"}
     assert all(f'"{name}" not in os.environ' in body for name in named)
+
+
+def test_a_server_imports_the_module_of_its_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.os, "environ", environment := dict[str, str]())
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    models = Path(find_spec("sglang").submodule_search_locations[0], "srt", "models")  # type: ignore[union-attr, index]
+    launch.skip_other_models(tmp_path, models)
+    others = set(environment["SGLANG_DISABLED_MODEL_ARCHS"].split(","))
+    assert "llama" in others
+    assert not {"qwen2", "transformers"} & others

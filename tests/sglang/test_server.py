@@ -222,7 +222,8 @@ def test_a_server_ends_in_seconds_when_one_of_its_processes_is_killed_or_stopped
     ):
         (tmp_path / "sglang" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sglang" / name).write_text(code)
-    settings = {"device": "cuda"}  # what SGLang lacks on CPUs is not added
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    settings = {"device": "cuda", "model_path": str(tmp_path)}  # what SGLang lacks on CPUs is not added
     server = Server(settings, name="engine 0", log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)})
     try:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", "its process", 60)

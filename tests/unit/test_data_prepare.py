@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.data.hub import downloaded
+from megagrpo.commands.prepare import downloaded
 from megagrpo.data.prepare import final_answer, prepare_gsm8k, prepare_jsonl
 from megagrpo.data.prepare_livecodebench import prepare_livecodebench, unpacked_tests
 from megagrpo.data.prepare_math import boxed_answer, prepare_math

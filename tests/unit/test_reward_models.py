@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from megagrpo.cluster.classifier import Classifier, batches_of
 from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardError
-from megagrpo.plan.reward_models import weight_bytes
+from megagrpo.plan.memory import reward_model_bytes
 from megagrpo.preflight.reward_models import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import Recipe
@@ -251,9 +251,9 @@ def test_arguments_of_a_judges_server_are_checked_as_those_of_engines():
 def test_a_plan_counts_the_weights_of_models_that_are_here(trained):
     recipe = recipe_of({"digits": {"kind": "classifier", "path": str(trained)}}, ask("reward_model", "digits"))
     held = sum(tensor.nbytes for tensor in load_file(trained / "model.safetensors").values())
-    assert weight_bytes(recipe, "digits", "cpu") == held
-    assert weight_bytes(recipe, "digits", "cuda") == held // 2
-    assert weight_bytes(recipe_of({"digits": CLASSIFIER}), "digits", "cpu") is None
+    assert reward_model_bytes(recipe, "digits", "cpu") == held
+    assert reward_model_bytes(recipe, "digits", "cuda") == held // 2
+    assert reward_model_bytes(recipe_of({"digits": CLASSIFIER}), "digits", "cpu") is None
 
 
 def test_preflight_names_what_is_wrong_with_a_model(trained, untrained, tmp_path):

@@ -14,6 +14,7 @@ and each part of a stream says which weights have sampled its tokens. Nothing he
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -217,15 +219,29 @@ def main() -> None:
     watch.start()
     end_with_parent(signal.SIGCONT)  # one that is stopped goes on then, and ends
 
+    import sglang
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
+    skip_other_models(Path(settings["arguments"]["model_path"]), Path(sglang.__path__[0], "srt", "models"))
     if on_cpus():
         fork_processes()
         exchange_between_groups()
+    gc.enable()
     run_server(ServerArgs(**settings["arguments"]))
+
+
+def skip_other_models(directory: Path, models: Path) -> None:
+    """Lets SGLang import the module of this model, and not those of 200 others: five seconds of each rank."""
+    architectures = json.loads((directory / "config.json").read_text())["architectures"]
+    defines = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    texts = {file.stem: file.read_text() for file in models.glob("*.py")}
+    own = [name for name, text in texts.items() if defines.search(text)]
+    if own and not any("ModelRegistry" in texts[name] for name in own):  # such a model has another one inside
+        others = [name for name in texts if name not in own and not name.startswith("transformers")]
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 # --- what SGLang lacks on CPUs ----------------------------------------------------------------------------------------
@@ -327,6 +343,8 @@ def _rotate(word: NDArray[Any], left: int) -> NDArray[Any]:
     return (word << left) | (word >> (32 - left))
 
 
+if __name__ == "__main__":
+    gc.disable()  # as in megagrpo/imports.py, until SGLang is imported
 if __name__ in ("__main__", "__mp_main__"):
     prepare_server_process(spawned=__name__ == "__mp_main__")
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ stdin: {"url", "at_once", "rollouts": [{"key", "numbers"}]}. stdout: a line {"ke
 
 import asyncio
 import json
-import re
 import sys
 
 
@@ -39,7 +38,3 @@ def add(arguments):
         return str(arguments["a"] + arguments["b"])
     except (KeyError, TypeError) as reason:
         return f"error: {reason}"
-
-
-def numbers_in(text):
-    return [int(number) for number in re.findall(r"-?\d+", text)]

@@ -1,0 +1,17 @@
+"""Imports of large packages without garbage collection: collections cost a quarter of their time, and free nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Collects no garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
