@@ -34,10 +34,12 @@ VALUES: dict[str, list[Any]] = {
     "AgentConfig.environment": [["LANG"]],
     "AgentConfig.parser": ["hermes", "llama3"],
     "AgentConfig.template_arguments": [{"enable_thinking": False}],
+    "AgentConfig.turns_max": [3],
     "CheckpointConfig.keep_best": ["sums/mean@1"],
     "CheckpointConfig.directory": ["{output}/elsewhere"],
     "CheckpointConfig.after_export": [["true", "{{directory}}"]],
     "ClassifierConfig.path": ["{inputs}/classifier"],
+    "ClassifierConfig.tokens_max": [64],
     "ClassifierConfig.chat_template": ["{inputs}/template.jinja"],
     "ClusterConfig.gpu": ["H100"],
     "ColumnsConfig.prompt": ["prompt"],
@@ -54,6 +56,7 @@ VALUES: dict[str, list[Any]] = {
     "DataFileConfig.reasoning_gym": ["basic_arithmetic"],
     "DataFileConfig.arguments": [{"max_terms": 2}],
     "EarlyStoppingConfig.metric": ["sums/mean@1"],
+    "EarlyStoppingConfig.target": [3.0],
     "MLflowConfig.uri": ["sqlite:///{output}/other.db"],
     "MLflowConfig.experiment": ["another"],
     "MLflowConfig.registered_model": ["small"],
@@ -82,6 +85,7 @@ VALUES: dict[str, list[Any]] = {
 NOT_HERE = {
     "AgentConfig.verifiers": "a package in an environment of its own",
     "AgentConfig.openenv": "a server of its own",
+    "ClassifierConfig.dtype=bfloat16": "stands still in without_ray.py",
     "ClusterConfig.address": "a cluster of its own",
     "ClusterConfig.device=cuda": "a plan may be for another machine",
     "ModelConfig.path": "required",
@@ -111,11 +115,7 @@ GSM8K = {"reward.functions": [{"function": "gsm8k"}]}
 WITH: dict[str, Values] = {
     ".agent=AgentConfig": {"reward.functions": [{"function": "agent"}], "agent.tokens_max": 60},
     ".agent=AgentConfig.tools": {"agent.function": ABSENT, **GSM8K},
-    ".agent=AgentConfig.parser": {
-        "agent.function": ABSENT,
-        "agent.tools": ["python"],
-        "reward.functions": [{"function": "gsm8k"}],
-    },
+    ".agent=AgentConfig.parser": {"agent.function": ABSENT, "agent.tools": ["python"], **GSM8K},
     ".agent=AgentConfig.reasoning_gym": {
         "agent.function": ABSENT,
         "data.train": [{"reasoning_gym": "basic_arithmetic", "size": 20}],

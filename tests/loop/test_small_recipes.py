@@ -21,8 +21,6 @@ from tests.loop import small_run
 from tests.recipe_choices import Choices, base, changed, cover, is_valid
 from tests.tiny_run import CHAT_TEMPLATE
 
-AT_ONCE = 2
-"""Commands that run side by side."""
 OWN = """import numpy as np
 
 def advantage(inputs, scale=1.0):
@@ -40,11 +38,10 @@ ON_SGLANG = (
     {"rollout.temperature": 0.5, "rollout.timeout_seconds": 100.0, "deterministic": True},
 )
 """What the run's own servers read of a recipe, in few runs: a server takes half a minute to start."""
-COVERED = 24
-"""Recipes of many choices."""
-SLOW = "mlflow|reasoning_gym|Classifier|tensorboard|seconds"
-REFUSED = "AgentConfig.tools|AgentConfig.parser|enable_thinking|arguments left out|bubblewrap|profile"
-NOT_TOGETHER = re.compile(rf"{SLOW}|{REFUSED}|dynamic_sampling|=[\d.]+$")
+SLOW = r"mlflow|reasoning_gym|max_terms|Classifier|tensorboard|seconds|bfloat16|deterministic|profile|AgentConfig\."
+REFUSED = r"enable_thinking|AgentConfig\.(tools|parser)|arguments left out|workers=0|bubblewrap"
+"""For the sake of the template, the data or the machine: the schema allows them."""
+NOT_TOGETHER = re.compile(rf"{SLOW}|{REFUSED}|dynamic_sampling|ground_truth=\[|=[\d.]+$")
 """Choices that no recipe of many has. With dynamic sampling an untrained model may never end a step."""
 
 
@@ -88,24 +85,22 @@ def disagreement(inputs: Path, output: Path, recipe: Mapping[str, Any]) -> str |
     return f"{wrong} are not finite" if wrong else "" if 1 in by_step else f"no step: {trained}"
 
 
-def disagreements(recipes: Mapping[str, dict[str, Any]], inputs: Path, output: Path) -> tuple[dict[str, str], int]:
-    """By recipe; and how many recipes run."""
+def disagreements(recipes: Mapping[str, dict[str, Any]], inputs: Path, output: Path) -> tuple[dict[str, str], set[str]]:
+    """By recipe; and those that both refuse."""
     places = [output / f"{index}" for index in range(len(recipes))]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(2) as pool:
         found = dict(zip(recipes, pool.map(partial(disagreement, inputs), places, recipes.values()), strict=True))
-    return {name: wrong for name, wrong in found.items() if wrong}, list(found.values()).count("")
+    return {name: one for name, one in found.items() if one}, {name for name, one in found.items() if one is None}
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_plan_and_train_agree_on_recipes_of_many_choices(made: Path, tmp_path: Path) -> None:
     singles = {name: one for name, one in Choices().of(base()).items() if is_valid(one) and in_one_process(one)}
     named = {name: one for name, one in singles.items() if not NOT_TOGETHER.search(name)}
-    rows = cover(base(), named, COVERED)
+    rows = cover(base(), named, 20)
     assert {name for names, _ in rows for name in names} == named.keys()
-    wrong, ran = disagreements({"\n".join(names): recipe for names, recipe in rows}, made, tmp_path)
-    assert wrong == {}
-    assert ran == len(rows)
+    assert disagreements({"\n".join(names): recipe for names, recipe in rows}, made, tmp_path) == ({}, set())
 
 
 @pytest.mark.long
@@ -117,9 +112,7 @@ def test_the_smallest_recipe_on_sglang_runs(made: Path, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_servers_of_a_run_read_what_a_recipe_says_of_them(made: Path, tmp_path: Path) -> None:
-    wrong, ran = disagreements({str(changes): on_sglang(changes) for changes in ON_SGLANG}, made, tmp_path)
-    assert wrong == {}
-    assert ran == len(ON_SGLANG)
+    assert disagreements({str(one): on_sglang(one) for one in ON_SGLANG}, made, tmp_path) == ({}, set())
 
 
 def on_sglang(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +127,9 @@ def on_sglang(changes: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.timeout(7200)
 def test_plan_and_train_agree_on_each_choice(made: Path, tmp_path: Path, ray: Mapping[str, str]) -> None:
     recipes = Choices().of(base())
-    wrong, ran = disagreements({name: one for name, one in recipes.items() if in_one_process(one)}, made, tmp_path)
+    wrong, refused = disagreements({name: one for name, one in recipes.items() if in_one_process(one)}, made, tmp_path)
     assert wrong == {}
+    assert [name for name in refused if is_valid(recipes[name]) and not re.search(REFUSED, name)] == []
     of_ranks = {name: one for name, one in recipes.items() if not in_one_process(one) and ".rollout" not in name}
     for name, one in of_ranks.items():
         text = yaml.safe_dump(one | {"name": "ranks"}).replace("{inputs}", str(made))
@@ -143,4 +137,3 @@ def test_plan_and_train_agree_on_each_choice(made: Path, tmp_path: Path, ray: Ma
         file.write_text(text.replace("{output}", str(tmp_path / name)))
         small_run.train(file, environment=ray)
         assert 2 in small_run.metrics(tmp_path / name / "ranks")
-    assert ran > len(recipes) / 2
