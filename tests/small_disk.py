@@ -37,7 +37,7 @@ class MountedDisk:
         self._directory.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(self._directory)]
         if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("mounts a file system: needs root")
+            pytest.skip("mounts a file system: run it as root")
         return self
 
     def fill(self) -> None:

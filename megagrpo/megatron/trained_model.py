@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +32,11 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.loading import load_files
-from megagrpo.weights.finite import broken_storages, broken_weights
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
+from megagrpo.weights.views import box_view
+
+LARGEST = 2.0**42
+"""The product of three larger numbers, as in an MLP, overflows float32: such a weight counts as infinite."""
 
 
 class TrainedModel:
@@ -263,3 +266,28 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def broken_storages(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors with a value that is NaN, infinite or beyond LARGEST.
+
+    One pass over each tensor, without a copy; one number of each goes to the host, all of them together.
+    """
+    named = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not named:
+        return []
+    extremes = torch.stack([torch.stack(torch.aminmax(tensor.detach())).float() for tensor in named.values()])
+    found = zip(named, extremes.tolist(), strict=True)
+    return [name for name, (low, high) in found if not -LARGEST <= low <= high <= LARGEST]
+
+
+def broken_weights(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What is wrong, by name in the Hugging Face checkpoint, in the manifest's storages of these names."""
+    found = {}
+    for placement in manifest.placements:
+        if placement.storage in tensors:
+            view = box_view(tensors[placement.storage], placement).float()
+            wrong = view[~(view.abs() <= LARGEST)]
+            if wrong.numel():
+                found[placement.box.tensor] = f"{wrong[0].item():g} in {wrong.numel():,} of {view.numel():,} elements"
+    return found or dict.fromkeys(tensors, "a value that is not finite, outside of every box")

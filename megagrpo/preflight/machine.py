@@ -28,11 +28,9 @@ from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.track.delivered import without_password
-from megagrpo.track.mlflow import tracking_uri
+from megagrpo.track.mlflow import database_problems, tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
-
-SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
@@ -219,13 +217,4 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole as MLFLOW_TRACKING_URI"
         # No field's path: an override with the password would be printed as the place.
         yield Problem("track.mlflow.uri, with a user", given, needed, fix)
-    if uri.startswith(SQLITE) and (database := Path(uri.removeprefix(SQLITE))).exists():
-        if not database.is_file():
-            given = "a directory, a device or a pipe"
-        else:
-            with database.open("rb") as file:
-                begin = file.read(len(SQLITE_BEGIN))
-            given = "a file that is no SQLite database" if begin not in (b"", SQLITE_BEGIN) else ""
-        if given:
-            needed, fix = "a database, or none yet", "remove it, or set track.mlflow.uri to another"
-            yield Problem("track.mlflow", f"{database}, {given}", needed, fix)
+    yield from database_problems("track.mlflow", uri)

@@ -35,7 +35,8 @@ class ListedRun:
     """A run as far as it has come.
 
     state: that of its status.json; lost, if its process is gone without a word; unknown, if an earlier version wrote
-    it. age: seconds since its last step, or since its start. seconds: of the last step.
+    it; unreadable, if no line of its metrics can be read. age: seconds since its last step, or since its start.
+    seconds: of the last step.
     """
 
     name: str
@@ -96,6 +97,8 @@ def listed(directory: Path, now: float) -> ListedRun:
     state: str = "unknown" if status is None else status.state
     if status is None or state == "running":  # `megagrpo track sync` has the lock of a run that has ended
         state = "running" if has_process(directory) else "unknown" if status is None else "lost"
+    if not last and state != "running" and (directory / "metrics.jsonl").stat().st_size:
+        state = "unreadable"
     began = status.started if status else (directory / "metrics.jsonl").stat().st_mtime
     return ListedRun(
         name=directory.resolve().name,

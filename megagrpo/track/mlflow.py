@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from megagrpo.errors import Problem
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.delivered import Delivered, place
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
+SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 PARAMS_PER_CALL = 100
 TRACES_SHARE = 0.01
 """While a run goes on, traces may take this share of a core; the others come at its end. MLflow takes some 10 ms for
@@ -316,6 +318,19 @@ def tracking_uri(recipe: AnyRecipe) -> str:
         or os.environ.get("MLFLOW_TRACKING_URI")
         or f"sqlite:///{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
     )
+
+
+def database_problems(where: str, uri: str) -> Iterator[Problem]:
+    """If the uri is that of an SQLite database and something else is in its place: MLflow would try for 100 seconds."""
+    if not uri.startswith(SQLITE) or not (database := Path(uri.removeprefix(SQLITE))).exists():
+        return
+    given = "" if database.is_file() else "a directory, a device or a pipe"
+    if not given:
+        with database.open("rb") as file:
+            begin = file.read(len(SQLITE_BEGIN))
+        given = "a file that is no SQLite database" if begin not in (b"", SQLITE_BEGIN) else ""
+    if given:
+        yield Problem(where, f"{database}, {given}", "a database, or none yet", "remove it, or name another")
 
 
 def mlflow_name(name: str) -> str:

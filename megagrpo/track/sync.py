@@ -16,7 +16,7 @@ from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.metric_lines import MetricLines
-from megagrpo.track.mlflow import MLflowRemote, tracking_uri
+from megagrpo.track.mlflow import MLflowRemote, database_problems, tracking_uri
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.sink import RunStart
 from megagrpo.track.status import read_status
@@ -42,6 +42,8 @@ def sync(directory: Path, mlflow_uri: str | None, say: Callable[[str], None]) ->
             update={"mlflow": (track.mlflow or MLflowConfig()).model_copy(update={"uri": mlflow_uri})}
         )
     recipe = recipe.model_copy(update={"track": track})
+    if track.mlflow and (problems := [*database_problems("mlflow", tracking_uri(recipe))]):
+        raise TrackError(problems)
     metrics = directory / "metrics.jsonl"
     if not MetricLines(metrics, after=-1).ahead() and metrics.exists() and b"\n" in metrics.read_bytes():
         raise ReportError(Problem(str(metrics), "no line that can be read", "JSON objects with step and time"))

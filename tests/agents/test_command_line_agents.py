@@ -30,8 +30,8 @@ env_key = "KEY"
 """
 
 
-def program(name: str) -> str:
-    return shutil.which(name) or pytest.skip(f"{name} is not on PATH")
+def program(name: str, package: str) -> str:
+    return shutil.which(name) or pytest.skip(f"no {name} on PATH: `npm install --global {package}`")
 
 
 def says(text: str, seed: int) -> str:
@@ -76,7 +76,7 @@ def test_claude_code_is_a_rollout(tmp_path: Path) -> None:
         quiet = ("DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC")
         return {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, **dict.fromkeys(quiet, "1")}
 
-    command = [program("claude"), "--model", "policy", "--allowedTools=Bash", "-p"]
+    command = [program("claude", "@anthropic-ai/claude-code"), "--model", "policy", "--allowedTools=Bash", "-p"]
     asyncio.run(run(command, tmp_path, settings))
 
 
@@ -86,5 +86,6 @@ def test_codex_is_a_rollout(tmp_path: Path) -> None:
         (tmp_path / ".codex" / "config.toml").write_text(CODEX.format(url=url))
         return {"KEY": key}
 
-    command = [program("codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command = [program("codex", "@openai/codex"), "exec", *options]
     asyncio.run(run(command, tmp_path, settings))

@@ -84,7 +84,7 @@ def test_a_damaged_status_is_none(content: str, tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
 
 
-def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path) -> None:
+def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path, tmp_path: Path) -> None:
     found = {run.name: run for run in runs_in(directory)}
     assert {name: run.state for name, run in found.items()} == {
         "finished": "finished",
@@ -100,6 +100,9 @@ def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path) 
     ages = [run.age for run in runs_in(directory)]
     assert ages == sorted(ages), "the newest first"
     assert [run.name for run in runs_in(directory / "failed")] == ["failed"]
+    torn = leave_run(tmp_path, "torn")
+    (torn / "metrics.jsonl").write_text('{"step"\n')
+    assert [run.state for run in runs_in(torn)] == ["unreadable"]
 
 
 def test_a_look_at_a_run_does_not_keep_it_from_starting(directory: Path, tmp_path: Path) -> None:

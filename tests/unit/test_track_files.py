@@ -59,7 +59,7 @@ def test_lines_that_cannot_be_read_are_set_aside_and_said(tmp_path: Path, capsys
     assert f"5 lines cannot be read: set aside in {aside}" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: run it as root")
 def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
     try:

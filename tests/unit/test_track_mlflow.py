@@ -368,6 +368,8 @@ def test_a_run_that_goes_on_is_not_synced(tmp_path: Path, capsys: pytest.Capture
         assert sync(directory) == 2
     assert "already going on" in capsys.readouterr().err
     assert sync(tmp_path) == 2
+    assert sync(directory, "--mlflow", f"sqlite:///{tmp_path}") == 3
+    assert "a directory" in capsys.readouterr().err
 
 
 def test_a_server_that_stands_still_delays_no_step_and_gets_everything(tmp_path: Path, server: MlflowServer) -> None:

@@ -119,6 +119,7 @@ def test_deepseek_v3_is_read_as_it_is() -> None:
         (QWEN2, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta and rope_theta"),
         (LLAMA, {"original_max_position_embeddings": 4096}, "the same in both places"),
         (QWEN2, {"is_causal": False}, "is_causal (qwen2)"),
+        (QWEN2, {"torch_dtype": "float8"}, "torch_dtype (qwen2)"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of rotary parameters"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
