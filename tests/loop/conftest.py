@@ -64,12 +64,12 @@ def watched(process: subprocess.Popen[str], directory: Path) -> Finished:
 
 
 def actors_of(pid: int) -> dict[int, str]:
-    """Those that a driver has now."""
+    """Those that a driver has now. A child of an actor has its name until it begins a program of its own."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):  # the driver has ended
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if match := ACTOR.match(" ".join(child.cmdline())):
+                if child.ppid() not in found and (match := ACTOR.match(" ".join(child.cmdline()))):
                     found[child.pid] = match[1]
     return found
 
