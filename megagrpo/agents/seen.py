@@ -46,13 +46,6 @@ class ToolEvent(TypedDict):
     result: NotRequired[str]
 
 
-class OtherEvent(TypedDict):
-    """What else the agent told, `endpoint.event(kind, **values)`, with its values beside kind and at."""
-
-    kind: str
-    at: float
-
-
 def told(values: Mapping[str, Any], at: float) -> dict[str, Any]:
     """An event that an agent tells. Any program may tell anything: what has the kind of another event, or no name and
     time as a tool's call, gets a kind that nothing else has. Levels below EVENT_LEVELS_MAX are left out."""

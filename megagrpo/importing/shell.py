@@ -97,7 +97,7 @@ class _Run:
     """The state of a script between two of its commands."""
 
     def __init__(self, script: Script, fixed: Mapping[str, str], exits: bool) -> None:
-        self.script, self.fixed, self.exits, self.count, self.calls = script, fixed, exits, 0, 0
+        self.script, self.fixed, self.exits, self.count = script, fixed, exits, 0
         self.shell = Shell(script.variables, self._output, self._set)
         self.functions: dict[str, Node] = {}
         self.written: list[str] | None = None
@@ -106,6 +106,8 @@ class _Run:
         """What the last status that is not known depends on."""
         self.doubts: list[str] = []
         """Causes of the branches around this command."""
+        self.outside: list[dict[str, Value | None]] = []
+        """For each function that runs, values outside of it of the variables that are its own; None: not set."""
 
     def block(self, block: Block) -> Status:
         status: Status = True
@@ -273,12 +275,15 @@ class _Run:
     def _simple(self, node: Simple) -> Status:
         words = [Word(text, word.line) for word in node.words for text in self.shell.values(word)]
         name = words[0].text if words else ""
+        if name in ("declare", "local", "typeset") and self.outside:
+            for own in node.assignments:
+                self.outside[-1].setdefault(own.name, self.shell.variables.get(own.name))
         if name in ("export", "declare", "local", "readonly", "typeset") or not words:
             unknown = [part for one in node.assignments if (part := unknown_part(self._assign(one)))]
             if not words and unknown and unknown[0].startswith(("$(", "`")):
                 return self._doubt(unknown[0])
             return True
-        if name in self.functions and self.calls < CALLS_MAX:
+        if name in self.functions and len(self.outside) < CALLS_MAX:
             return self._call(name, [word.text for word in words[1:]])
         arguments = [word.text for word in words[1:]]
         if name in ("exit", "return", "break", "continue"):
@@ -298,7 +303,7 @@ class _Run:
         if how == "exit":
             if not self.exits:
                 return True
-            if not self.doubts and self.calls == 0:
+            if not self.doubts and not self.outside:
                 self.script.ended = words[0].line
         levels = words[1].text if len(words) > 1 and how in ("break", "continue") else "1"
         raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
@@ -372,7 +377,7 @@ class _Run:
 
     def _call(self, name: str, arguments: list[str]) -> Status:
         before, self.shell.arguments = self.shell.arguments, arguments
-        self.calls += 1
+        self.outside.append({})
         try:
             return self.node(self.functions[name])
         except _LeaveError as left:
@@ -381,7 +386,10 @@ class _Run:
             return None
         finally:
             self.shell.arguments = before
-            self.calls -= 1
+            for variable, value in self.outside.pop().items():
+                self.shell.variables.pop(variable, None)
+                if value is not None:
+                    self.shell.variables[variable] = value
 
     # --- variables ----------------------------------------------------------------------------------------------------
 

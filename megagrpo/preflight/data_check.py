@@ -1,16 +1,21 @@
 """Each row's verifiers on the row's own ground truth: a right response must get full marks, and a wrong one must not.
 
-Right responses are made by the verifiers themselves (reward/solutions.py), as far as they can be. Wrong are an empty
-response, and the right responses of other rows.
+Right responses are made by the verifiers' modules, as far as they can be: `solution(ground_truth, ...)` is
+a response that is right, None where there is none, ValueError for a ground truth that cannot be used. It may also name
+extra_info, and arguments of its `make` by the same names and with the same defaults. Wrong are an empty response, and
+the right responses of other rows.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -25,9 +30,8 @@ from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
 from megagrpo.recipe.schema import DataFileConfig, Recipe, RewardConfig, RewardFunctionConfig
 from megagrpo.recipe.schema.data import DecontaminateConfig
-from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
+from megagrpo.reward.functions import ASKING, FunctionSpec, function_specs, static_problems
 from megagrpo.reward.scorer import Scorer
-from megagrpo.reward.solutions import FORM, Solution, solution_of
 from megagrpo.types import Group, Prompt, Sample
 
 AT_ONCE = 256
@@ -37,6 +41,11 @@ SAMPLE, SAMPLE_SECONDS = 32, 30
 FULL_MARKS = 1 - 1e-6
 OTHERS = 3
 """Right responses of so many other rows are tried before a row is said to take a wrong one for right."""
+Solution = Callable[[str, Mapping[str, Any]], str | None]
+ELSEWHERE = (*ASKING, "remote", "reward_model", "agent")
+"""These ask models or servers, where what they give costs something, or read what an agent gave."""
+FORM = ("format", "language", "length", "repetition")
+"""These look at the form of a response alone, and may take an empty one for right."""
 
 
 @dataclass
@@ -260,3 +269,22 @@ def _problems(
     elif others and all(mark >= FULL_MARKS for mark in marks[2:]):
         given = f"1 for {brief(others[0])}, and the ground truth is {truth}"
         yield Problem(f"{where}: {name} takes another row's answer for right", given, "less than 1", fix)
+
+
+def solution_of(spec: FunctionSpec) -> Solution | None:
+    """How right responses are made for a function of the recipe: never, if its module has no `solution`. None for those
+    that are not called but in a run: a user's own, and ELSEWHERE."""
+    if not spec.built_in or spec.function in ELSEWHERE:
+        return None
+    make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)
+    if make is None:
+        return lambda ground_truth, extra_info: None
+    asked = inspect.signature(make).parameters
+    own = {name: value for name, value in spec.arguments.items() if name in asked}
+
+    def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
+        if "extra_info" in asked:
+            return make(ground_truth, extra_info, **own)
+        return make(ground_truth, **own)
+
+    return solution

@@ -203,14 +203,15 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         found[existing] = directory, field
     for existing, (directory, field) in found.items():
+        above = "" if existing == directory else f", and {existing}"
         if not existing.is_dir():
             needed = "a directory, or a place to make one"
             fix = "name another directory, or move that file away"
-            yield Problem(field, given=f"{directory}, and {existing} is a file", needed=needed, fix=fix)
+            yield Problem(field, given=f"{directory}{above} is a file", needed=needed, fix=fix)
         elif not os.access(existing, os.W_OK | os.X_OK):
             needed = "a directory that can be written"
             fix = "name another directory, or let this user write there"
-            yield Problem(field, given=f"{directory}, and {existing} is not writable", needed=needed, fix=fix)
+            yield Problem(field, given=f"{directory}{above} is not writable", needed=needed, fix=fix)
     uri = tracking_uri(recipe) if recipe.track.mlflow else ""
     if recipe.track.mlflow and (written := recipe.track.mlflow.uri) and without_password(written) != written:
         given, needed = without_password(written), "an address without user and password: recipes are kept and shown"

@@ -33,6 +33,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
+MADE_BY = {".cache/smollm2": "smollm2", ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles"}
+MADE_BY |= {"runs/agents_sft_cpu": "agents", "runs/adder_sft_cpu": "demo"}
+"""Models of the shipped recipes, and the make target of each."""
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 GIVEN_TO_TEMPLATES = {
     "raise_exception",
@@ -189,8 +192,10 @@ def _near(directory: Path) -> str:
     near = near_file(directory)
     if near and near.is_dir():
         return f"did you mean {near}?"
-    exported = directory.name == "hugging_face"
-    return f"train {directory.parent.name}, the run that exports it; make demo trains the demo's" if exported else ""
+    for place, target in MADE_BY.items():
+        if directory.absolute().is_relative_to(Path(place).absolute()):
+            return f"make {target} makes it"
+    return f"train {directory.parent.name}, the run that exports it" if directory.name == "hugging_face" else ""
 
 
 def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:

@@ -81,7 +81,8 @@ def runs_in(directory: Path) -> list[ListedRun]:
     """The runs in `directory`, or itself if it is one: the one with the newest step first. Raises ReportError."""
     if not directory.is_dir():
         needed = "the directory of runs: track.directory of their recipes"
-        raise ReportError(Problem(str(directory), "no such directory", needed, "name it: megagrpo runs DIRECTORY"))
+        given = "a file" if directory.exists() else "no such directory"
+        raise ReportError(Problem(str(directory), given, needed, "name it: megagrpo runs DIRECTORY"))
     own = [directory] if is_run(directory) else [path for path in directory.iterdir() if is_run(path)]
     now = time.time()
     return sorted((listed(path, now) for path in own), key=lambda run: (run.age, run.name))

@@ -67,6 +67,7 @@ def main(descriptor: int, apart: Sequence[str]) -> None:
     apart: a command of bubblewrap that what follows runs in; empty where there is none.
     """
     output, printed = _begin_keeping(descriptor)
+    sys.dont_write_bytecode = True  # beside a user's files, whose functions may import others when they are called
     if apart:
         command = [*apart, *python("work", descriptor)]
         started = subprocess.Popen(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 FOLDER = "model"
 LIBRARIES = ("mlflow", "torch", "transformers", "safetensors")
-TEXT = {"name": "prompt", "type": "string"}
 
 
 def log_model(client: MlflowClient, run_id: str, export: Path, name: str, run: str) -> str:

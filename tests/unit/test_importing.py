@@ -288,6 +288,7 @@ SCRIPTS = {
     "loops": "for i in {1..3} x; do [ $i = 2 ] && continue; show $i; done; for ((j=0; j<2; j++)); do show $j; done",
     "parts": "A=head/tail.sh; show $((2**4)) ${A##*/} ${A%.sh} ${A//a/b} ${A^^} ${#A} ${A:0:4}",
     "probes": 'D=$(false && echo npu || echo gpu); if [[ $D == g* && ! -z "$D" ]]; then show $D; else show no; fi',
+    "local": "f() { local N=3 M=4; show $N $M; }; N=16; f; show $N ${M:-none}",
     "operators": "true && show a; false || show b; if true; then show c; fi",
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,8 +199,10 @@ def test_options_that_megatron_refuses_together_are_refused(tmp_path: Path, refu
     assert "Megatron refuses" in refused(make_run(tmp_path), options)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_without_its_package_is_refused(tmp_path: Path, refused: Refused) -> None:
+def test_a_tracker_without_its_package_is_refused(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert "megagrpo[wandb]" in refused(make_run(tmp_path), "track.wandb={}")
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from megagrpo.track.sink import RunStart
 from megagrpo.track.status import read_status
 from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
+from tests.small_disk import MountedDisk
 from tests.tiny_run import tracked_recipe
 
 
@@ -59,23 +58,18 @@ def test_lines_that_cannot_be_read_are_set_aside_and_said(tmp_path: Path, capsys
     assert f"5 lines cannot be read: set aside in {aside}" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: run it as root")
 def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
-    try:
+    small = tmp_path / "small"
+    with MountedDisk(small, room="64k") as disk:
         sink = JsonlMetrics(print)
-        sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
+        sink.start(RunStart(tracked_recipe(small), small, 10))
         sink.log(1, {"lr": 1.0})
-        rest = (tmp_path / "rest").open("wb", buffering=0)
-        rest.write(bytes(1 << 20))  # as much as there is room for
+        disk.fill()
         with pytest.raises(MachineError, match=r"metrics.jsonl(.|\n)*No space"):
             sink.log(2, {f"metric {number}": 1.0 for number in range(1000)})
         sink.finish("failed")
-        rest.truncate(0)
-        rest.close()
-        assert write_metrics(tmp_path, 1, range(2, 3)) == [1, 2]
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+        disk.make_room()
+        assert write_metrics(small, 1, range(2, 3)) == [1, 2]
 
 
 @pytest.mark.parametrize("fault", [shutil.rmtree, lambda path: path.rename(path.with_name("elsewhere"))])

@@ -34,11 +34,12 @@ _UNITS: dict[str, tuple[str, Fraction]] = {
                  "weeks?": "604800"},
         "months": {"months?": "1", "years?|yrs?": "12"},
         "length": {"mm|millimet(?:er|re)s?": "0.001", "cm|centimet(?:er|re)s?": "0.01", "m|met(?:er|re)s?": "1",
-                   "km|kilomet(?:er|re)s?": "1000", "inch(?:es)?": "0.0254", "ft|foot|feet": "0.3048",
+                   "km|kilomet(?:er|re)s?": "1000", "in|inch(?:es)?": "0.0254", "ft|foot|feet": "0.3048",
                    "yds?|yards?": "0.9144", "miles?": "1609.344"},
         "mass": {"mg|milligrams?": "0.001", "g|grams?": "1", "kg|kilograms?": "1000", "oz|ounces?": "28.349523125",
                  "lbs?|pounds?": "453.59237"},
         "volume": {"ml|mL|millilit(?:er|re)s?": "0.001", "L|lit(?:er|re)s?": "1"},
+        "spoons": {"tsp|teaspoons?": "1", "tbsp|tablespoons?": "3", "cups?": "48"},
         "gallons": {"pints?": "1", "quarts?": "2", "gallons?": "8"},
         "money": {"cents?": "0.01", "dollars?": "1"},
     }.items()
