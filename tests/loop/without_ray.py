@@ -134,7 +134,7 @@ class NoPulse:
         self.names: dict[str, str] = {}
 
 
-def start(recipe: Any, check_stop: Callable[[], None], *, devices_of: Callable[..., Any]) -> runtime.Runtime:
+def start(recipe: Any, check_stop: Any = lambda: None, *, devices_of: Callable[..., Any]) -> runtime.Runtime:
     """Takes the place of runtime.start."""
     devices = devices_of(recipe, "cpu")
     assert len(devices.bundle_of_rank) == 1, "Megatron keeps the layout of a process in globals"
