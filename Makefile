@@ -1,6 +1,10 @@
 # Each target does its own set-up. `make demo` trains a small model, `make test` runs the tests; the others are below.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first that runs and can make environments: one that is only found may be of a version manager that has none.
+ifndef PYTHON
+PYTHON := $(shell for one in python3.11 python3.12 python3.13 python3; do \
+	$$one -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$one; break; }; done)
+endif
 # The environment of `make gpu-check`: with CUDA, and Transformer Engine and SGLang where they are to be checked.
 GPU_PYTHON ?= python3
 VENV := .venv
@@ -56,6 +60,7 @@ help:
 	@echo "make clean      remove the environment, caches and runs"
 
 $(INSTALLED):
+	@test -n "$(PYTHON)" || { echo "no Python on PATH from 3.11 on that can make environments (Debian: python3.11-venv): set PYTHON="; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"megagrpo needs Python 3.11 or later; $(PYTHON) is {v[0]}.{v[1]} (set PYTHON=)")'
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes, once"
 	rm -rf $(VENV)
