@@ -48,6 +48,7 @@ VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "code*": [{"function": "code", "arguments": {"credit": "share"}}],
 }
 """Functions by the name of a verifier, which rows have in `dataset`."""
+BY_DATASET = "by the row's `dataset` in both; strict_math takes an equal value for right, too"
 AGENT = "tools and environments are an agent here: write an `agent` section, see docs/agents.md"
 AFTER_EXPORT = "checkpoint.after_export starts a command for each exported model"
 SHARDED = "Megatron-Core splits the policy by train.layout, and the optimizer over data ranks"
@@ -435,7 +436,7 @@ DATA_AND_REWARD: Table = {
     "system_prompt_override_file": missing("give its text in data.system_prompt"),
     "max_token_length": always("prompts and responses have limits of their own"),
     "max_seq_length": always("prompts and responses have limits of their own"),
-    "apply_verifiable_reward": Row(verified, "reward.by_source", True, "by the row's `dataset` in both"),
+    "apply_verifiable_reward": Row(verified, "reward.by_source", True, BY_DATASET),
     "verification_reward": together("reward.by_source.NAME.0.weight", 10.0),
     "apply_r1_style_format_reward": Row(format_reward, "reward.functions"),
     "r1_style_format_reward": always("apply_r1_style_format_reward counts"),
