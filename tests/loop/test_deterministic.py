@@ -49,13 +49,18 @@ def test_two_runs_of_a_deterministic_recipe_have_the_same_metrics_and_weights(
 
 
 def test_a_replayed_schedule_gives_the_numbers_of_its_run(inputs: Path, tmp_path: Path, ray: Environment) -> None:
-    """Engines sample more slowly than the ranks train, so that an update always finds them at work."""
+    """Engines sample more slowly than the ranks train, so that updates find them at work: not always on a busy machine,
+    which tries again."""
     values = {"deterministic": "replayable", "schedule": {"kind": "async", "max_staleness": 2}}
     recipe = write(inputs, tmp_path, "run", **values)
     longer = ("rollout.response_tokens_max=32", "rollout.samples_per_prompt=8", "rollout.engines=1")
-    small_run.train(recipe, *longer, environment=ray)
-    run, again = tmp_path / "run", tmp_path / "again"
-    assert max(entry.get("staleness/mixed_share", 0) for entry in small_run.metrics(run).values()) > 0
+    for name in ("first", "second", "third", "fourth"):
+        small_run.train(recipe, *longer, f"name={name}", environment=ray)
+        run, again = tmp_path / name, tmp_path / "again"
+        mixed = max(entry.get("staleness/mixed_share", 0) for entry in small_run.metrics(run).values())
+        if mixed:
+            break
+    assert mixed > 0
     printed = small_run.train(recipe, *longer, "--replay-schedule", str(run), "name=again", environment=ray)
     assert "other lengths" not in printed
     assert numbers(again) == numbers(run)
