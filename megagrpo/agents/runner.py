@@ -173,7 +173,7 @@ def load(file: str, source: str, path: Sequence[str] | None) -> ModuleType:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
     if not file.startswith(own + os.sep):
         sys.path.insert(0, str(Path(file).parent))  # a user's file may import its neighbours
-        sys.dont_write_bytecode = True  # and nothing is written beside them
+    sys.dont_write_bytecode = True  # nothing is written beside a user's files, whoever imports them
     name = f"megagrpo_agent:{file}"
     loader = SourceFileLoader(name, file)
     spec = ModuleSpec(name, loader, origin=file)

@@ -141,7 +141,6 @@ def own(named: str) -> Callable[[Any], Any]:
     file, _, function = named.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    sys.dont_write_bytecode = True  # nothing is written beside a user's files
     found = importlib.util.spec_from_file_location(f"openenv_{path.stem}", path)
     if found is None or found.loader is None:
         raise ValueError(f"{file} is no file of Python")

@@ -83,7 +83,6 @@ def own(environment: str) -> Callable[..., Any]:
     file, _, function = environment.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    sys.dont_write_bytecode = True  # nothing is written beside a user's files
     found = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
     if found is None or found.loader is None:
         raise ValueError(f"{file} is no file of Python")
