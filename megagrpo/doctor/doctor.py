@@ -131,10 +131,8 @@ def _launchers() -> Finding:
 
 def sandbox_finding(kind: Kind | None, refused: Sequence[str]) -> Finding:
     """Where the reward `code` runs programs."""
-    part, remedy = (
-        "sandbox",
-        "apt-get install bubblewrap libseccomp2, where namespaces may be made; for the reward code",
-    )
+    part = "sandbox"
+    remedy = "apt-get install bubblewrap libseccomp2, where namespaces may be made; for the reward code"
     if kind is None:
         return Finding(part, "doubtful", "; ".join(refused), remedy)
     if kind.isolation == "bubblewrap":

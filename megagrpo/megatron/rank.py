@@ -283,8 +283,8 @@ class TrainRank(ModelRank):
     def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
         """What the driver made for the rows or tokens of the step, by response token of the batch, float32."""
         flat = values.values if isinstance(values, Ragged) else values
-        on_device = torch.as_tensor(flat, dtype=torch.float32, device=self.device)
-        offsets = torch.as_tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
+        on_device = torch.tensor(flat, dtype=torch.float32, device=self.device)  # a copy: Ray's arrays are read-only
+        offsets = torch.tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
         return of_tokens(self.batch, on_device, offsets)
 
     def token_figures(self, rows: int) -> TokenFigures | None:

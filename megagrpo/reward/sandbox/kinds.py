@@ -67,7 +67,7 @@ def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
             refused.append(f"{kind}: {error}")
         else:
             if not leaks:
-                return kind, tuple(refused)
+                return kind, tuple(dict.fromkeys(refused))
             refused.append(f"{kind}: does not contain {leaks}")
     return None, tuple(dict.fromkeys(refused))
 
