@@ -45,7 +45,9 @@ class ModelRank:
         self.where = rank_grid(self.layout)[rank]
         cluster, train = recipe.cluster, train_config(recipe)
         process.start(rank, self.layout.ranks, meeting, device, cluster.start_timeout_seconds)
-        process.start_parallel(self.layout, recipe.seed, cluster.step_timeout_seconds)
+        # Models are loaded together as well. The driver ends a phase of a step that is too long, and names its ranks.
+        deadline = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
+        process.start_parallel(self.layout, recipe.seed, deadline)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         self.policy = TrainedModel(
             read_architecture(model_directory),

@@ -80,7 +80,7 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
     except dist.DistError as error:
         where = f"training rank {dist.get_rank()}: other ranks did not answer when it made the groups of the layout"
         needed = f"all {layout.ranks} ranks within {timeout_seconds:g} s"
-        raise RankError(Problem(where, str(error), needed, "raise cluster.step_timeout_seconds")) from error
+        raise RankError(Problem(where, str(error), needed, "raise cluster.start_timeout_seconds")) from error
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

@@ -51,13 +51,14 @@ def listeners(driver: int, *nodes: int) -> Listeners:
     found: Listeners = Counter()
     for top in (driver, *nodes):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            own = " ".join(psutil.Process(driver).cmdline())  # also of a child until it begins its own program
             for process in (psutil.Process(top), *psutil.Process(top).children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     command, sockets = " ".join(process.cmdline()), process.net_connections(kind="inet")
                     if not command:  # it ends
                         continue
                     kinds = (kind for pattern, kind in KINDS.items() if re.match(pattern, command))
-                    kind = "driver" if process.pid == driver else next(kinds, command)
+                    kind = "driver" if command == own else next(kinds, command)
                     addresses = (each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN)
                     found.update((kind, address.removeprefix("::ffff:")) for address in addresses)
     return found
