@@ -42,7 +42,7 @@ EXTRAS = {
     "bubblewrap": "make bubblewrap` installs it, as root",
     "chromium": "make chromium` installs it, as root",
     "slurm": "make slurm-cpu` installs it, as root",
-    "gguf": "make smollm2` installs what reads GGUF files",
+    "gguf": "make gguf` installs what reads GGUF files",
 }
 """Programs and packages that tests with the marker `needs` use, and how to have each."""
 INSTALLED = os.environ.get("MEGAGRPO_TEST_EXTRAS", "").split()

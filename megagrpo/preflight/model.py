@@ -33,8 +33,10 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
-MADE_BY = {".cache/smollm2": "smollm2", ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles"}
-MADE_BY |= {"runs/agents_sft_cpu": "agents", "runs/adder_sft_cpu": "demo"}
+MADE_BY = {
+    ".cache/smollm2": "smollm2", ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles",
+    "runs/agents_sft_cpu": "agents", "runs/adder_sft_cpu": "demo",
+}  # fmt: skip
 """Models of the shipped recipes, and the make target of each."""
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 GIVEN_TO_TEMPLATES = {

@@ -48,10 +48,11 @@ KINDS = {
 
 def listeners(driver: int, *nodes: int) -> Listeners:
     """Those of a driver's processes, and of nodes of Ray that it has joined, now."""
-    found: Listeners = Counter()
+    found, own = Counter[tuple[str, str]](), ""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        own = " ".join(psutil.Process(driver).cmdline())  # also of a child until it begins its own program
     for top in (driver, *nodes):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            own = " ".join(psutil.Process(driver).cmdline())  # also of a child until it begins its own program
             for process in (psutil.Process(top), *psutil.Process(top).children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
                     command, sockets = " ".join(process.cmdline()), process.net_connections(kind="inet")
