@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Made last: without it the environment is not complete. Named for what was installed: a checkout of other files with the
 # same requirements keeps the environment.
 checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
-INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt setup.py)
+INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt requirements/megatron_core.txt setup.py)
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
@@ -66,6 +66,8 @@ $(INSTALLED):
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 12) and print("megatron-core declares Python 3.12. Its core runs on 3.11 too and is installed for it all the same")'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron_core.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -1,4 +1,8 @@
-"""The package definition. Ranges here; the exact versions that CI runs are in requirements/cpu.txt."""
+"""The package definition. Ranges here; the exact versions that CI runs are in requirements/cpu.txt.
+
+megatron-core declares Python 3.12. On 3.11 it is installed apart, as `make` does: pip install --no-deps
+--ignore-requires-python -r requirements/megatron_core.txt.
+"""
 
 from pathlib import Path
 
@@ -20,7 +24,7 @@ setup(
     },
     install_requires=[
         "torch>=2.9",
-        "megatron-core>=0.16.1,<0.17",
+        "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",
         "ray>=2.50",
         "transformers>=5.0",
         "safetensors>=0.5",
@@ -43,7 +47,7 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],
-        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "te": ["transformer-engine[pytorch]>=2.15,<2.21"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.18"],

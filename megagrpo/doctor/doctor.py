@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from megagrpo.doctor.packages import Finding, fit_findings, package_findings, working_findings
+from megagrpo.doctor.packages import Finding, fit_findings, missing_to_compile, package_findings, working_findings
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.kernels import Attention, Capability, Installed, installed, layers_on
+from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.reward.sandbox.kinds import search
 from megagrpo.reward.sandbox.sandbox import Kind
 
@@ -168,6 +169,11 @@ def gpu_findings() -> Iterator[Finding]:
         yield layers_finding(card, installed())
     yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     yield _compiler()
+    if missing := missing_to_compile():
+        remedy = f"{'; '.join(missing)}; for train.recompute of {', '.join(sorted(COMPILED))}"
+        yield Finding("C++ compiler", "doubtful", "torch cannot compile a function in C++", remedy)
+    else:
+        yield Finding("C++ compiler", "ok", "torch can compile a function in C++")
     apart = [f"{a} and {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         remedy = "weights.transfer: process_group; and expect slow tensor parallelism"

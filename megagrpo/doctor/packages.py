@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
@@ -65,7 +69,7 @@ def package_findings(
     for text in requirements if requirements is not None else _requirements("megagrpo"):
         requirement = Requirement(text)
         extra = next((name for name in extras if _is_of(requirement, name)), None)
-        if requirement.marker is None or extra is not None:
+        if "extra" not in str(requirement.marker) or extra is not None:
             yield _required(requirement, version_of(requirement.name), extra)
 
 
@@ -127,11 +131,25 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
     asked = f"{requirement.name}{requirement.specifier}"
     if version is None and extra is not None:
         return Finding(requirement.name, "absent", "not installed", WITHOUT[extra])
+    older = requirement.marker is not None and extra is None and not requirement.marker.evaluate({"extra": ""})
+    command = f"pip install {'--no-deps --ignore-requires-python ' if older else ''}'{asked}'"
     if version is None:
-        return Finding(requirement.name, "wrong", "not installed", f"pip install '{asked}'")
+        return Finding(requirement.name, "wrong", "not installed", command)
     if not requirement.specifier.contains(version, prereleases=True):
-        return Finding(requirement.name, "wrong", f"{version}, and {asked} is needed", f"pip install '{asked}'")
+        return Finding(requirement.name, "wrong", f"{version}, and {asked} is needed", command)
     return Finding(requirement.name, "ok", version)
+
+
+def missing_to_compile() -> list[str]:
+    """What torch needs to compile a function in C++ and this machine lacks."""
+    beside = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
+    compiler, headers = os.environ.get("CXX", "c++"), Path(sysconfig.get_path("include"), "Python.h")
+    needed = {
+        f"{compiler} (apt-get install g++)": shutil.which(compiler) is not None,
+        "ninja (pip install ninja)": shutil.which("ninja", path=beside) is not None,
+        f"{headers} (apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev)": headers.is_file(),
+    }
+    return [name for name, is_here in needed.items() if not is_here]
 
 
 def _apex() -> Finding:

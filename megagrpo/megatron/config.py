@@ -28,6 +28,8 @@ NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 """Options with kernels of Transformer Engine: Megatron looks for them where the config is made, or in a first pass."""
+IGNORED_BY_LOCAL = ("attention_backend", "cp_comm_type", "flash_attention_version", "fused_residual_rmsnorm")
+"""Options that only Transformer Engine's layers read."""
 
 
 def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> LayerSpec:
@@ -62,6 +64,15 @@ def transformer_config(
         needed, fix = "the package transformer_engine, which is not installed", "pip install megagrpo[te], or remove it"
         asked = [name for name in fusions if train.megatron.get(name)]
         problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in asked]
+    spec = planned or layer_spec(arch, train, dtype, device)
+    if spec == "local":
+        needed = "transformer_engine's layers: the local ones, which run here, ignore it"
+        ignored = [
+            (name, train.megatron[name])
+            for name in IGNORED_BY_LOCAL
+            if train.megatron.get(name) not in (None, False, "auto")
+        ]
+        problems += [Problem(f"train.megatron.{name}", str(value), needed, "leave it out") for name, value in ignored]
     if problems:
         raise RecipeError(problems)
     fields = (
@@ -69,7 +80,7 @@ def transformer_config(
         | _of_layout(train.layout.parallel())
         | _of_numbers(dtype)
         | _of_recomputed(train.recomputed)
-        | _of_machine(planned or layer_spec(arch, train, dtype, device), device, arch)
+        | _of_machine(spec, device, arch)
         | train.megatron
         | fusions
     )
@@ -216,7 +227,7 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, A
         "use_cpu_initialization": not cuda,
         # Weights are always loaded, but this also marks them as split over tensor ranks for the gradient norm.
         "perform_initialization": True,
-        "cuda_graph_scope": [],  # the same as Megatron's default, which warns
+        "cuda_graph_modules": [],  # the same as Megatron's default, which warns
     }
 
 
@@ -237,7 +248,6 @@ OWNED = {
     "recompute_modules": "train.recompute",
     "transformer_impl": "train.layer_spec",
     "moe_grouped_gemm": "train.layer_spec",
-    "moe_use_legacy_grouped_gemm": "train.layer_spec",
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
     "autocast_dtype": "model.dtype",
@@ -257,10 +267,15 @@ OWNED = {
         "moe_router_topk_scaling_factor", "moe_router_num_groups",
         "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input",
-        "mtp_loss_scaling_factor", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+        "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hybrid_override_pattern",
+        "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq",
+        "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation",
+        "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "dsa_kernel_backend",
         "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_conv_kernel_dim", "linear_key_head_dim",
         "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim",
-        "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
+        "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path", "mamba_training_ssm_states_dtype",
+        "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult",
+        "mup_base_head_dim", "mup_attn_scale_power",
     ),
     "model.path (the model's own config)",
 )  # fmt: skip
@@ -276,17 +291,22 @@ _WHOLE_CONTEXT = "every sequence is cut over all train.layout.context ranks"
 _NO_BUFFERS = "it needs user buffers that nothing makes here: the first product would fail"
 _PACKED = "Transformer Engine takes no packed sequences with it"
 _SCALES = "checkpoints have no scales, and microbatches any number of tokens: products in fp8 need a multiple of 8"
+_OTHER_WEIGHTS = "parameters then have other names or shapes than those that weights are loaded to and sent from"
 _MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
 ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), _SAME_LOGPROBS),
     "attention_dropout": ((0,), _SAME_LOGPROBS),
     "moe_input_jitter_eps": ((None,), _SAME_LOGPROBS),
     "moe_router_force_load_balancing": ((False,), _SAME_LOGPROBS),
+    "moe_router_force_biased": ((None,), _SAME_LOGPROBS),
     "moe_expert_capacity_factor": ((None,), _ISOLATED),
+    "moe_expert_rank_capacity_factor": ((None,), _ISOLATED),
+    "moe_paged_stash": ((False,), _ISOLATED),
     "moe_token_dropping": ((False,), _ISOLATED),
     "moe_aux_loss_coeff": ((0,), _OWN_LOSS),
     "moe_z_loss_coeff": ((None,), _OWN_LOSS),
     "moe_router_load_balancing_type": (("none",), _OWN_LOSS),
+    "moe_router_quantile_balancing_ema": ((0,), _OWN_LOSS),
     "moe_router_bias_update_rate": ((0,), "only gradients change the policy: a router's bias stays as it was loaded"),
     "moe_router_dtype": (("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
     "calculate_per_token_loss": ((True,), _OWN_LOSS),
@@ -308,6 +328,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "mtp_standalone": ((False,), _OWN_STAGES),
     "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
     "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), _NEEDS_A_CALL),
     "qk_clip": ((False,), _NEEDS_A_CALL),
     "qk_clip_alpha": ((), _NEEDS_A_CALL),
     "qk_clip_threshold": ((), _NEEDS_A_CALL),
@@ -324,6 +345,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": ((None,), _SCALES),
     "fp4": ((None,), _SCALES),
     "fp8_param": ((False,), _MODELS_DTYPE),
+    "fp8_output_proj": ((False,), "logprobs are computed by megagrpo from the hidden states"),
     "fp4_param": ((False,), _MODELS_DTYPE),
     "fp32_residual_connection": ((False,), "layers round the residual to the model's dtype all the same"),
     "init_method_std": ((), "all weights are loaded"),
@@ -333,11 +355,29 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "inference_sampling_seed": ((), "it is for inference"),
     "use_inference_optimized_layers": ((False,), "it is for inference"),
     "inference_fuse_tp_communication": ((False,), "it is for inference"),
+    "inference_cuda_graph_scope": ((), "it is for inference"),
+    "inference_disable_triton_nvls_kernels": ((), "it is for inference"),
+    "inference_grouped_gemm_backend": ((), "it is for inference"),
+    "inference_moe_disable_fused_quant_kernels": ((), "it is for inference"),
+    "inference_moe_token_dispatcher_type": ((), "it is for inference"),
+    "moe_pad_experts_for_cuda_graph_inference": ((False,), "it is for inference"),
     "mlp_chunks_for_prefill": ((1,), "it is for inference"),
+    "nccl_all_reduce_for_prefill": ((False,), "it is for inference"),
 } | dict.fromkeys(
-    ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "timers"),
+    (
+        "finalize_model_grads_func", "grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func", "no_sync_func",
+        "grad_sync_func", "param_sync_func", "timers", "experimental_attention_variant_loss_scale_func",
+    ),
     ((None,), "it is set by the training rank"),
-)
+) | dict.fromkeys(
+    ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert",
+     "moe_single_grouped_weight", "moe_single_grouped_bias", "mla_down_proj_fusion"),
+    ((False,), _OTHER_WEIGHTS),
+) | dict.fromkeys(
+    ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "tensor_parallel_num_weight_shards",
+     "expert_tensor_parallel_num_weight_shards"),
+    ((None,), _OTHER_WEIGHTS),
+) | dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), ((1,), _OTHER_WEIGHTS))  # fmt: skip
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:

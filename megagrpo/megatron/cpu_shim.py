@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16 run without CUDA (on CPUs, over gloo) and without transformer-engine.
+"""Lets megatron-core 0.19 run without CUDA (on CPUs, over gloo) and without transformer-engine.
 
 `enable()` must run before anything else imports megatron.core; the package's __init__ calls it. It changes nothing
 where torch sees CUDA and transformer-engine is installed: a rank that runs on the CPU of a machine with GPUs needs
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -37,10 +38,13 @@ def enable() -> None:
         warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    # Every model says that GPTModel gets no new features any more, and every wrapper that it computes its own layout.
+    for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     if find_spec("transformer_engine") is None:
         _define_names_of_transformer_engine()
     if without_cuda:
-        _patch_random_generators()
+        _patch_random()
         _patch_expert_dispatch()
 
 
@@ -77,7 +81,7 @@ def _patch_torch() -> None:
     # `with torch.device("meta")` looks factories up in a set made at its first use: it must be of the originals.
     _device_constructors()
     # Literal device="cuda": token counts in the schedules, found_inf and norms in the optimizer, checkpoint exchange.
-    for name in ("tensor", "zeros", "empty", "empty_like"):
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor_class: Any = torch.Tensor
     # Tied embeddings over pipeline stages, expert token counts, and loading a checkpoint move tensors to the device.
@@ -128,26 +132,28 @@ class _Stream:
 
 
 def _define_names_of_transformer_engine() -> None:
-    """Three modules use names that only transformer-engine defines: an error on any machine without it."""
+    """A module uses names that only transformer-engine defines: an error on any machine without it."""
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
 
-    multi_latent_attention.HAVE_TE = False  # it is True with stand-ins for classes, which isinstance refuses
-
-    moe_utils.te_general_gemm = None  # read by every router
     # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.
     random.FP8GlobalStateManager = type("FP8GlobalStateManager", (), {"is_fp8_enabled": staticmethod(lambda: False)})
     random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
     random.fp8_autocast = lambda **_: contextlib.nullcontext()
 
 
-def _patch_random_generators() -> None:
+def _patch_random() -> None:
     from megatron.core.tensor_parallel import random
 
     # These two call torch's CUDA generators by their full names.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # A module that is recomputed shares its storage by a function in C++, which Megatron compiles. CPUs copy.
+    random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.untyped_storage().resize_(source.untyped_storage().nbytes())
+    to.untyped_storage().copy_(source.untyped_storage())
 
 
 def _patch_expert_dispatch() -> None:

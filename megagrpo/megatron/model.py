@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,20 +66,10 @@ def _build_chunk(
     if fused and arch.latent is None:
         # GPTModel's arguments cannot express all of Llama 3's scaling.
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
-    if fused and arch.latent is not None:
-        _count_whole_weights_once(chunk)
     if chunk.post_process:
         chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
     chunk.to(torch.cuda.current_device())  # Megatron makes routers' weights on the CPU
     return chunk
-
-
-def _count_whole_weights_once(chunk: GPTModel) -> None:
-    """Every tensor rank has the projections down to the latents whole. Transformer Engine marks them as cut all the
-    same, and the gradient norm would count them on each of these ranks. To be called before there is an optimizer."""
-    for name, parameter in chunk.named_parameters():
-        if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
-            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
@@ -122,7 +113,11 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
     """What the layers of one model chunk are made of, by config.transformer_impl."""
     if config.transformer_impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if arch.latent is not None:
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.module = LatentAttention
+        return block
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     dense_layers = arch.layers if arch.experts is None else arch.experts.dense_layers
@@ -144,10 +139,29 @@ def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: boo
     core = PackedAttention if arch.latent is None else PackedLatentAttention
     attention.core_attention = ModuleSpec(module=core, params={"rope": arch.rope})
     if arch.latent is not None:
+        layer.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, made of what its spec names, with values of their own size, as before 0.19.
+
+    Megatron 0.19 decides once more where norms are, and asks queries without a latent to have one before their
+    projection: such models have none there. It pads the values of packed sequences to the size of keys, which makes
+    attention slower (github.com/NVIDIA/Megatron-LM/issues/6240).
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+    def _run_core_attention(self, *tensors: Any, **arguments: Any) -> Tensor:
+        if arguments.get("attn_mask_type") is None:
+            arguments["attn_mask_type"] = self.attn_mask_type
+        return self.core_attention(*tensors, **arguments)
 
 
 class RMSNorm(torch.nn.Module):

@@ -27,6 +27,7 @@ from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import Copies, Export, copies_for, write_copies, write_part
@@ -49,6 +50,8 @@ class ModelRank:
         deadline = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, deadline)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        if self.device.type == "cuda" and train.recomputed.modules & COMPILED:
+            process.compile_storage_sharing()
         self.policy = TrainedModel(
             read_architecture(model_directory),
             train,

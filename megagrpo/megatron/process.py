@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
 
 from megagrpo.errors import Problem, RankError
 from megagrpo.guarded_store import LOOPBACK, StoreAddress
@@ -83,6 +86,20 @@ def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1
         raise RankError(Problem(where, str(error), needed, "raise cluster.start_timeout_seconds")) from error
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))  # torch has no public name for it
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def compile_storage_sharing() -> None:
+    """Compiles the C++ function by which Megatron recomputes a part of a layer, or loads it once a rank of this node
+    has compiled it. Megatron itself does so in the first backward pass. Raises RankError if it cannot be compiled."""
+    beside = str(Path(sys.executable).parent)  # pip's ninja is there
+    os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), beside)))
+    try:
+        random._get_share_storage()
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        needed = "a C++ compiler, ninja, Python's headers and a directory that can be written, on every node"
+        fix = "megagrpo doctor names what is missing; TORCH_EXTENSIONS_DIR is the directory; or train.recompute: full"
+        where = "train.recompute: a function in C++ that these modules need was not compiled"
+        raise RankError(Problem(where, given=str(error), needed=needed, fix=fix)) from error
 
 
 def stop_parallel() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.doctor.packages import package_findings
+from megagrpo.doctor.packages import missing_to_compile, package_findings
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of
@@ -26,6 +26,7 @@ from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
+from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.track.delivered import without_password
 from megagrpo.track.mlflow import database_problems, tracking_uri
@@ -58,6 +59,11 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         "te": fused or moments or fused_here(recipe, architecture),
         "sglang": rollout is not None and rollout.engine == "sglang" and rollout.sglang.python is None,
     }
+    again = recipe.train.recomputed.modules & COMPILED
+    if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
+        given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
+        compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
+        yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
     for finding in package_findings(extras=[extra for extra, is_used in used.items() if is_used]):
         if finding.state == "wrong":
             where, working = f"package {finding.part}", "a version that megagrpo works with"

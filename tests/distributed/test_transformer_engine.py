@@ -17,7 +17,7 @@ import torch
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron import config, model
+from megagrpo.megatron import config
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load
@@ -188,11 +188,6 @@ def every_microbatch_first() -> None:
     module.weight_gradient = lambda weight, found, fuse, _: kept(weight, found, fuse, True)
 
 
-def whole_weights_counted_on_every_rank() -> None:
-    """As Transformer Engine marks latent attention's projections down."""
-    model._count_whole_weights_once = lambda chunk: None
-
-
 @pytest.mark.parametrize(
     ("wrong", "name", "shows"),
     [
@@ -200,7 +195,6 @@ def whole_weights_counted_on_every_rank() -> None:
         (norms_not_marked, "tensor", "ranks"),  # that hold the same norm
         (gate_and_up_swapped, "tensor", "loss"),
         (every_microbatch_first, "one rank", "gradient"),
-        (whole_weights_counted_on_every_rank, "tensor, data", "grad norm"),
     ],
 )
 def test_a_wrong_mark_would_be_noticed(wrong, name, shows, in_torch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from tests.tiny_run import recipe_with
 
 REQUIRED = [
     "torch>=2.9",
-    "megatron-core<0.17,>=0.16.1",
+    "megatron-core<0.20,>=0.19.2; python_version >= '3.99'",
     'sglang<0.6,>=0.5.23; extra == "sglang"',
     'transformer-engine[pytorch]<2.12,>=2.9; extra == "te"',
     'pytest>=8; extra == "dev"',
@@ -34,11 +35,13 @@ def test_a_missing_or_wrong_version_of_a_needed_package_is_wrong_and_says_what_t
     assert found["torch"].state == found["megatron-core"].state == "wrong"
     assert "torch>=2.9" in found["torch"].remedy
     assert "2.8.1+cu128" in found["torch"].found
-    assert "megatron-core<0.17,>=0.16.1" in found["megatron-core"].remedy
+    assert (
+        found["megatron-core"].remedy == "pip install --no-deps --ignore-requires-python 'megatron-core<0.20,>=0.19.2'"
+    )
 
 
 def test_optional_packages_may_be_absent_but_not_of_a_wrong_version_and_developers_tools_are_left_out() -> None:
-    found = packages({"torch": "2.14.1", "megatron-core": "0.16.1", "sglang": "0.4.0"})
+    found = packages({"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.4.0"})
     assert found["torch"].state == found["megatron-core"].state == "ok"
     assert found["transformer-engine"].state == "absent"
     assert found["transformer-engine"].remedy == WITHOUT["te"]
@@ -59,11 +62,18 @@ def test_what_a_package_asks_of_others_is_compared_with_what_is_here() -> None:
 @pytest.mark.parametrize(("engine", "state"), [("2.8.0", "doubtful"), ("2.11.0", "ok"), ("2.12.0", "doubtful")])
 def test_the_transformer_engine_that_megatron_names_in_an_extra_is_compared(engine: str, state: str) -> None:
     versions = {"megatron-core": metadata.version("megatron-core"), "transformer-engine": engine}
-    asked = {"megatron-core": metadata.requires("megatron-core")}
+    asked = {"megatron-core": ['transformer-engine[pytorch]<2.12,>=2.9; extra == "dev"']}  # as 0.16.1 did
     found = {
         finding.part.split()[0]: finding for finding in fit_findings(lambda name: asked.get(name, []), versions.get)
     }
     assert found["megatron-core"].state == state
+
+
+def test_what_torch_needs_to_compile_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++-99")
+    recipe = recipe_with("train.recompute={modules: [layernorm]}", "cluster.device=cuda")
+    assert any("g++-99" in problem.given for problem in package_problems(recipe))
 
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
@@ -101,7 +111,7 @@ def test_gpus_their_links_and_the_compiler_that_sglang_needs_are_looked_at(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other: peers)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
-    monkeypatch.setattr("shutil.which", lambda name: nvcc)
+    monkeypatch.setattr("shutil.which", lambda name, path=None: nvcc)
     found = {finding.part: finding for finding in doctor.gpu_findings()}
     assert {part: found[part].state for part in ("GPU 0", "GPU 1", "peer access", "CUDA compiler")} == dict.fromkeys(
         ("GPU 0", "GPU 1", "peer access", "CUDA compiler"), state

@@ -49,7 +49,8 @@ REFUSED = """
     batch_p2p_comm: true, qk_clip: true, cuda_graph_impl: local, mamba_num_heads: 4, fp32_residual_connection: true,
     deterministic_mode: "yes", recompute_num_layers: two, tp_comm_bootstrap_backend: smoke,
     finalize_model_grads_func: f, fp8: hybrid, fp4: e2m1, tp_comm_overlap: true, cp_comm_type: all_gather,
-    hierarchical_context_parallel_sizes: [2, 2], attention_backend: unfused}
+    hierarchical_context_parallel_sizes: [2, 2], attention_backend: unfused, mla_down_proj_fusion: true, use_mup: true,
+    moe_router_force_biased: 1.0, mtp_detach_heads: true, overlap_dispatch_backward_with_experts_wgrad: true}
 """
 
 
@@ -67,7 +68,7 @@ def test_every_value_that_an_option_must_have_is_megatrons_default_or_ours() -> 
     experts = Experts(count=4, per_token=2, ffn=40, normalize_top_k=True, router=router)
     plain = config(dataclasses.replace(ARCHITECTURE, experts=experts))
     for name, (allowed, _) in ALLOWED_VALUES.items():
-        assert not allowed or getattr(plain, name) in allowed, name
+        assert not allowed or getattr(plain, name, False) in allowed, name  # latent attention has options of its own
     assert {*OWNED, *ALLOWED_VALUES} <= {field.name for field in dataclasses.fields(plain)}
     assert not OWNED.keys() & ALLOWED_VALUES.keys()
 
@@ -81,8 +82,15 @@ def test_what_megatron_itself_refuses_is_a_recipe_error() -> None:
         config(megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
 
 
-def test_the_attention_backend_is_set_by_its_name() -> None:
-    assert config(megatron={"attention_backend": "flash"}).attention_backend is AttnBackend.flash
+def test_options_of_transformer_engines_layers_are_set_for_them_and_refused_for_the_local_ones() -> None:
+    train = TrainConfig(megatron={"attention_backend": "flash", "fused_residual_rmsnorm": True})
+    fused = transformer_config(ARCHITECTURE, train, torch.float32, "cpu", planned="transformer_engine")
+    assert fused.attention_backend is AttnBackend.flash
+    assert fused.fused_residual_rmsnorm
+    for option, value in (*train.megatron.items(), ("cp_comm_type", "a2a"), ("flash_attention_version", 4)):
+        with pytest.raises(RecipeError, match=option):
+            config(megatron={option: value})
+    assert config(megatron={"attention_backend": "auto"}).attention_backend is AttnBackend.auto
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ RANKS_MAX = 2**17
 ALL_LAYERS = 2**31
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+COMPILED: frozenset[RecomputeModule] = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules for which Megatron compiles a function in C++ on CUDA."""
 
 
 class LayoutConfig(Section):

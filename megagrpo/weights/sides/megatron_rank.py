@@ -1,6 +1,6 @@
 """What one Megatron rank holds, with either layer spec. The specs shard in the same way and differ in a few names.
 
-Sharding, as in megatron.core 0.16: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns.
+Sharding, as in megatron.core 0.19: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns.
 Every rank holds the norms and the router. Experts are dealt out over `expert`, and each is cut over `expert_tensor`.
 """
 

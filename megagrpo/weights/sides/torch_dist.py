@@ -1,7 +1,7 @@
 """Megatron-LM's torch_dist checkpoints: tensors of the whole model, whatever the layout of the ranks that wrote them.
 
 They are the parameters of a single rank that holds everything, under the names of GPTModel.sharded_state_dict
-(megatron.core 0.16). If all layers of the model are alike, they are one tensor with the layer as its first axis and the
+(megatron.core 0.19). If all layers of the model are alike, they are one tensor with the layer as its first axis and the
 expert as its second; where layers differ, each has its own keys. The two layer specs name a few norms differently:
 a checkpoint that we write has both names, and either is read.
 """

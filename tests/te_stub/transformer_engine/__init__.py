@@ -1,4 +1,4 @@
-"""Transformer Engine 2.11 for tests: what Megatron-Core 0.16.1 uses of it, in plain torch on any device.
+"""Transformer Engine 2.11 for tests: what Megatron-Core 0.19.2 uses of it, in plain torch on any device.
 
 Signatures, parameter names, marks on parameters, defaults and refusals are the real package's, read from its source at
 tag v2.11; each quirk that a caller can trip over is marked QUIRK. What runs kernels in the real package is written

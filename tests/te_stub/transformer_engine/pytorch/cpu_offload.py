@@ -9,6 +9,7 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
 ) -> tuple[AbstractContextManager[None], Any]:
     """QUIRK: Megatron calls it whether or not activations are offloaded."""
     assert not enabled, "the stub offloads nothing"
