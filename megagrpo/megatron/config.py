@@ -371,7 +371,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     ((None,), "it is set by the training rank"),
 ) | dict.fromkeys(
     ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert",
-     "moe_single_grouped_weight", "moe_single_grouped_bias", "mla_down_proj_fusion"),
+     "moe_single_grouped_weight", "moe_single_grouped_bias"),
     ((False,), _OTHER_WEIGHTS),
 ) | dict.fromkeys(
     ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "tensor_parallel_num_weight_shards",

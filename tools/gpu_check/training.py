@@ -417,6 +417,8 @@ def offload(setting: Setting) -> Iterator[Figure]:
         for number in (1, 2):
             step(rank, sequences, number)
         wanted = bits(rank)
+    del rank  # the name keeps the first rank's memory, which would count as held by the second
+    gc.collect()
     process, resident, freed = psutil.Process(), [], 0.0
     with setting.train_rank(model, 4 * setting.longest) as rank:
         step(rank, sequences, 1)
