@@ -48,6 +48,7 @@ def test_two_runs_of_a_deterministic_recipe_have_the_same_metrics_and_weights(
     assert weights(once) == weights(twice) != {}
 
 
+@pytest.mark.soak
 def test_a_replayed_schedule_gives_the_numbers_of_its_run(inputs: Path, tmp_path: Path, ray: Environment) -> None:
     """Engines sample more slowly than the ranks train, so that updates find them at work: not always on a busy machine,
     which tries again."""

@@ -97,7 +97,8 @@ def test_a_part_of_ray_that_is_killed_or_stopped_ends_the_run_with_its_node(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("driver", [pytest.param("head", marks=pytest.mark.soak), "worker"])
+@pytest.mark.parametrize("driver", ["head", "worker"])
+@pytest.mark.soak
 def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
     inputs: Path, tmp_path: Path, driver: str
 ) -> None:
@@ -142,6 +143,7 @@ def test_processes_that_are_stopped_when_the_driver_is_killed_end_too(inputs: Pa
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "signal_rank", "SIGKILL", "save", "2")
     printed = run.end(EXIT_RUN_FAILED)

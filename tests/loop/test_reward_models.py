@@ -58,7 +58,8 @@ def check_scored(directory: Path, steps: int, learns: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("steps", "learns"), [(4, False), pytest.param(20, True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("steps", "learns"), [(4, False), (20, True)])
+@pytest.mark.soak
 def test_a_run_learns_what_a_reward_model_prefers_though_that_dies(
     steps: int, learns: bool, inputs: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_every_prompt_is_trained_once_within_its_staleness_also_if_the_run_is_in
     assert max(entries[step]["staleness/max"] for step in steps) == max(ages)
 
 
+@pytest.mark.soak
 def test_one_step_off_samples_while_the_step_before_trains_and_continues_with_the_same_numbers(
     inputs: Path, tmp_path: Path, ray: Environment
 ) -> None:

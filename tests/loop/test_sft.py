@@ -169,6 +169,7 @@ def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_a_rank_that_is_killed_is_started_again_inside_the_run(
     inputs: Path, finished_sft: Path, tmp_path: Path
 ) -> None:

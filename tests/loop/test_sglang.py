@@ -182,7 +182,8 @@ def answered(log: str, path: str) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.soak
 def test_a_run_with_adapters_goes_on_when_a_server_is_killed_or_stopped(
     number: signal.Signals, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
@@ -241,7 +242,8 @@ def signal_a_scheduler(number: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
-@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.soak), "retract"])
+@pytest.mark.parametrize("pause", ["in_place", "retract"])
+@pytest.mark.soak
 def test_an_asynchronous_run_trains_each_prompt_once_within_its_staleness_also_responses_that_updates_fall_into(
     pause: str, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:

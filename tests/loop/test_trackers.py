@@ -22,6 +22,7 @@ from tests.small_disk import MountedDisk
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_a_run_whose_tracker_is_killed_ends_as_any_other_and_sync_leaves_the_same_numbers_once(
     inputs: Path, tmp_path: Path
 ) -> None:

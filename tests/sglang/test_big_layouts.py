@@ -25,10 +25,10 @@ LAYOUTS = {
     "latent_attention_data": ("deepseek_v3", {"tensor": 2, "attention_data": 2}, 1),
     "two_nodes": ("qwen3", {"tensor": 2}, 2),
 }
-# Each layout and each transport once. Latent attention is tested without attention data parallelism in test_weights.py.
+# Latent attention is tested without attention data parallelism in test_weights.py, and the third transport too.
 OFTEN = {
-    *(("pipeline", "disk"), ("attention_data", "shared_memory"), ("two_nodes", "process_group")),
-    *(("attention_data",), ("two_nodes",)),
+    *(("pipeline", "disk"), ("attention_data", "shared_memory")),
+    ("attention_data",),
 }
 PROMPTS = [(5, 6, 9, 11), (5, 6, 7), (8, 9, 10, 11, 12), (40, 3)]
 

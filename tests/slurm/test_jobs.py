@@ -141,6 +141,7 @@ def test_before_its_time_limit_the_job_saves_and_the_requeued_job_goes_on_until_
     assert len(steps) > done + 1
 
 
+@pytest.mark.soak
 def test_a_lost_node_ends_the_job_and_the_same_command_continues(nodes: Slurm, place: Path) -> None:
     values = recipe(place, "lost", steps=100_000)
     job = train(nodes, place, values, "--no-requeue")
