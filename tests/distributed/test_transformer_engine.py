@@ -215,8 +215,8 @@ def without_refusals() -> None:
     ("options", "layout", "error"),
     [
         ({"fp8": "hybrid"}, ParallelLayout(), "divisible by 8"),
-        ({"tp_comm_overlap": True}, ParallelLayout(tensor=2), "UB manager is not initialized"),
-        ({"cp_comm_type": "all_gather"}, ParallelLayout(context=2), "thd format is not supported"),
+        ({"tp_comm_overlap": True}, ParallelLayout(tensor=2), r"initialize_ub\(\) must be called"),
+        ({"cp_comm_type": "all_gather"}, ParallelLayout(context=2), "No dot product attention backend"),
     ],
 )
 def test_what_is_refused_would_end_a_run(options, layout, error, in_torch):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,12 @@ def one_parameter_per_line(content: dict[str, Any]) -> str:
 def main() -> None:
     repository = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(repository / "tests" / "te_stub"), str(repository)]
-    import megatron.core
     import transformer_engine
 
     import megagrpo.megatron  # noqa: F401  (its shim must run before Megatron's modules)
 
     content = json.loads(TARGET.read_text())
-    content["megatron_core"] = megatron.core.__version__
+    content["megatron_core"] = metadata.version("megatron-core")
     content["transformer_engine"] = f"{transformer_engine.__version__} (tests/te_stub)"
     content["cases"] = [case | {"ranks": record(case)} for case in content["cases"]]
     TARGET.write_text(one_parameter_per_line(content))

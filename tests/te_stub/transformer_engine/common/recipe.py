@@ -11,8 +11,9 @@ class Format(Enum):
 
 
 class Recipe:
-    def delayed(self) -> bool:
-        return isinstance(self, DelayedScaling)
+    @classmethod
+    def delayed(cls) -> bool:
+        return issubclass(cls, DelayedScaling)
 
 
 @dataclass
@@ -21,12 +22,11 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:  # QUIRK: options that it does not know are no error
         for name, value in options.items():
             setattr(self, name, value)
 

@@ -15,7 +15,8 @@ _MODEL_PARALLEL_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partiti
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
     for attribute in _MODEL_PARALLEL_ATTRIBUTES:
-        assert not hasattr(tensor, attribute)
+        if hasattr(tensor, attribute):
+            raise RuntimeError(f"Tensor already has attribute '{attribute}' set.")
     for attribute, value in zip(_MODEL_PARALLEL_ATTRIBUTES, (is_parallel, dim, stride), strict=True):
         setattr(tensor, attribute, value)
 
@@ -35,7 +36,8 @@ def gather_along_first_dim(part: Tensor, group: dist.ProcessGroup | None) -> Ten
 def reduce_scatter_along_first_dim(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if (size := get_distributed_world_size(group)) == 1:
         return whole
-    assert whole.shape[0] % size == 0, "Tensor-parallel ranks need a divisible first dimension."
+    if whole.shape[0] % size != 0:
+        raise ValueError("First dimension of the tensor should be divisible by tensor parallel size")
     part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
     dist.reduce_scatter_tensor(part, whole.contiguous(), group=group)
     return part

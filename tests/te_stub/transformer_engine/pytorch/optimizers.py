@@ -100,3 +100,12 @@ def multi_tensor_scale(
 ) -> None:
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source * scale)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, is_infinite: Tensor, tensor_lists: Sequence[Sequence[Tensor]], scale: Tensor
+) -> None:
+    """QUIRK: because it is there, Megatron's norm of the gradients is a tensor, not a float."""
+    assert scale.dtype == torch.float32 and scale.numel() == 1
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)

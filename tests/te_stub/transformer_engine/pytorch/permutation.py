@@ -7,15 +7,17 @@ from torch import Tensor
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
+    """QUIRK: with tokens, but none for an expert, it fails."""
     rows = _rows(routing_map)
-    assert num_out_tokens in (-1, len(rows)), "the stub drops no tokens"
+    assert num_out_tokens > 0 or not inp.numel(), "moe_permute (mask map) requires num_out_tokens > 0"
+    assert num_out_tokens == len(rows), "the stub drops no tokens"
     return inp[rows], rows
 
 
 def moe_permute_with_probs(
-    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, rows = moe_permute(inp, routing_map, num_out_tokens)
     return out, probs.t()[routing_map.t().bool()], rows
@@ -28,8 +30,9 @@ def moe_unpermute(
     restore_shape: torch.Size | None = None,
     map_type: str = "mask",
     probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    assert merging_probs is None and probs is None and restore_shape is not None, "the stub has no merging"
+    assert merging_probs is probs is pad_offsets is None and restore_shape is not None, "the stub has no merging"
     return torch.zeros(restore_shape, dtype=inp.dtype).index_add(0, row_id_map, inp)
 
 

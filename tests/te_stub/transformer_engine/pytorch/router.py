@@ -17,15 +17,21 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: Tensor | None,
+    routing_map_format: str = "bytemap",
 ) -> tuple[Tensor, Tensor]:
     """Weights [tokens, experts], zero for those that are not chosen, and which are chosen."""
     if logits.dtype == torch.float64:
-        raise ValueError("Current TE does not support float64 router type")
-    if expert_bias is not None and score_function != "sigmoid":
-        raise ValueError("expert_bias is only used with the sigmoid score function")
+        raise ValueError("Current TE does not support float64 router type.")
+    if expert_bias is not None and score_function == "softmax":
+        raise RuntimeError("score_function must be sigmoid or sqrtsoftplus when expert_bias is not None")
+    if expert_bias is not None and expert_bias.dtype != torch.float32:
+        raise RuntimeError("expert_bias must be a float32 tensor")
+    assert routing_map_format == "bytemap", "the stub has no other"
     scores = logits.float()
     if score_function == "sigmoid":
         scores = scores.sigmoid()
+    elif score_function == "sqrtsoftplus":
+        scores = torch.nn.functional.softplus(scores).sqrt()
     elif use_pre_softmax:
         scores = scores.softmax(-1)
     ranked = scores if expert_bias is None else scores + expert_bias
@@ -39,7 +45,7 @@ def fused_topk_with_score_function(
         weights = scores.masked_fill(~chosen, -torch.inf).softmax(-1)
     else:
         weights = scores * chosen
-        if score_function == "sigmoid" and topk > 1:
+        if score_function != "softmax" and topk > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return (weights * (scaling_factor or 1.0)).type_as(logits), chosen
 

@@ -27,6 +27,7 @@ class DotProductAttention(torch.nn.Module):
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -40,6 +41,7 @@ class DotProductAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool | None = False,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         assert attention_dropout == 0 and window_size is None and softmax_type == "vanilla" and not return_max_logit
@@ -72,6 +74,7 @@ class DotProductAttention(torch.nn.Module):
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
@@ -81,10 +84,15 @@ class DotProductAttention(torch.nn.Module):
         pad_between_seqs: bool | None = None,
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads x value's dim]."""
         kind = attn_mask_type or self.attn_mask_type
-        assert (qkv_format or self.qkv_format) == "thd" and core_attention_bias is None, "the stub has no other"
+        assert (qkv_format or self.qkv_format) == "thd", "the stub has no other"
+        assert core_attention_bias is score_mod is None, "the stub has neither"
         assert all(x.dim() == 3 for x in (query_layer, key_layer, value_layer)), (
             "Queries, keys and values must be 3D tensors when qkv_format = thd!"
         )
@@ -106,9 +114,9 @@ class DotProductAttention(torch.nn.Module):
         group = self.cp_group
         assert not isinstance(group, list), "thd format is not supported with hierarchical CP implementation yet!"
         if (context := get_distributed_world_size(group)) > 1:
-            assert self.cp_comm_type == "p2p", (
-                f"thd format is not supported! (the stub has p2p, not {self.cp_comm_type})"
-            )
+            if self.cp_comm_type == "all_gather":  # QUIRK: cuDNN is ruled out, flash-attn has no thd, others no context
+                raise ValueError("No dot product attention backend is available for the provided inputs.")
+            assert self.cp_comm_type == "p2p", "the stub has no other"
             assert cu_seqlens_q_padded is not None and cu_seqlens_kv_padded is not None, (
                 "cu_seqlens_padded can not be None for context parallelism and qkv_format = 'thd'!"
             )

@@ -28,10 +28,11 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
     """QUIRK: fp8 takes token counts that 8 divides and features that 16 divides."""
     for tensor in tensors:
-        assert math.prod(tensor.shape[:-1]) % 8 == 0 and tensor.shape[-1] % 16 == 0, (
-            "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the last "
-            f"dimension to be divisible by 16, but got tensor with dims={list(tensor.size())}"
-        )
+        if math.prod(tensor.shape[:-1]) % 8 != 0 or tensor.shape[-1] % 16 != 0:
+            raise ValueError(
+                "FP8 execution requires the product of all dimensions except the last to be divisible by 8 and the "
+                f"last dimension to be divisible by 16, but got tensor with dims={list(tensor.size())}"
+            )
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
@@ -146,10 +147,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def check(self, inp: Tensor) -> Tensor:
         for name, parameter in self.named_parameters():
-            assert inp.dtype == parameter.dtype, (
-                "Data types for parameters must match when outside of autocasted region. "
-                f" Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
-            )
+            if inp.dtype != parameter.dtype:
+                raise TypeError(
+                    "Data types for parameters must match when outside of autocasted region. "
+                    f"Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
+                )
         return inp.contiguous()
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
@@ -199,9 +201,12 @@ class Linear(TransformerEngineBaseModule):
         self.fuse_wgrad_accumulation, self.use_bias, self.return_bias = fuse_wgrad_accumulation, bias, return_bias
         self.rng_tracker_name, self.save_original_input = rng_tracker_name, save_original_input
         self.ub_name = ub_name
-        self.user_buffers = self.sequence_parallel and any(
-            (ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
-        )
+        overlaps = {
+            "column": (ub_overlap_ag, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad),
+            "row": (ub_overlap_rs, ub_overlap_ag),
+        }
+        if self.sequence_parallel and any(overlaps.get(str(parallel_mode), ())):
+            raise AssertionError("initialize_ub() must be called before layer construction.")
         assert not delay_wgrad_compute, "the stub computes weights' gradients at once"
         if device == "cuda":
             device = torch.cuda.current_device()
@@ -221,7 +226,6 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Any:
-        assert not self.user_buffers, "UB manager is not initialized."  # QUIRK: initialize_ub must have been called
         inp = self.check(inp)
         applied = self.bias if self.use_bias and not self.return_bias else None
         in_product = applied if self.parallel_mode != "row" else None
@@ -316,11 +320,14 @@ class GroupedLinear(TransformerEngineBaseModule):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__()
-        assert not ub_overlap_rs and not ub_overlap_ag, "GroupedLinear doesn't support Userbuffer overlap."
-        assert not bias and not delay_wgrad_compute, "the stub has neither"
+        if ub_overlap_rs or ub_overlap_ag:
+            raise ValueError("GroupedLinear doesn't support Userbuffer overlap.")
+        assert not (bias or delay_wgrad_compute or single_grouped_weight or single_grouped_bias), "the stub has none"
         self.set_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.in_features, self.out_features = self.divided(in_features, "row"), self.divided(out_features, "column")
@@ -333,8 +340,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.mark(weight, None)
             self.register_parameter(f"weight{index}", weight)
 
-    def forward(self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-        assert len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
+    def forward(self, inp: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None) -> Tensor:
+        m_splits = m_splits.tolist() if isinstance(m_splits, Tensor) else m_splits
+        if len(m_splits) != self.num_gemms:
+            raise ValueError(f"Shape of splits tensor does not match number of GEMMs ({self.num_gemms}).")
         inp = self.check(inp)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         if FP8GlobalStateManager.is_fp8_enabled():

@@ -1,4 +1,4 @@
-"""QUIRK: it has no get_workspace any more, so Megatron 0.16.1's general_gemm for routers is None."""
+"""QUIRK: it has no get_workspace any more: general_gemm takes no workspace."""
 
 from transformer_engine.pytorch.module import get_dummy_wgrad
 
