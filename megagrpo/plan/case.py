@@ -10,7 +10,7 @@ from functools import cached_property
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
-from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices
+from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
 from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import ITEM_BYTES
@@ -158,9 +158,8 @@ class Case:
     @cached_property
     def auto_is_fused(self) -> bool:
         """Whether transformer-engine's layers have a fused attention on these GPUs."""
-        train = self.recipe.train
         card = self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
-        model = attention_of(self.architecture, train, half=self.item_bytes == 2)
+        model = attention_of(self.architecture, train_config(self.recipe), half=self.item_bytes == 2)
         return layers_on(card, Installed(transformer_engine=True), model).spec == "transformer_engine"
 
     @property

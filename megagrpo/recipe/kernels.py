@@ -1,13 +1,14 @@
 """Which of Megatron's layers a training rank takes on a card, and which attention kernels they reach there.
 
-What Transformer Engine 2.11 can do with packed sequences is read from its source: get_attention_backend in
-pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.11 or later.
+What Transformer Engine 2.17.1 can do with packed sequences is read from its source: get_attention_backend in
+pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.18.1 or later; what
+flash-attn-4 can, from flash_attn/cute/interface.py of 4.0.0b36.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
@@ -22,8 +23,8 @@ LayerSpec = Literal["local", "transformer_engine"]
 Capability = tuple[int, int]
 """A card's compute capability: (9, 0) is an H100's."""
 FLASH_ATTN_2 = (Version("2.1.1"), Version("2.8.3"))
-"""The versions that Transformer Engine 2.11 takes."""
-FLASH_ATTN_2_BLACKWELL = Version("2.7.3")
+"""The versions that Transformer Engine 2.17.1 takes."""
+FLASH_ATTN_2_BLACKWELL, FLASH_ATTN_2_DETERMINISTIC = Version("2.7.3"), Version("2.4.1")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Installed:
     transformer_engine: bool = False
     flash_attn_2: Version | None = None
     flash_attn_3: bool = False
+    flash_attn_4: bool = False  # SGLang brings it
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Attention:
     context: int = 1
     backend: str = "auto"
     """train.megatron.attention_backend: auto, flash (only flash-attn) or fused (only cuDNN's)."""
+    deterministic: bool = False
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,14 @@ class Layers:
 
 def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Attention:
     value_dim = arch.head_dim if arch.latent is None else arch.latent.value_dim
-    backend = train.megatron.get("attention_backend", "auto")
-    return Attention(arch.head_dim, value_dim, half, train.layout.context, backend)
+    backend, deterministic = train.megatron.get("attention_backend", "auto"), train.megatron.get("deterministic_mode")
+    return Attention(arch.head_dim, value_dim, half, train.layout.context, backend, bool(deterministic))
 
 
 def installed() -> Installed:
     """In this environment."""
-    two = _version("flash-attn")
-    return Installed(find_spec("transformer_engine") is not None, two, _version("flash-attn-3") is not None)
+    two, three, four = (_version(name) for name in ("flash-attn", "flash-attn-3", "flash-attn-4"))
+    return Installed(find_spec("transformer_engine") is not None, two, three is not None, four is not None)
 
 
 def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
@@ -78,9 +85,11 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
     if (found := fused_kernel(card, here, model)) is not None:
         return Layers("transformer_engine", found, f"{found} takes packed sequences on {name}")
     why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"
-    helps = Installed(True, FLASH_ATTN_2[1])
+    helps = Installed(True, FLASH_ATTN_2[1], flash_attn_4=here.flash_attn_4)
     if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
         why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
+    elif here.flash_attn_4 and fused_kernel(card, replace(helps, flash_attn_4=False), model) is not None:
+        why += f"; flash-attn {FLASH_ATTN_2[1]} would be one, without flash-attn-4, which has no backward pass there"
     return Layers("local", own, why)
 
 
@@ -95,15 +104,19 @@ def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
 
 
 def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:
-    """What Transformer Engine computes attention over packed sequences with in training, if anything fused."""
+    """What Transformer Engine computes attention over packed sequences with in training, if anything fused: the first
+    kernel that it does not refuse. It takes flash-attn 4 also where that has no backward pass."""
     if not model.half:
         return None
+    flash = model.backend != "fused"
     kernels = {
         "cuDNN's fused attention": model.backend != "flash" and _cudnn(card, model),
-        "flash-attn 3": model.backend != "fused" and here.flash_attn_3 and _flash_attn_3(card, model),
-        "flash-attn 2": model.backend != "fused" and _flash_attn_2(card, here.flash_attn_2, model),
+        "flash-attn 4": flash and here.flash_attn_4 and _flash_attn_4(card, here, model),
+        "flash-attn 3": flash and here.flash_attn_3 and _flash_attn_3(card, model),
+        "flash-attn 2": flash and _flash_attn_2(card, here.flash_attn_2, model),
     }
-    return next((name for name, works in kernels.items() if works), None)
+    taken = next((name for name, takes in kernels.items() if takes), None)
+    return None if taken == "flash-attn 4" and not _flash_attn_4_trains(card, model) else taken
 
 
 def torch_kernel(card: Capability, model: Attention) -> str:
@@ -115,17 +128,34 @@ def torch_kernel(card: Capability, model: Attention) -> str:
 
 
 def _cudnn(card: Capability, model: Attention) -> bool:
-    if card < (9, 0) or card[0] == 12 or model.key_dim % 8 or model.value_dim % 8:
+    if card < (9, 0) or model.key_dim % 8 or model.value_dim % 8 or (card[0] == 12 and model.deterministic):
         return False
-    dims = (model.key_dim, model.value_dim)
     if card[0] > 9:
-        return max(dims) <= 128 or dims == (192, 128)
-    same_or_small = model.key_dim == model.value_dim or min(dims) < 128 or dims == (192, 128)
-    return max(dims) <= 256 and same_or_small
+        return max(model.dims) <= 128 or (model.dims == (192, 128) and card[0] != 12)
+    same_or_small = model.key_dim == model.value_dim or min(model.dims) < 128 or model.dims == (192, 128)
+    return max(model.dims) <= 256 and same_or_small
+
+
+def _flash_attn_4(card: Capability, here: Installed, model: Attention) -> bool:
+    if model.context > 1 or card < (8, 0) or (card == (9, 0) and here.flash_attn_3):
+        return False
+    if card[0] in (8, 12):  # nothing else is checked
+        return True
+    if model.key_dim % 8 or model.value_dim % 8:
+        return False
+    if card[0] == 9:
+        return max(model.dims) <= 256
+    small = max(model.dims) <= 128 and (model.key_dim < 128 or -(-model.value_dim // 16) % 4 == 0)
+    return small or model.dims in ((192, 128), (256, 256))
+
+
+def _flash_attn_4_trains(card: Capability, model: Attention) -> bool:
+    """Whether it computes gradients. On sm120 larger heads may not fit into shared memory."""
+    return card[0] in (9, 10, 11) or (card[0] == 12 and max(model.dims) <= 128 and not model.deterministic)
 
 
 def _flash_attn_3(card: Capability, model: Attention) -> bool:
-    if card != (9, 0) or model.key_dim > 256:
+    if card != (9, 0) or model.key_dim > 256 or (model.deterministic and max(model.dims) >= 256):
         return False
     latent = (128 < model.key_dim <= 192 and 96 < model.value_dim <= 128) or (
         model.key_dim <= 64 and model.value_dim <= 512
@@ -134,15 +164,17 @@ def _flash_attn_3(card: Capability, model: Attention) -> bool:
 
 
 def _flash_attn_2(card: Capability, version: Version | None, model: Attention) -> bool:
+    """Keys and values are padded to one size."""
     lowest = FLASH_ATTN_2_BLACKWELL if card >= (10, 0) else FLASH_ATTN_2[0]
+    lowest = max(lowest, FLASH_ATTN_2_DETERMINISTIC) if model.deterministic else lowest
     if version is None or not lowest <= version <= FLASH_ATTN_2[1] or card < (8, 0):
         return False
     most = 256 if card in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192
-    return model.key_dim == model.value_dim <= most and model.key_dim % 8 == 0
+    return max(model.dims) <= most and max(model.dims) % 8 == 0
 
 
 def _version(package: str) -> Version | None:
     try:
-        return Version(Version(metadata.version(package)).base_version)
+        return Version(Version(metadata.version(package)).public)
     except metadata.PackageNotFoundError:
         return None
