@@ -110,9 +110,18 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
+def hide_flash_attn_4() -> None:
+    """Keeps Transformer Engine from it. Called as 2.17.1 does, 4.0.0b36 returns zeros for causal attention, without an
+    error (Transformer Engine's issue 3528), and it has no backward pass before sm90. SGLang brings it along."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
+
+    FlashAttentionUtils.v4_is_installed, FlashAttentionUtils.v4_warning_printed = False, True
+
+
 def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
     """What the layers of one model chunk are made of, by config.transformer_impl."""
     if config.transformer_impl == "transformer_engine":
+        hide_flash_attn_4()
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         if arch.latent is not None:
             for layer in block.layer_specs:

@@ -1,14 +1,14 @@
 """Which of Megatron's layers a training rank takes on a card, and which attention kernels they reach there.
 
 What Transformer Engine 2.17.1 can do with packed sequences is read from its source: get_attention_backend in
-pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.18.1 or later; what
-flash-attn-4 can, from flash_attn/cute/interface.py of 4.0.0b36.
+pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.18.1 or later.
+Training ranks hide flash-attn 4 from it (megatron/model.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
@@ -34,7 +34,6 @@ class Installed:
     transformer_engine: bool = False
     flash_attn_2: Version | None = None
     flash_attn_3: bool = False
-    flash_attn_4: bool = False  # SGLang brings it
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Atten
 
 def installed() -> Installed:
     """In this environment."""
-    two, three, four = (_version(name) for name in ("flash-attn", "flash-attn-3", "flash-attn-4"))
-    return Installed(find_spec("transformer_engine") is not None, two, three is not None, four is not None)
+    two = _version("flash-attn")
+    return Installed(find_spec("transformer_engine") is not None, two, _version("flash-attn-3") is not None)
 
 
 def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
@@ -85,11 +84,9 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
     if (found := fused_kernel(card, here, model)) is not None:
         return Layers("transformer_engine", found, f"{found} takes packed sequences on {name}")
     why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"
-    helps = Installed(True, FLASH_ATTN_2[1], flash_attn_4=here.flash_attn_4)
+    helps = Installed(True, FLASH_ATTN_2[1])
     if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
         why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
-    elif here.flash_attn_4 and fused_kernel(card, replace(helps, flash_attn_4=False), model) is not None:
-        why += f"; flash-attn {FLASH_ATTN_2[1]} would be one, without flash-attn-4, which has no backward pass there"
     return Layers("local", own, why)
 
 
@@ -104,19 +101,15 @@ def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
 
 
 def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:
-    """What Transformer Engine computes attention over packed sequences with in training, if anything fused: the first
-    kernel that it does not refuse. It takes flash-attn 4 also where that has no backward pass."""
+    """What Transformer Engine computes attention over packed sequences with in training, if anything fused."""
     if not model.half:
         return None
-    flash = model.backend != "fused"
     kernels = {
         "cuDNN's fused attention": model.backend != "flash" and _cudnn(card, model),
-        "flash-attn 4": flash and here.flash_attn_4 and _flash_attn_4(card, here, model),
-        "flash-attn 3": flash and here.flash_attn_3 and _flash_attn_3(card, model),
-        "flash-attn 2": flash and _flash_attn_2(card, here.flash_attn_2, model),
+        "flash-attn 3": model.backend != "fused" and here.flash_attn_3 and _flash_attn_3(card, model),
+        "flash-attn 2": model.backend != "fused" and _flash_attn_2(card, here.flash_attn_2, model),
     }
-    taken = next((name for name, takes in kernels.items() if takes), None)
-    return None if taken == "flash-attn 4" and not _flash_attn_4_trains(card, model) else taken
+    return next((name for name, works in kernels.items() if works), None)
 
 
 def torch_kernel(card: Capability, model: Attention) -> str:
@@ -134,24 +127,6 @@ def _cudnn(card: Capability, model: Attention) -> bool:
         return max(model.dims) <= 128 or (model.dims == (192, 128) and card[0] != 12)
     same_or_small = model.key_dim == model.value_dim or min(model.dims) < 128 or model.dims == (192, 128)
     return max(model.dims) <= 256 and same_or_small
-
-
-def _flash_attn_4(card: Capability, here: Installed, model: Attention) -> bool:
-    if model.context > 1 or card < (8, 0) or (card == (9, 0) and here.flash_attn_3):
-        return False
-    if card[0] in (8, 12):  # nothing else is checked
-        return True
-    if model.key_dim % 8 or model.value_dim % 8:
-        return False
-    if card[0] == 9:
-        return max(model.dims) <= 256
-    small = max(model.dims) <= 128 and (model.key_dim < 128 or -(-model.value_dim // 16) % 4 == 0)
-    return small or model.dims in ((192, 128), (256, 256))
-
-
-def _flash_attn_4_trains(card: Capability, model: Attention) -> bool:
-    """Whether it computes gradients. On sm120 larger heads may not fit into shared memory."""
-    return card[0] in (9, 10, 11) or (card[0] == 12 and max(model.dims) <= 128 and not model.deterministic)
 
 
 def _flash_attn_3(card: Capability, model: Attention) -> bool:

@@ -11,11 +11,10 @@ from megagrpo.recipe.kernels import Attention, Installed, layers_on
 ALONE = Installed(transformer_engine=True)
 WITH_2 = Installed(True, Version("2.8.3"))
 WITH_3 = Installed(True, flash_attn_3=True)
-WITH_4 = Installed(True, flash_attn_4=True)
 DENSE, LATENT = Attention(128, 128, half=True), Attention(192, 128, half=True)
 BIG, EXACT = Attention(256, 256, half=True), Attention(128, 128, half=True, deterministic=True)
 ONLY_FLASH = Attention(128, 128, half=True, backend="flash")
-FUSED, FLASH_2, FLASH_3, FLASH_4 = "cuDNN's fused attention", "flash-attn 2", "flash-attn 3", "flash-attn 4"
+FUSED, FLASH_2, FLASH_3 = "cuDNN's fused attention", "flash-attn 2", "flash-attn 3"
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,6 @@ FUSED, FLASH_2, FLASH_3, FLASH_4 = "cuDNN's fused attention", "flash-attn 2", "f
         ((8, 0), WITH_2, LATENT, FLASH_2),
         ((8, 0), WITH_2, Attention(100, 90, half=True), None),
         ((8, 0), Installed(True, Version("2.4.0")), EXACT, None),
-        ((8, 0), replace(WITH_2, flash_attn_4=True), DENSE, None),  # it takes 4, which has no backward pass there
-        ((8, 0), replace(WITH_2, flash_attn_4=True), Attention(128, 128, half=True, context=2), FLASH_2),
         ((8, 6), ALONE, DENSE, None),
         ((8, 6), WITH_3, DENSE, None),
         ((8, 6), WITH_2, BIG, None),
@@ -44,24 +41,16 @@ FUSED, FLASH_2, FLASH_3, FLASH_4 = "cuDNN's fused attention", "flash-attn 2", "f
         ((9, 0), ALONE, Attention(128, 128, half=True, context=4), FUSED),
         ((9, 0), ALONE, ONLY_FLASH, None),
         ((9, 0), WITH_2, ONLY_FLASH, FLASH_2),
-        ((9, 0), WITH_4, DENSE, FUSED),
-        ((9, 0), WITH_4, ONLY_FLASH, FLASH_4),
-        ((9, 0), WITH_4, replace(ONLY_FLASH, context=2), None),
-        ((9, 0), replace(WITH_3, flash_attn_4=True), ONLY_FLASH, FLASH_3),
         ((9, 0), WITH_3, replace(BIG, backend="flash", deterministic=True), None),
         ((10, 0), ALONE, DENSE, FUSED),
         ((10, 0), ALONE, LATENT, FUSED),
         ((10, 0), ALONE, BIG, None),
         ((10, 0), WITH_2, BIG, FLASH_2),
-        ((10, 0), replace(WITH_2, flash_attn_4=True), BIG, FLASH_4),
-        ((10, 0), WITH_4, ONLY_FLASH, FLASH_4),
-        ((10, 0), WITH_4, Attention(128, 96, half=True, backend="flash"), None),
         ((10, 3), ALONE, DENSE, FUSED),
         ((12, 0), ALONE, DENSE, FUSED),
         ((12, 0), ALONE, LATENT, None),
         ((12, 0), ALONE, EXACT, None),
         ((12, 0), WITH_2, EXACT, FLASH_2),
-        ((12, 0), WITH_4, EXACT, None),
         ((12, 0), Installed(True, Version("2.6.3")), ONLY_FLASH, None),  # older than Blackwell
     ],
 )
@@ -85,5 +74,4 @@ def test_the_doctor_says_which_layers_run_and_what_would_be_faster() -> None:
     assert "transformer_engine, attention by cuDNN" in fine.found
     assert slow.state == "doubtful"
     assert "flash-attn 2.8.3" in slow.remedy
-    assert "without flash-attn-4" in layers_finding((8, 6), WITH_4).remedy
     assert layers_finding((8, 6), Installed()).state == "ok"

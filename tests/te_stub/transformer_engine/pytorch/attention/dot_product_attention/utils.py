@@ -1,0 +1,6 @@
+"""What is installed of flash-attn."""
+
+
+class FlashAttentionUtils:
+    v4_is_installed = True
+    v4_warning_printed = False
