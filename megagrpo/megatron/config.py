@@ -28,7 +28,7 @@ NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 """Options with kernels of Transformer Engine: Megatron looks for them where the config is made, or in a first pass."""
-IGNORED_BY_LOCAL = ("attention_backend", "cp_comm_type", "flash_attention_version", "fused_residual_rmsnorm")
+IGNORED_BY_LOCAL = ("attention_backend", "cp_comm_type", "fused_residual_rmsnorm")
 """Options that only Transformer Engine's layers read."""
 
 
@@ -341,6 +341,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
     "cp_comm_type": ((None, "p2p", "a2a"), _PACKED),
     "hierarchical_context_parallel_sizes": ((None,), _PACKED),
+    "flash_attention_version": ((None,), "Transformer Engine 2.17 does not read the variables that it sets"),
     "tp_comm_overlap": ((False,), _NO_BUFFERS),
     "fp8": ((None,), _SCALES),
     "fp4": ((None,), _SCALES),
