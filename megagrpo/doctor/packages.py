@@ -169,7 +169,7 @@ def _apex() -> Finding:
 
 
 def _transformer_engine() -> Finding:
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]  # torch brings NCCL along
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -33,11 +33,14 @@ def enable() -> None:
         # Megatron's jit_fuser is torch.compile: minutes of C++ compilation without a gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
+    load_from_bytes = torch.storage._load_from_bytes
     with warnings.catch_warnings(), _absent("wandb", "torch.utils.tensorboard"):
         # Warned about many times at import: Apex has kernels for CUDA only.
         warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    # Tensors are pickled with this function's name. Megatron's own, in its place, is refused by SGLang's servers.
+    torch.storage._load_from_bytes = load_from_bytes  # type: ignore[assignment]
     # Every model says that GPTModel gets no new features any more, and every wrapper that it computes its own layout.
     for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
