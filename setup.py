@@ -1,7 +1,7 @@
 """The package definition. Ranges here; the exact versions that CI runs are in requirements/cpu.txt.
 
-megatron-core declares Python 3.12. On 3.11 it is installed apart, as `make` does: pip install --no-deps
---ignore-requires-python -r requirements/megatron_core.txt.
+megatron-core and emerging_optimizers declare Python 3.12. On 3.11 they are installed apart, as `make` does: pip install
+--no-deps --ignore-requires-python -r requirements/megatron_core.txt.
 """
 
 from pathlib import Path
@@ -48,6 +48,7 @@ setup(
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],
         "te": ["transformer-engine[pytorch]>=2.15,<2.21"],
+        "muon": ["emerging_optimizers>=0.3,<0.4; python_version >= '3.12'"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.18"],

@@ -138,6 +138,7 @@ WITH: dict[str, Values] = {
     ".eval.sets.sums.top": {"eval.temperature": 1.0},
     ".eval.top": {"eval.temperature": 1.0},
     ".reward.functions[0].function": GSM8K,
+    ".train.optimizer.muon": {"train.optimizer.kind": "muon"},
     ".reward.models": {"reward.functions": [{"function": "reward_model", "arguments": {"model": "one"}}]},
     ".schedule=SyncConfig.carry_over": {"schedule.max_staleness": 1},
     ".schedule=AsyncConfig": {"cluster.placement": "disaggregated"},

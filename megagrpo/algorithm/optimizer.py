@@ -1,4 +1,4 @@
-"""Adam's settings, and the learning rate of each step."""
+"""The optimizer's settings, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,31 @@ from megagrpo.errors import Problem
 from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
 
 
+class MuonConfig(Section):
+    """Muon's own numbers. Each of its updates is an orthogonalised matrix, by Newton-Schulz steps."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the gradients' running mean, the only state of a matrix."""
+
+    nesterov: bool = True
+    """Orthogonalise the mean that the next step would have with the same gradient."""
+
+    newton_schulz_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Products that bring the singular values of an update near to 1. In bfloat16 with bfloat16 weights."""
+
+    update_scale: PositiveFloat = 0.2
+    """An update is the orthogonalised matrix times this and sqrt(max(rows, columns)): its root mean square is this,
+    about as Adam's updates have, so that Adam's learning rates and weight decay carry over (arXiv:2502.16982)."""
+
+
 class OptimizerConfig(Section):
-    """Adam with decoupled weight decay."""
+    """Adam or Muon, with decoupled weight decay."""
+
+    kind: Literal["adam", "muon"] = "adam"
+    """muon: the matrices of layers by Muon, and embeddings, output matrix, norms and biases by Adam."""
+
+    muon: MuonConfig = MuonConfig()
+    """Muon's own numbers. The rest of this section is for both; beta1, beta2 and epsilon are Adam's."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 1e-6
     """Peak learning rate."""
@@ -51,6 +74,11 @@ class OptimizerConfig(Section):
     gradient is not finite. The run ends at the next; 0 ends it at the first."""
 
     def rules(self) -> Iterator[Problem]:
+        if self.kind == "adam" and self.muon != MuonConfig():
+            yield Problem("muon", "given with kind: adam", "nothing: Adam has no such numbers", "kind: muon")
+        if self.kind == "muon" and self.moment_dtype != "float32":
+            needed = "float32: Megatron-Core keeps Muon's momentum in it"
+            yield Problem("moment_dtype", f"{self.moment_dtype} with kind: muon", needed, "remove it")
         if self.min_lr > self.lr:
             given = f"min_lr {self.min_lr} above lr {self.lr}"
             yield Problem("min_lr", given, "at most lr, the peak", "lower min_lr or raise lr")

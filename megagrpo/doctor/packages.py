@@ -25,6 +25,7 @@ IMPORT_SECONDS = 120.0
 WITHOUT: Mapping[str, str] = {
     "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
     "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
+    "muon": "train.optimizer.kind: muon (pip install megagrpo[muon])",
     "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
     "ifeval": "the verifier of IFEval's constraints (pip install megagrpo[ifeval])",
     "language": "the verifier of a response's language (pip install megagrpo[language])",

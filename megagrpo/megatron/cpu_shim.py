@@ -1,9 +1,9 @@
-"""Lets megatron-core 0.19 run without CUDA (on CPUs, over gloo) and without transformer-engine.
+"""Lets megatron-core 0.19 run without CUDA (on CPUs, over gloo), without transformer-engine, and with Python 3.11.
 
 `enable()` must run before anything else imports megatron.core; the package's __init__ calls it. It changes nothing
-where torch sees CUDA and transformer-engine is installed: a rank that runs on the CPU of a machine with GPUs needs
-CUDA_VISIBLE_DEVICES="" before it imports torch. Every patch stands beside its reason. CPU runs cannot show what the
-patches replace: CUDA streams, the CUDA generator, NCCL.
+where torch sees CUDA and transformer-engine is installed, on Python 3.12: a rank that runs on the CPU of a machine with
+GPUs needs CUDA_VISIBLE_DEVICES="" before it imports torch. Every patch stands beside its reason. CPU runs cannot show
+what the patches replace: CUDA streams, the CUDA generator, NCCL.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import sys
+import typing
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
@@ -33,6 +35,9 @@ def enable() -> None:
         # Megatron's jit_fuser is torch.compile: minutes of C++ compilation without a gain.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         _patch_torch()
+    if sys.version_info < (3, 12):
+        # emerging_optimizers (Muon), which megatron.core.optimizer imports where it is installed, takes it from typing.
+        typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
     load_from_bytes = torch.storage._load_from_bytes
     with warnings.catch_warnings(), _absent("wandb", "torch.utils.tensorboard"):
         # Warned about many times at import: Apex has kernels for CUDA only.

@@ -72,6 +72,8 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=torch.float32, device=torch.cuda.current_device())
         )
+        # Adam trains it where Muon trains matrices.
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         # Each tensor rank sees a part of the sequence; finalize_model_grads sums the gradients of marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -87,7 +87,8 @@ class Snapshot:
         with self._writing:
             if self._own is None:
                 self._own = _plan(state)
-            self._common = {"format": FORMAT, "layout": asdict(state.layout), "adam_step": max(steps, default=0)}
+            self._common = {"format": FORMAT, "layout": asdict(state.layout), "optimizer": state.kind}
+            self._common["adam_step"] = max(steps, default=0)
             self._generators = generators()
             own = [(key, box, view) for key, box, view in views(state) if (key, box.start) in self._own]
             self._tensors = {

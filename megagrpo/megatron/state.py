@@ -1,4 +1,4 @@
-"""The state of the training ranks: main weights, Adam's moments and step count, random generators. How it is loaded.
+"""The state of the training ranks: main weights, moments, Adam's step count, random generators. How it is loaded.
 
 Every state is written in the coordinates of the Hugging Face checkpoint:
 `exp_avg.model.layers.3.self_attn.q_proj.weight` has the shape of that tensor, and each rank writes the boxes of it
@@ -28,6 +28,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -57,6 +59,7 @@ class TrainingState:
     layout: ParallelLayout
     manifest: Manifest
     reference: Mapping[str, torch.Tensor] | None = None  # by storage; None: it stays as the model was
+    kind: str = "adam"  # train.optimizer.kind
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -66,6 +69,20 @@ class TrainingState:
     def untrained(self) -> frozenset[str]:
         """Tensors that have no moments."""
         return frozenset(tensor.name for tensor in self.tensors if not tensor.trained)
+
+    @cached_property
+    def by_muon(self) -> frozenset[str]:
+        """Tensors of this rank that Muon trains."""
+        own = parameters_of(self.chunks) if self.kind == "muon" else {}
+        matrices = {name for name, parameter in own.items() if is_managed_by_layer_wise_optimizer(parameter)}
+        return frozenset(its.box.tensor for its in self.manifest.placements if its.storage in matrices)
+
+    def kept_of(self, tensor: str) -> tuple[str, ...]:
+        """What checkpoints keep of a tensor of this rank."""
+        if tensor in self.untrained:
+            return ("param",)
+        moments = MUON_MOMENTS if tensor in self.by_muon else ADAM_MOMENTS
+        return ("param", *moments, *([REFERENCE] if self.reference is not None else ()))
 
 
 def load(state: TrainingState, directory: Path) -> None:
@@ -178,13 +195,15 @@ def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchC
         given = f"{type(error).__name__}: {error}".splitlines()[0]
         problems = [Problem(f"{directory / COMMON_STATE_FNAME} cannot be read", given)]
     else:
+        kind = common.get("optimizer", "adam")
         if common.get("format") != FORMAT:
             problems.append(Problem(f"format of {directory}", f"{common.get('format')}", f"{FORMAT}"))
+        elif kind != state.kind:
+            fix = f"train.optimizer.kind: {kind}, or start a new run from exported weights"
+            problems.append(Problem(f"optimizer of {directory}", kind, f"train.optimizer.kind: {state.kind}", fix))
+            _raise_everywhere(problems)
         for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
-            states: tuple[str, ...] = ("param",) if tensor in state.untrained else STATES
-            if state.reference is not None and tensor not in state.untrained:
-                states += (REFERENCE,)
-            for key in (f"{name}.{tensor}" for name in states):
+            for key in (f"{name}.{tensor}" for name in state.kept_of(tensor)):
                 found = stored.tensors[key].shape if key in stored.tensors else "nothing"
                 if found != state.shapes[tensor]:
                     problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))
@@ -231,16 +250,17 @@ def generators_entry(data: Any) -> ShardedObject:
 
 MAIN = "master_param"
 """A precision-aware Adam's name for its main weights; others update these themselves."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATES = ("param", *MOMENTS)
+ADAM_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum",)
+MOMENTS: Mapping[str, str] = {**{name: name for name in ADAM_MOMENTS}, "momentum_buffer": "momentum"}
+"""What optimizers keep of a parameter, by their names for it: the name in checkpoints."""
 
 
 @dataclass(frozen=True)
 class StateShard:
     """The state of elements start .. stop of a parameter's memory: all of it, or a data rank's part.
 
-    `tensors` are the float32 main weights and Adam's moments by their names in STATES, each flat [stop - start] and a
-    view of the optimizer's own memory: to write into them is to load.
+    `tensors` are the float32 main weights, `param`, and the moments by their names in checkpoints, each flat
+    [stop - start] and a view of the optimizer's own memory: to write into them is to load.
     """
 
     start: int
@@ -263,15 +283,16 @@ def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateSha
         _make_missing_moments(part)
         for parameter, main, start, stop in _main_weights(part):
             state = part.optimizer.state[main]
-            flat = {"param": state.get(MAIN, main), **{name: state[name] for name in MOMENTS}}
+            flat = {"param": state.get(MAIN, main), **{MOMENTS[name]: state[name] for name in MOMENTS if name in state}}
             shards[parameter] = StateShard(start, stop, {k: tensor.detach().view(-1) for k, tensor in flat.items()})
     return shards
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers inside that have parameters: experts and dense weights have one each."""
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    return [part for part in parts if not part.is_stub_optimizer]
+    """The optimizers inside that have parameters: one each for experts and dense weights, and for Adam and Muon."""
+    if isinstance(optimizer, ChainedOptimizer):
+        return [part for inner in optimizer.chained_optimizers for part in parts_of(inner)]
+    return [] if optimizer.is_stub_optimizer else [optimizer]
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> set[int]:
@@ -292,7 +313,7 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
         if _counts_by_parameter(part):
             for state in part.optimizer.state.values():
                 state["step"] = torch.tensor(float(step), dtype=torch.float32)
-        else:
+        elif not isinstance(part.optimizer, TensorParallelMuon):
             for group in part.optimizer.param_groups:
                 group["step"] = step
 

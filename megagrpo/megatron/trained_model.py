@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer, tag_params_for_buffer_routing
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -75,7 +78,7 @@ class TrainedModel:
         trained, held = tensors_of(architecture), self.manifest()
         if self.adapters:
             trained, held = self.adapters.checkpoint_tensors, self.adapters.manifest
-        self._state = TrainingState(self.chunks, self.optimizer, trained, self.layout, held)
+        self._state = TrainingState(self.chunks, self.optimizer, trained, self.layout, held, kind=train.optimizer.kind)
         self.snapshot = Snapshot()
 
     def manifest(self) -> Manifest:
@@ -205,10 +208,13 @@ def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainC
         overlap_param_gather="parameters" in train.overlap,
         check_for_nan_in_grad=False,
     )
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    whole = train.distributed_optimizer and train.optimizer.kind == "muon"
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        layout = _layer_wise_layout(chunk, ddp_config, index) if whole else None
+        wrapped.append(
+            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0, full_param_layout=layout)
+        )
     for chunk in wrapped:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             if buffer.gradient_scaling_factor != 1.0:
@@ -217,6 +223,23 @@ def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainC
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _layer_wise_layout(chunk: GPTModel, ddp_config: DistributedDataParallelConfig, index: int) -> FullParamLayout:
+    """Where parameters lie in the buffers if each of Muon's matrices belongs to one data rank as a whole.
+
+    Buckets are as large as the wrapper's own: a layout that is given decides, not the wrapper.
+    """
+    tag_params_for_buffer_routing([chunk])
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    several = ddp_config.overlap_grad_reduce and index == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
+    return LayerWiseDistributedOptimizer.compute_full_param_layout(
+        [parameter for parameter in chunk.parameters() if parameter.requires_grad],
+        max(40_000_000, 1_000_000 * ranks) if several else None,
+        ranks,
+        ddp_config,
+        parallel_state.get_expert_data_parallel_world_size(),
+    )
 
 
 class FiniteSteps(ChainedOptimizer):
@@ -235,13 +258,14 @@ class FiniteSteps(ChainedOptimizer):
 
 
 def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype) -> MegatronOptimizer:
-    """Adam with decoupled weight decay, with transformer-engine's or apex's fused kernels where Megatron finds them.
+    """Adam, with transformer-engine's or apex's kernels where Megatron finds them, or Muon; decoupled weight decay.
 
     bfloat16 weights get float32 main weights. Call `set_learning_rate` before every step.
     """
     settings, moments = train.optimizer, getattr(torch, train.optimizer.moment_dtype)
+    layer_wise = train.distributed_optimizer and settings.kind == "muon"
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=settings.kind,
         lr=settings.lr,
         min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,
@@ -249,7 +273,8 @@ def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, d
         adam_beta2=settings.beta2,
         adam_eps=settings.epsilon,
         clip_grad=settings.clip_grad or math.inf,  # with 0 Megatron does not even compute the norm
-        bf16=dtype == torch.bfloat16,
+        # Megatron wraps layer-wise optimizers for bfloat16 only; the wrapper takes float32 weights too, as they are.
+        bf16=dtype == torch.bfloat16 or layer_wise,
         params_dtype=dtype,
         use_distributed_optimizer=train.distributed_optimizer,
         use_precision_aware_optimizer=moments != torch.float32,
@@ -257,6 +282,15 @@ def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, d
         main_grads_dtype=getattr(torch, train.gradient_dtype) if moments != torch.float32 else torch.float32,
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=moments,
+        use_layer_wise_distributed_optimizer=layer_wise,
+        overlap_param_gather=layer_wise and "parameters" in train.overlap,
+        muon_momentum=settings.muon.momentum,
+        muon_nesterov=settings.muon.nesterov,
+        muon_num_ns_steps=settings.muon.newton_schulz_steps,
+        muon_scale_mode="spectral",  # times sqrt(max(rows, columns))
+        muon_extra_scale_factor=settings.muon.update_scale,
+        muon_tp_mode="duplicated",  # whole matrices on every tensor rank: the numbers of one rank
+        muon_fp32_matmul_prec="medium" if dtype == torch.bfloat16 else "highest",
     )
     return FiniteSteps(get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False).chained_optimizers)
 

@@ -16,7 +16,7 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory
-from megagrpo.plan.parameters import adapter_parameters, total_parameters
+from megagrpo.plan.parameters import adapter_parameters, matrices, total_parameters
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
 from megagrpo.plan.time import Sampling, StepTime
 from megagrpo.plan.units import byte_text, second_text
@@ -336,6 +336,8 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Arch
     if lora is not None:
         trained = adapter_parameters(architecture, ParallelLayout(), 0, lora).total
     total = STATE_BYTES * trained
+    if recipe.train.optimizer.kind == "muon":  # one moment of a matrix, not two
+        total -= 4 * sum(map(sum, matrices(architecture, ParallelLayout(), 0, False)))
     if isinstance(recipe, Recipe):
         algorithm = recipe.algorithm
         if algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:

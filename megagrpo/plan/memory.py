@@ -27,6 +27,8 @@ from megagrpo.plan.parameters import (
     Stage,
     adapter_parameters,
     fetched_elements,
+    largest_share,
+    matrices,
     rank_parameters,
     stages,
 )
@@ -165,9 +167,9 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     if train.lora is not None:
         trained = adapter_parameters(architecture, layout, stage, train.lora)
         weights += trained.total
-    each = 2 if train.gradient_dtype == "bfloat16" else 4
-    found = {"parameters": weights * item, "gradients": each * trained.total}  # whole on every rank
-    found["optimizer"] = _optimizer_bytes(trained, train, layout, item)
+    each, by_muon = 2 if train.gradient_dtype == "bfloat16" else 4, _by_muon(train, architecture, layout, stage, fused)
+    found = {"parameters": (weights + by_muon.padding) * item, "gradients": each * (trained.total + by_muon.padding)}
+    found["optimizer"] = _optimizer_bytes(trained, by_muon, train, layout, item)
     if isinstance(recipe, Recipe):
         algorithm = recipe.algorithm
         if algorithm.kl.coefficient > 0:
@@ -175,8 +177,10 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
             exact = 4 if average and item < 4 else 0  # an average is kept in float32 besides
             found["reference"] = trained.total * (item + exact)
         if algorithm.critic is not None:  # adapters are never on it
-            values = rank_parameters(critic_of(case.critic or architecture), layout, stage, fused)
-            found["critic"] = values.total * (item + each) + _optimizer_bytes(values, train, layout, item)
+            critic = critic_of(case.critic or architecture)
+            values, own = rank_parameters(critic, layout, stage, fused), _by_muon(train, critic, layout, stage, fused)
+            found["critic"] = (values.total + own.padding) * (item + each)
+            found["critic"] += _optimizer_bytes(values, own, train, layout, item)
     return {name: size for name, size in found.items() if size}
 
 
@@ -199,6 +203,7 @@ def snapshot_bytes(case: Case) -> int:
         if train.lora is not None:
             trained = adapter_parameters(architecture, layout, stage, train.lora)
         total = _share(trained, layout) * (4 + moments)
+        total -= 4 * _share(_by_muon(train, architecture, layout, stage, case.fused_layers).held, layout)
         if isinstance(recipe, Recipe):
             algorithm = recipe.algorithm
             if algorithm.kl.coefficient > 0 and algorithm.reference.update_every_steps is not None:
@@ -207,6 +212,7 @@ def snapshot_bytes(case: Case) -> int:
                 values = critic_of(case.critic or architecture)
                 critic = rank_parameters(values, layout, stage, case.fused_layers)
                 total += _share(critic, layout) * (4 + moments)
+                total -= 4 * _share(_by_muon(train, values, layout, stage, case.fused_layers).held, layout)
         return total
 
     fullest = max(of_rank(stage) for stage in range(layout.pipeline))
@@ -230,12 +236,37 @@ def _share(trained: RankParameters, layout: ParallelLayout) -> int:
     return -(-dense // (layout.data * layout.context)) + -(-trained.experts // layout.expert_data)
 
 
-def _optimizer_bytes(trained: RankParameters, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
-    """Adam's two moments, and float32 copies of bfloat16 weights; a data rank's share of them with the distributed
-    optimizer."""
-    owned = _share(trained, layout) if train.distributed_optimizer else trained.total
+@dataclass(frozen=True)
+class _ByMuon:
+    """Elements of a rank's matrices that Muon trains, what the fullest data rank owns of them, and what all buffers
+    hold besides, because each data rank's part of them is as long as the fullest's."""
+
+    held: RankParameters
+    owned: int = 0
+    padding: int = 0
+
+
+def _by_muon(train: TrainConfig, arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> _ByMuon:
+    if train.optimizer.kind != "muon":
+        return _ByMuon(RankParameters(0, 0, 0, 0))
+    dense, experts = matrices(arch, layout, stage, fused)
+    held, replicas = RankParameters(0, 0, sum(dense), sum(experts)), layout.data * layout.context
+    if not train.distributed_optimizer:
+        return _ByMuon(held, held.total)
+    shares = largest_share(dense, replicas), largest_share(experts, layout.expert_data)
+    return _ByMuon(held, sum(shares), shares[0] * replicas + shares[1] * layout.expert_data - held.total)
+
+
+def _optimizer_bytes(
+    trained: RankParameters, by_muon: _ByMuon, train: TrainConfig, layout: ParallelLayout, item: int
+) -> int:
+    """Adam's two moments or Muon's one, and float32 copies of bfloat16 weights. With the distributed optimizer, a data
+    rank's share of Adam's, and those of Muon's matrices that are its own."""
+    own, copies = by_muon.held, 4 if item < 4 else 0
+    by_adam = replace(trained, dense=trained.dense - own.dense, experts=trained.experts - own.experts)
+    owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
     moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
-    return owned * (moments + (4 if item < 4 else 0))
+    return owned * (moments + copies) + by_muon.owned * (4 + copies)
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:

@@ -6,9 +6,10 @@ One layer of each kind is counted, in the shapes that the weights' sides load, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapreplace
 from math import prod
 from pathlib import Path
 
@@ -164,6 +165,31 @@ def _training_shard(
     side = TE_SPEC if fused else LOCAL_SPEC
     sample, first = _sample(arch, experts=expert), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
     return _shard(arch, side.manifest(sample, layout, first, "float32"), expert)
+
+
+@lru_cache(maxsize=256)
+def matrices(
+    arch: Architecture, layout: ParallelLayout, stage: int, fused: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements of each matrix of layers on every rank of a stage, largest first: those that all data ranks have, and
+    routed experts'."""
+    counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
+    dense, experts = list[int](), list[int]()
+    sample, first = _sample(arch), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
+    one = ParallelLayout(tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+    for name, storage in (TE_SPEC if fused else LOCAL_SPEC).manifest(sample, one, first, "float32").storages.items():
+        if "layers." in name and len(storage.shape) == 2:
+            sparse = arch.experts is not None and not (arch.has_dense_layers and ".layers.0." in name)
+            (experts if ".experts." in name else dense).extend([prod(storage.shape)] * counts[sparse])
+    return tuple(sorted(dense, reverse=True)), tuple(sorted(experts, reverse=True))
+
+
+def largest_share(sizes: Sequence[int], ranks: int) -> int:
+    """Elements of the fullest of `ranks`, each matrix on one of them: the largest first, to the emptiest rank."""
+    held = [0] * ranks
+    for size in sizes:
+        heapreplace(held, held[0] + size)
+    return max(held)
 
 
 @lru_cache(maxsize=1024)

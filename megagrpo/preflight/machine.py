@@ -33,6 +33,8 @@ from megagrpo.track.mlflow import database_problems, tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
 
+MUON = "pip install megagrpo[muon]; on Python 3.11 pip install --no-deps --ignore-requires-python emerging_optimizers"
+
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
     """Packages that the recipe switches on and that are missing, and wrong versions of all that the run uses.
@@ -40,12 +42,13 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
     tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
-    moments = recipe.train.optimizer.moment_dtype != "float32"
+    moments, muon = recipe.train.optimizer.moment_dtype != "float32", recipe.train.optimizer.kind == "muon"
     rollout, with_port = recipe.rollout if isinstance(recipe, Recipe) else None, tracked.prometheus_port is not None
     switched_on = {
         "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
         "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
         "track.prometheus_port": ("prometheus_client", with_port, "pip install megagrpo[prometheus]"),
+        "train.optimizer.kind": ("emerging_optimizers", muon, MUON),
         "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
         "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
     }
@@ -56,6 +59,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         "wandb": tracked.wandb is not None,
         "tensorboard": tracked.tensorboard,
         "prometheus": with_port,
+        "muon": muon,
         "te": fused or moments or fused_here(recipe, architecture),
         "sglang": rollout is not None and rollout.engine == "sglang" and rollout.sglang.python is None,
     }

@@ -23,6 +23,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
         *_divided(recipe, architecture),
         *_experts(recipe, architecture),
         *_adapters(recipe, architecture),
+        *_muon(recipe, architecture),
         *_recomputed(recipe, architecture),
         *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else token_problems(recipe, architecture)),
     ]
@@ -134,6 +135,15 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
         given = f"{layout.expert_tensor}{default} with train.lora"
         fix = "expert_tensor: 1, and train.layout.expert to share the experts"
         yield Problem("train.layout.expert_tensor", given, "1: adapters are on whole experts", fix)
+
+
+def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    """Whole query groups on every tensor rank: Megatron-Core tells q, k and v apart only in these."""
+    groups, tensor = architecture.query_groups, recipe.train.layout.tensor
+    if recipe.train.optimizer.kind == "muon" and architecture.latent is None and tensor > groups:
+        given = f"{tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
+        fix = f"tensor of {either(divisors(groups))}, or train.optimizer.kind: adam"
+        yield Problem("train.layout.tensor", given, f"at most {groups}: q, k and v are orthogonalised apart", fix)
 
 
 def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

@@ -60,7 +60,7 @@ def of_model(model: Any) -> dict[str, int]:
         buffer.grad_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     )
     copies = size(main for main in mains if main.untyped_storage() not in weights)
-    moments = size(state[name] for state in states for name in MOMENTS)
+    moments = size(state[name] for state in states for name in MOMENTS if name in state)
     return {"parameters": size(parameters), "gradients": size(gradients), "optimizer": copies + moments}
 
 

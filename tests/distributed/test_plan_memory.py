@@ -78,6 +78,23 @@ def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> N
     check(models["qwen2_tied"], recipes)
 
 
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
+def test_planned_bytes_of_muon(family: str, models: dict[str, Path]) -> None:
+    """Its matrices belong to one data rank each, which leaves buffers with room that is not used."""
+    layouts = [
+        ParallelLayout(data=4),
+        ParallelLayout(tensor=2, data=2, expert_tensor=2),
+        ParallelLayout(pipeline=2, data=2),
+    ]
+    layouts += [ParallelLayout(data=4, expert=2)] if family == "qwen3_moe" else []
+    algorithm = {"advantage": {"name": "gae"}, "critic": {}} if family == "qwen2_tied" else None
+    own = {"optimizer": {"kind": "muon"}}
+    wanted = product(layouts, NUMBERS[:1] + NUMBERS[-1:] if family == "qwen3_moe" else NUMBERS)
+    check(
+        models[family], [recipe_of(at, dtype, algorithm, distributed_optimizer=of, **own) for at, (dtype, of) in wanted]
+    )
+
+
 def layouts_of(family: str, ranks: int) -> list[ParallelLayout]:
     return list(dict.fromkeys(row.of(family) for row in ROWS.values() if row.layout.ranks == ranks and not row.changes))
 

@@ -78,3 +78,9 @@ def test_every_recipe_learns_to_carry(
     recipes = ((f"adder_{name}_cpu", warm_model, *UNTIL_LEARNT, *layout) for name, layout in runs.items())
     for shares in small_run.side_by_side(*(partial(learnt, *recipe) for recipe in recipes)):
         assert shares[max(shares)] >= GOAL
+
+
+def test_muon_learns_to_carry_at_adams_learning_rate(warm_model: str, ray: Mapping[str, str], tmp_path: Path) -> None:
+    muon = ("train.optimizer.kind=muon", *DATA, *UNTIL_LEARNT)
+    shares = solved("adder_cpu", warm_model, *muon, output=tmp_path, environment=ray)
+    assert shares[max(shares)] >= GOAL

@@ -148,6 +148,14 @@ def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch
     assert "package transformer-engine" in {problem.where for problem in moments}
 
 
+def test_muon_without_its_package_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megagrpo.preflight.machine.find_spec", lambda name: None)
+    (problem,) = package_problems(recipe_with("train.optimizer.kind=muon"))
+    assert problem.where == "train.optimizer.kind"
+    assert "emerging_optimizers" in problem.needed
+    assert not list(package_problems(recipe_with()))
+
+
 def test_a_machines_layers_are_those_that_auto_takes_on_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("megagrpo.preflight.machine", "megagrpo.megatron.config"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name)

@@ -33,6 +33,7 @@ from megagrpo.plan.parameters import (
     engine_rank_parameters,
     expert_parameters,
     known_models,
+    largest_share,
     rank_parameters,
     stages,
     total_parameters,
@@ -380,6 +381,22 @@ def test_narrow_gradients_and_moments_take_half() -> None:
     assert narrow["gradients"] * 2 == wide["gradients"]
     assert narrow["optimizer"] * 3 == wide["optimizer"] * 2  # the main weights stay float32
     assert narrow["parameters"] == wide["parameters"]
+
+
+def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() -> None:
+    train = {"total_steps": 1, "layout": {"tensor": 8}, "distributed_optimizer": False}
+    muon = train | {"optimizer": {"kind": "muon"}}
+    adam, one = (model_parts(Case(merged(train=of), LLAMA, H100), 0)["optimizer"] for of in (train, muon))
+    matrices = LLAMA.layers * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
+    assert adam - one == 4 * matrices
+    assert largest_share([5, 4, 3, 3, 3], 2) == 10  # the largest first, to the emptiest: 5 and 3, 4 and 3 and 3
+    sizes = {"total_steps": 1, "layout": {"tensor": 8, "data": 256}}
+    few, many = (
+        model_parts(Case(merged(train=sizes | of), LLAMA, H100), 0) for of in ({}, {"optimizer": {"kind": "muon"}})
+    )
+    largest = 2 * 8192 * 28672 // 8
+    assert many["optimizer"] > 8 * largest, "a rank owns a gate and up projection whole"
+    assert many["gradients"] > few["gradients"], "and every rank has room for as much from each"
 
 
 def test_outputs_of_stages_are_free_in_updates_if_megatron_frees_them() -> None:

@@ -51,6 +51,16 @@ def test_a_layout_that_does_not_fit_the_model_is_named(
     assert all((problem.given, problem.needed, problem.fix))
 
 
+def test_muon_needs_whole_query_groups_on_every_tensor_rank() -> None:
+    muon, groups = "train.optimizer.kind=muon", architecture_of(CONFIG).query_groups
+    split = f"train.layout.tensor={2 * groups}"
+    assert not model_problems(recipe_with(split), architecture_of(CONFIG))
+    assert not model_problems(recipe_with(muon, f"train.layout.tensor={groups}"), architecture_of(CONFIG))
+    (problem,) = model_problems(recipe_with(muon, split), architecture_of(CONFIG))
+    assert problem.where == "train.layout.tensor"
+    assert "kind: adam" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("again", "config", "where", "given"),
     [

@@ -163,7 +163,7 @@ class TrainConfig(Section):
     more fit. A multiple of tokens_per_microbatch; the same unless given. Numbers change by rounding only."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Adam and its schedule."""
+    """Adam or Muon, and the learning rate's schedule."""
 
     lora: LoraConfig | None = None
     """Train low-rank adapters only. Off unless given."""
@@ -232,6 +232,9 @@ class TrainConfig(Section):
             given = "parameters" + ("" if self.distributed_optimizer else " with distributed_optimizer: false")
             needed = "the distributed optimizer, which gathers them, and gradients in the list"
             yield Problem("overlap", given, needed, "overlap: [gradients, parameters], distributed_optimizer: true")
+        if self.lora is not None and self.optimizer.kind == "muon":
+            needed = "adam: Muon is for whole matrices, not for the two thin factors of an adapter"
+            yield Problem("optimizer.kind", "muon with train.lora", needed, "kind: adam, or remove lora")
         if self.lora is not None and self.layer_spec == "transformer_engine":
             needed = "Megatron's local layers: adapters are on their linear layers"
             yield Problem("layer_spec", "transformer_engine with train.lora", needed, "layer_spec: auto")
