@@ -22,7 +22,7 @@ from tools.pins_behind import REQUIREMENTS, environment_of, read_pins
 ROOT = REQUIREMENTS.parent
 PINS = read_pins(REQUIREMENTS / "gpu.txt")
 # What the image has: every extra but those of other trackers, pages and tests.
-EXTRAS = ("sglang", "te", "reasoning-gym", "prometheus", "ifeval", "language", "search", "mcp")
+EXTRAS = ("sglang", "te", "muon", "reasoning-gym", "prometheus", "ifeval", "language", "search", "mcp")
 # Pins that nothing asks for. Without isolation, what compiles a package is not installed for it by pip.
 BUILD_NEEDS = {
     "wheel": "Transformer Engine and apex are built to wheels",
