@@ -25,7 +25,7 @@ IMPORT_SECONDS = 120.0
 WITHOUT: Mapping[str, str] = {
     "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
     "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
-    "muon": "train.optimizer.kind: muon (pip install megagrpo[muon])",
+    "muon": "train.optimizer.kind: muon (pip install megagrpo[muon]; docs/recipes.md has the command for Python 3.11)",
     "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
     "ifeval": "the verifier of IFEval's constraints (pip install megagrpo[ifeval])",
     "language": "the verifier of a response's language (pip install megagrpo[language])",
@@ -124,15 +124,17 @@ def _requirements(name: str) -> list[str]:
 
 
 def _is_of(requirement: Requirement, extra: str) -> bool:
+    """Whether an extra asks for it, on the Python that it is for."""
     marker = requirement.marker
-    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    newest = {"python_version": "3.13", "python_full_version": "3.13.0"}
+    return marker is not None and marker.evaluate(newest | {"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _required(requirement: Requirement, version: str | None, extra: str | None) -> Finding:
     asked = f"{requirement.name}{requirement.specifier}"
     if version is None and extra is not None:
         return Finding(requirement.name, "absent", "not installed", WITHOUT[extra])
-    older = requirement.marker is not None and extra is None and not requirement.marker.evaluate({"extra": ""})
+    older = requirement.marker is not None and not requirement.marker.evaluate({"extra": extra or ""})
     command = f"pip install {'--no-deps --ignore-requires-python ' if older else ''}'{asked}'"
     if version is None:
         return Finding(requirement.name, "wrong", "not installed", command)
@@ -144,7 +146,7 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
 def missing_to_compile() -> list[str]:
     """What torch needs to compile a function in C++ and this machine lacks."""
     beside = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
-    compiler, headers = os.environ.get("CXX", "c++"), Path(sysconfig.get_path("include"), "Python.h")
+    compiler, headers = os.environ.get("CXX", "c++").split()[0], Path(sysconfig.get_path("include"), "Python.h")
     needed = {
         f"{compiler} (apt-get install g++)": shutil.which(compiler) is not None,
         "ninja (pip install ninja)": shutil.which("ninja", path=beside) is not None,

@@ -28,8 +28,11 @@ NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 """Options with kernels of Transformer Engine: Megatron looks for them where the config is made, or in a first pass."""
-IGNORED_BY_LOCAL = ("attention_backend", "cp_comm_type", "fused_residual_rmsnorm")
-"""Options that only Transformer Engine's layers read."""
+OF_TRANSFORMER_ENGINE = (
+    "attention_backend", "cp_comm_type", "fine_grained_activation_offloading", "fused_residual_rmsnorm",
+    "symmetric_ar_type", "use_te_activation_func",
+)  # fmt: skip
+"""Options that local layers ignore, or with which their first pass fails."""
 
 
 def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> LayerSpec:
@@ -66,11 +69,10 @@ def transformer_config(
         problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in asked]
     spec = planned or layer_spec(arch, train, dtype, device)
     if spec == "local":
-        needed = "transformer_engine's layers: the local ones, which run here, ignore it"
+        needed = "transformer_engine's layers: the local ones, which run here, ignore it or fail"
+        names = OF_TRANSFORMER_ENGINE if fusions or arch.latent else (*OF_TRANSFORMER_ENGINE, "apply_rope_fusion")
         ignored = [
-            (name, train.megatron[name])
-            for name in IGNORED_BY_LOCAL
-            if train.megatron.get(name) not in (None, False, "auto")
+            (name, train.megatron[name]) for name in names if train.megatron.get(name) not in (None, False, "auto")
         ]
         problems += [Problem(f"train.megatron.{name}", str(value), needed, "leave it out") for name, value in ignored]
     if problems:
@@ -329,6 +331,8 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
     "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), _NEEDS_A_CALL),
+    "overlap_moe_expert_parallel_comm": ((False,), _NEEDS_A_CALL),
+    "ep_overlap_early_attn_memory_release": ((False,), _NEEDS_A_CALL),
     "qk_clip": ((False,), _NEEDS_A_CALL),
     "qk_clip_alpha": ((), _NEEDS_A_CALL),
     "qk_clip_threshold": ((), _NEEDS_A_CALL),
@@ -342,6 +346,12 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "cp_comm_type": ((None, "p2p", "a2a"), _PACKED),
     "hierarchical_context_parallel_sizes": ((None,), _PACKED),
     "flash_attention_version": ((None,), "Transformer Engine 2.17 does not read the variables that it sets"),
+    "batch_invariant_mode": ((False,), "it needs flash_attention_version"),
+    "mlp_chunks_for_training": ((1,), "ranks with microbatches of other lengths would make other numbers of chunks"),
+    "moe_flex_dispatcher_backend": (("deepep", "hybridep"), _ISOLATED),
+    "moe_ncclep_static_shape": ((False,), _ISOLATED),
+    "moe_ncclep_zero_copy": ((False,), _ISOLATED),
+    "activation_func_fp8_input_store": ((False,), "gradients would be those of rounded activations"),
     "tp_comm_overlap": ((False,), _NO_BUFFERS),
     "fp8": ((None,), _SCALES),
     "fp4": ((None,), _SCALES),

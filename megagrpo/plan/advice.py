@@ -344,6 +344,8 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Arch
             total += 4 * trained
         if algorithm.critic is not None:
             total += STATE_BYTES * total_parameters(critic_of(critic or architecture))
+            if recipe.train.optimizer.kind == "muon":
+                total -= 4 * sum(map(sum, matrices(critic or architecture, ParallelLayout(), 0, False)))
     return total
 
 

@@ -33,7 +33,10 @@ from megagrpo.track.mlflow import database_problems, tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import split_problems
 
-MUON = "pip install megagrpo[muon]; on Python 3.11 pip install --no-deps --ignore-requires-python emerging_optimizers"
+MUON = (
+    "pip install megagrpo[muon]; on Python 3.11: pip install absl-py, then "
+    "pip install --no-deps --ignore-requires-python 'emerging_optimizers>=0.3,<0.4'"
+)
 
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:

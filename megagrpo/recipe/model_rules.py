@@ -138,12 +138,21 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
 
 
 def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Whole query groups on every tensor rank: Megatron-Core tells q, k and v apart only in these."""
+    """Whole query groups on every tensor rank, in which alone Megatron-Core tells q, k and v apart; and data ranks that
+    matrices are dealt out to."""
     groups, tensor = architecture.query_groups, recipe.train.layout.tensor
     if recipe.train.optimizer.kind == "muon" and architecture.latent is None and tensor > groups:
         given = f"{tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
         fix = f"tensor of {either(divisors(groups))}, or train.optimizer.kind: adam"
         yield Problem("train.layout.tensor", given, f"at most {groups}: q, k and v are orthogonalised apart", fix)
+    layout = recipe.train.layout.parallel()
+    shared = layout.data * layout.context == 1 and architecture.experts is not None and layout.expert_data > 1
+    if recipe.train.optimizer.kind == "muon" and recipe.train.distributed_optimizer and shared:
+        given = f"1 data rank, and {layout.expert_data} ranks with the same experts, with train.optimizer.kind: muon"
+        needed = (
+            "as many of both: Megatron-Core then deals no matrices out, and each of these ranks would train its own"
+        )
+        yield Problem("train.layout", given, needed, "distributed_optimizer: false, or expert_tensor as tensor")
 
 
 def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ from megagrpo.types import Group
 LIBRARIES = (
     "megagrpo", "torch", "megatron-core", "ray", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow",
     "pydantic", "mlflow", "math-verify", "sglang", "transformer-engine", "apex", "flash-attn",
-    "flash-attn-3", "flash-attn-4",
+    "flash-attn-3", "flash-attn-4", "emerging-optimizers",
 )  # fmt: skip
 GIT_TIMEOUT_SECONDS = 10.0
 

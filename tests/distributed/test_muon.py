@@ -134,6 +134,7 @@ LAYOUTS = [
     ("tensor, data", "deepseek_v3", {"distributed_optimizer": False}),
     ("virtual, context", "qwen3", {}),
     ("expert, data", "qwen3_moe", {"layer_spec": "transformer_engine"}),
+    ("tensor, data", "deepseek_v3", {"layer_spec": "transformer_engine"}),
 ]
 
 

@@ -22,6 +22,7 @@ REQUIRED = [
     "megatron-core<0.20,>=0.19.2; python_version >= '3.99'",
     'sglang<0.6,>=0.5.23; extra == "sglang"',
     'transformer-engine[pytorch]<2.12,>=2.9; extra == "te"',
+    "emerging_optimizers<0.4,>=0.3; python_version >= '3.12' and extra == 'muon'",
     'pytest>=8; extra == "dev"',
 ]
 
@@ -47,6 +48,8 @@ def test_optional_packages_may_be_absent_but_not_of_a_wrong_version_and_develope
     assert found["transformer-engine"].remedy == WITHOUT["te"]
     assert found["sglang"].state == "wrong"
     assert "pytest" not in found
+    assert found["emerging_optimizers"].state == "absent"
+    assert packages({"emerging_optimizers": "0.2.0"})["emerging_optimizers"].state == "wrong"
 
 
 def test_what_a_package_asks_of_others_is_compared_with_what_is_here() -> None:

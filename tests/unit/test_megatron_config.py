@@ -50,7 +50,8 @@ REFUSED = """
     deterministic_mode: "yes", recompute_num_layers: two, tp_comm_bootstrap_backend: smoke,
     finalize_model_grads_func: f, fp8: hybrid, fp4: e2m1, tp_comm_overlap: true, cp_comm_type: all_gather,
     hierarchical_context_parallel_sizes: [2, 2], attention_backend: unfused, mla_down_proj_fusion: true, use_mup: true,
-    flash_attention_version: 4,
+    flash_attention_version: 4, mlp_chunks_for_training: 2, moe_flex_dispatcher_backend: ncclep,
+    activation_func_fp8_input_store: true, overlap_moe_expert_parallel_comm: true, batch_invariant_mode: true,
     moe_router_force_biased: 1.0, mtp_detach_heads: true, overlap_dispatch_backward_with_experts_wgrad: true}
 """
 
@@ -88,7 +89,8 @@ def test_options_of_transformer_engines_layers_are_set_for_them_and_refused_for_
     fused = transformer_config(ARCHITECTURE, train, torch.float32, "cpu", planned="transformer_engine")
     assert fused.attention_backend is AttnBackend.flash
     assert fused.fused_residual_rmsnorm
-    for option, value in (*train.megatron.items(), ("cp_comm_type", "a2a")):
+    others = {"cp_comm_type": "a2a", "symmetric_ar_type": "one_shot", "fine_grained_activation_offloading": True}
+    for option, value in (train.megatron | others).items():
         with pytest.raises(RecipeError, match=option):
             config(megatron={option: value})
     assert config(megatron={"attention_backend": "auto"}).attention_backend is AttnBackend.auto

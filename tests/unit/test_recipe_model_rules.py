@@ -51,7 +51,7 @@ def test_a_layout_that_does_not_fit_the_model_is_named(
     assert all((problem.given, problem.needed, problem.fix))
 
 
-def test_muon_needs_whole_query_groups_on_every_tensor_rank() -> None:
+def test_muon_needs_whole_query_groups_and_ranks_that_matrices_are_dealt_out_to() -> None:
     muon, groups = "train.optimizer.kind=muon", architecture_of(CONFIG).query_groups
     split = f"train.layout.tensor={2 * groups}"
     assert not model_problems(recipe_with(split), architecture_of(CONFIG))
@@ -59,6 +59,12 @@ def test_muon_needs_whole_query_groups_on_every_tensor_rank() -> None:
     (problem,) = model_problems(recipe_with(muon, split), architecture_of(CONFIG))
     assert problem.where == "train.layout.tensor"
     assert "kind: adam" in problem.fix
+    alone = (muon, "train.layout={tensor: 4, expert: 2, expert_tensor: 1}")
+    moe = architecture_of(CONFIG | EXPERTS | {"num_key_value_heads": 4})
+    (problem,) = model_problems(recipe_with(*alone), moe)
+    assert "2 ranks with the same experts" in problem.given
+    for other in ("train.distributed_optimizer=false", "train.layout.data=2", "train.optimizer.kind=adam"):
+        assert not model_problems(recipe_with(*alone, other), moe), other
 
 
 @pytest.mark.parametrize(
