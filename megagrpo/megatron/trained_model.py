@@ -264,10 +264,11 @@ def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, d
     """
     settings, moments = train.optimizer, getattr(torch, train.optimizer.moment_dtype)
     layer_wise = train.distributed_optimizer and settings.kind == "muon"
-    for parameter in (parameter for chunk in wrapped for parameter in chunk.parameters()):
-        # Transformer Engine marks weights that tensor ranks have whole as cut: Muon would gather copies of them.
-        if hasattr(parameter, "partition_dim") and not getattr(parameter, "tensor_model_parallel", False):
-            parameter.partition_dim = -1
+    if settings.kind == "muon":
+        for parameter in (parameter for chunk in wrapped for parameter in chunk.parameters()):
+            # Transformer Engine marks weights that tensor ranks have whole as cut: Muon would gather copies of them.
+            if hasattr(parameter, "partition_dim") and not getattr(parameter, "tensor_model_parallel", False):
+                parameter.partition_dim = -1
     config = OptimizerConfig(
         optimizer=settings.kind,
         lr=settings.lr,
