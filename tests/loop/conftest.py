@@ -78,5 +78,5 @@ def actors_of(pid: int) -> dict[int, str]:
 def ray() -> Iterator[Mapping[str, str]]:
     """The environment of a run that joins a Ray of four CPUs, enough for two runs of two ranks at once: Ray's start
     and end take longer than a small run's steps."""
-    with RayNodes(cpus_per_node=4) as nodes:
+    with RayNodes(cpus_per_node=4, nursery=True) as nodes:
         yield nodes.environment

@@ -17,10 +17,13 @@ import psutil
 
 from megagrpo.ports import free_port
 from tests.loop import small_run
+from tests.loop.ray_nursery import Nursery
 
 START_SECONDS = 300.0
 END_SECONDS = 60.0
 MEMORY_BYTES = 100 << 20
+HEAD = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
+"""`ray`, whose processes run by an interpreter of ours."""
 JOIN = """
 import sys, time, ray
 ray.init(logging_level="error")
@@ -32,9 +35,10 @@ while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
 
 
 class RayNodes:
-    """As a context: a head, which runs join. `environment` is what a driver needs for that."""
+    """As a context: a head, which runs join. `environment` is what a driver needs for that. nursery: the head's workers
+    are forks of one process."""
 
-    def __init__(self, cpus_per_node: int) -> None:
+    def __init__(self, cpus_per_node: int, *, nursery: bool = False) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))  # short: Ray makes sockets in it
         # A head ends where its interpreter's path has a space: Ray has a shell start its client server.
         self._environment = self._directory / "environment"
@@ -55,6 +59,8 @@ class RayNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         self._cpus = cpus_per_node
+        self._python = self._environment / "bin" / Path(sys.executable).name
+        self._nursery = Nursery(self._directory, self._python, self._of_nodes()) if nursery else None
         self._raylets: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> RayNodes:
@@ -69,6 +75,8 @@ class RayNodes:
     def __exit__(self, *raised: object) -> None:
         for process in reversed(self._raylets.values()):
             end_all(process)
+        if self._nursery:
+            end_all(self._nursery.process)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def start_worker(self) -> None:
@@ -83,13 +91,17 @@ class RayNodes:
         """The process that each node descends from."""
         return [process.pid for process in self._raylets.values()]
 
+    def _of_nodes(self) -> dict[str, str]:
+        return {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
+
     def _launch(self, address: str, *arguments: str) -> None:
         with (self._directory / f"{address}.log").open("wb") as log:
             self._raylets[address] = subprocess.Popen(
                 [
-                    str(self._environment / "bin" / Path(sys.executable).name),
-                    "-m",
-                    "ray.scripts.scripts",
+                    str(self._python),
+                    "-c",
+                    HEAD,
+                    str(self._nursery.interpreter if self._nursery else self._python),
                     "start",
                     *arguments,
                     f"--node-ip-address={address}",
@@ -99,7 +111,7 @@ class RayNodes:
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"},
+                env=self._of_nodes(),
                 start_new_session=True,
             )
 
