@@ -21,8 +21,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = "default_worker.py"
-# In this order: the first imports Megatron, with what it needs on CPUs. Not Ray, which would read the environment of the
-# nursery in place of a worker's.
+# In this order: the first imports Megatron, with what it needs on CPUs. Not Ray, which would read the nursery's
+# environment in place of a worker's.
 IMPORTED = (
     "megagrpo.megatron.process",
     "megagrpo.megatron.rank",
