@@ -1,5 +1,5 @@
-"""Workers of a Ray at the price of a fork: a nursery has imported what ranks and engines need, and each worker is a fork
-of it. What a worker then does, and how Ray, the driver and the kernel see it, is as in a process of its own.
+"""Workers of a Ray at the price of a fork: a nursery has imported what ranks and engines need; each worker is a fork of
+it. What a worker then does, and how Ray, the driver and the kernel see it, is as in a process of its own.
 
 Ray starts workers by its interpreter. `Nursery.interpreter` is a small program in its place: it hands a worker's words,
 environment and files to the nursery, and stays until that worker has ended; all else runs by Python itself.
