@@ -25,7 +25,7 @@ class Limits:
 
 
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
-FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_220, files=None)}
+FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_340, files=None)}
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
