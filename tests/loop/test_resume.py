@@ -104,10 +104,10 @@ def check_listeners(found: Listeners, cluster: RayNodes) -> None:
 def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers(
     interrupted: Interrupted, finished: Finished, ray: Environment
 ) -> None:
-    run, own_ray, mark = interrupted, small_run.own_environment(), uuid.uuid4().hex
+    run, mark = interrupted, uuid.uuid4().hex
     rarely = "checkpoint.every_steps=100"
 
-    process = run.held_in_step(2, own_ray, rarely)
+    process = run.held_in_step(2, ray, rarely)
     process.send_signal(signal.SIGTERM)
     printed = small_run.end(process, EXIT_STOPPED)
     assert "stopped by SIGTERM" in printed
@@ -120,7 +120,8 @@ def test_stopped_killed_and_without_a_node_a_run_continues_with_the_same_numbers
     assert "step_000002" in printed, "an update that has begun is finished and saved"
     assert run.lines() == 2, "its metrics wait for the evaluation that is due"
 
-    printed = run.signalled("SIGKILL", "save", 2, own_ray | {MARK: mark}, code=-signal.SIGKILL)
+    own_ray = small_run.own_environment() | {MARK: mark}
+    printed = run.signalled("SIGKILL", "save", 2, own_ray, code=-signal.SIGKILL)
     assert "continuing after step 2" in printed
     assert run.lines() == 5, "a step is logged before it is saved"
     assert (run.directory / "checkpoints" / ".saving_step_000004" / "rank").exists()
