@@ -54,9 +54,9 @@ help:
 	@echo "make test-extras  those of them that need bubblewrap or Chromium, and nothing else"
 	@echo "make test-long  whole runs, kills and resumes"
 	@echo "make test-soak  trainings that must learn, many faults in one run, every choice of a recipe (hours; before a release)"
-	@echo "make lint       ruff, mypy and the rules of who imports whom"
+	@echo "make lint       ruff, mypy, the rules of who imports whom, and the house's limits"
 	@echo "make docs       the documentation as a site, build/site/index.html; make docs-serve shows it while pages are written"
-	@echo "make house      files and lines, the longest, and whether the limits are kept"
+	@echo "make house      files, lines and statements, each folder's budget, and whether the limits are kept"
 	@echo "make gpu-check  on a machine with a GPU: eleven checks, their figures and what to do (ARGS=\"--gpus 2\")"
 	@echo "make benchmark-step  memory and speed of the training step, and the whole step beside TRL's GRPOTrainer"
 	@echo "make benchmark-sync  seconds and bytes of weight sync by every transport, beside gathering everything"
@@ -177,6 +177,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/house.py >/dev/null
 
 # The notice that it leaves out is about versions that are not pinned here.
 docs: $(INSTALLED)

@@ -1,13 +1,16 @@
 """How large the house is, and whether it keeps its limits: `make house`.
 
-Prints the files and lines of megagrpo/ and tests/, and checks that the two walks that docs/architecture.md lists, a
-sample's and a weight's, name files that exist. Ends with 1 if a limit is broken.
+Prints the files, lines and statements of megagrpo/ and tests/, and the lines of each folder of megagrpo/ beside its
+budget; checks that the two walks that docs/architecture.md lists, a sample's and a weight's, name files that exist.
+Ends with 1 if a limit is broken.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +29,25 @@ class Limits:
 
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_340, files=None)}
+# Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
+BUDGETS = {
+    ("weights",): 6_579,
+    ("megatron",): 4_190,
+    ("layout", "batching", "algorithm"): 2_818,
+    ("checkpoint", "convert"): 2_375,
+    ("rollout",): 3_064,
+    ("cluster",): 3_691,
+    ("trainer", "evaluation"): 4_755,
+    ("recipe", "preflight", "doctor"): 6_205,
+    ("plan",): 5_884,
+    ("data",): 3_206,
+    ("reward",): 8_575,
+    ("agents",): 6_125,
+    ("track", "report"): 6_205,
+    ("importing",): 4_981,
+    ("commands", ""): 2_669,
+    ("demo",): 767,
+}
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
@@ -33,6 +55,11 @@ ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
 
 def lines_by_file(folder: Path) -> dict[Path, int]:
     return {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(folder.rglob("*.py"))}
+
+
+def statements_in(folder: Path) -> int:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
+    return sum(isinstance(node, ast.stmt) for tree in trees for node in ast.walk(tree))
 
 
 def folder_problems(repository: Path, name: str, limits: Limits) -> list[str]:
@@ -55,6 +82,22 @@ def folder_problems(repository: Path, name: str, limits: Limits) -> list[str]:
     return problems
 
 
+def budget_problems(repository: Path, budgets: Mapping[tuple[str, ...], int]) -> list[str]:
+    """Prints a line about each budget of megagrpo/; those that are exceeded, and folders without one."""
+    counts: dict[str, int] = {}
+    for path, size in lines_by_file(repository / "megagrpo").items():
+        folder, *rest = path.relative_to(repository / "megagrpo").parts
+        folder = folder if rest else ""
+        counts[folder] = counts.get(folder, 0) + size
+    problems = []
+    for folders, most in budgets.items():
+        name, lines = ", ".join(folder or "root" for folder in folders), sum(counts.pop(one, 0) for one in folders)
+        print(f"  {name:28} {lines:7,} of {most:,}")
+        if lines > most:
+            problems.append(f"megagrpo: {name}: {lines:,} lines, at most {most:,}")
+    return problems + [f"megagrpo: {folder or 'root'}: no budget" for folder in counts]
+
+
 def walk_problems(repository: Path, title: str, most: int) -> list[str]:
     """Prints a line about a walk: the numbered list below its heading. What is wrong with it."""
     page = "docs/architecture.md"
@@ -74,10 +117,11 @@ def walk_problems(repository: Path, title: str, most: int) -> list[str]:
     return problems
 
 
-def house_problems(repository: Path) -> list[str]:
+def house_problems(repository: Path, budgets: Mapping[tuple[str, ...], int] = BUDGETS) -> list[str]:
     problems = []
     for name, limits in FOLDERS.items():
         problems += folder_problems(repository, name, limits)
+    problems += budget_problems(repository, budgets)
     for title, most in WALKS.items():
         problems += walk_problems(repository, title, most)
     return problems
@@ -85,6 +129,7 @@ def house_problems(repository: Path) -> list[str]:
 
 if __name__ == "__main__":
     found = house_problems(REPOSITORY)
+    print("statements:", ", ".join(f"{name} {statements_in(REPOSITORY / name):,}" for name in FOLDERS))
     for problem in found:
         print(problem, file=sys.stderr)
     sys.exit(bool(found))

@@ -30,20 +30,25 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * FILE_LINES_MAX)
     page = tmp_path / "docs" / "architecture.md"
     page.write_text(WALKS.format(more="2. `megagrpo/b.py`, twice `megagrpo/no.py`\n"))
-    assert house_problems(tmp_path) == []
+    budgets = {("",): 40, ("plan", "recipe"): 0}
+    assert house_problems(tmp_path, budgets) == []
 
+    (tmp_path / "megagrpo" / "plan").mkdir()
+    (tmp_path / "megagrpo" / "plan" / "a.py").write_text("x = 1\n")
+    assert house_problems(tmp_path, budgets) == ["megagrpo: plan, recipe: 1 lines, at most 0"]
+    assert house_problems(tmp_path, {("",): 40}) == ["megagrpo: plan: no budget"]
     (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (FILE_LINES_MAX + 1))
     for number in range(121):
         (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 600)
     page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(120, 138))))
-    problems = house_problems(tmp_path)
+    problems = house_problems(tmp_path, {("", "plan"): 10**6})
     assert len(problems) == 20
     for part in (
         "tests/test_a.py: 601 lines",
-        "megagrpo/: 72,640 lines",
+        "megagrpo/: 72,641 lines",
         "no file megagrpo/137.py",
         "19 files, at most 18",
     ):
         assert any(part in problem for problem in problems), part
     page.write_text("# Page\n")
-    assert sum("no heading" in problem for problem in house_problems(tmp_path)) == 2
+    assert sum("no heading" in problem for problem in house_problems(tmp_path, budgets)) == 2
