@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print(*sys.vers
 SGLANG_INSTALLED := $(VENV)/sglang-$(call checksum,requirements/sglang_cpu.txt)
 # pip would compile modules on one core. Some packages have templates that are no Python: they are left.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-COMPILE = @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+COMPILE = @$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 ADDER := .cache/adder
 # What the demos start from; made anew when what makes it has changed.
 WARM_START := runs/adder_sft_cpu/hugging_face/config.json

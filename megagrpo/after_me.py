@@ -1,4 +1,4 @@
-"""An end for what a process leaves when it is killed. Standard library only: SGLang's environment imports it."""
+"""Cleanup of what a process leaves when it is killed. Standard library only: SGLang's environment imports it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def remove_after_me(path: Path) -> BinaryIO:
 
 
 def end_after_me(processes: Iterable[int]) -> BinaryIO:
-    """Starts such a shell that kills the processes, unless others have their numbers then."""
+    """Starts a shell like remove_after_me's that kills the processes, unless their numbers then belong to others."""
     began = []
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-r"""What stands in the last box of a LaTeX text: data is prepared and responses are read by the same rule."""
+r"""The content of the last box of a LaTeX text: data is prepared and responses are read by the same rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BARE = re.compile(r"(?:(?!\\[)\]])[^\s$])+")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the braces of the last `\boxed{…}` or `\fbox{…}`, or behind one without braces, up to white space or
+    r"""Returns the content of the last `\boxed{…}` or `\fbox{…}`; without braces, it ends at white space or
     the end of the formula; None if there is no box, or if it is not closed.
 
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}"), last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}")

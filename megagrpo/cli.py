@@ -1,4 +1,4 @@
-"""The megagrpo command: what its subcommands (commands/) raise becomes a message and an exit code."""
+"""The megagrpo command. Errors of its subcommands (commands/) become a message and an exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE
 NO_THREAD = "can't start new thread"
 """A thread's EAGAIN, which Python raises as RuntimeError."""
 NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
-"""What is wrong with a path that a user named, wherever it is found first."""
+"""Errors of a path that a user named, wherever they are found first."""
 
 
 class Unfailing(io.FileIO):
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_shortage(error: MemoryError | OSError | RuntimeError) -> bool:
-    """Says whether the machine lacks room for a command, and not the command is wrong."""
+    """Returns whether the machine lacks room for a command: then the command itself is not wrong."""
     if isinstance(error, OSError):
         return error.errno in SHORTAGES
     return isinstance(error, MemoryError) or NO_THREAD in str(error)
 
 
 def _told(error: MegagrpoError, asked: argparse.Namespace) -> int:
-    """Says what went wrong, once, as the last thing that a command prints; the exit code."""
+    """Prints the error once, as the last output of a command. Returns the exit code."""
     if asked.debug:
         traceback.print_exc()
     if getattr(asked, "console", None) == "json":
@@ -100,7 +100,7 @@ def _told(error: MegagrpoError, asked: argparse.Namespace) -> int:
 
 
 def print_error(text: str) -> None:
-    """On standard error, with colours where it is a terminal that shows them."""
+    """Prints on standard error, with colours if it is a terminal that shows them."""
     if not is_terminal(sys.stderr):
         print(text, file=sys.stderr)
         return
@@ -115,7 +115,7 @@ def print_error(text: str) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; `command` is the function to call. Exits with code 2 if they are not valid."""
+    """Parses the arguments; `command` is the function to call. Exits with code 2 if they are not valid."""
     parser = _parser()
     asked, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(asked, "overrides") or any(text.startswith("-") for text in rest)):

@@ -17,7 +17,7 @@ DIVERGED_FIX = (
     "in the steps before may be of a ruined policy: go back to one from before loss, reward and held-out scores became "
     "worse, by removing the newer directories in checkpoints"
 )
-"""What to do about a run whose numbers are not finite any more."""
+"""The fix for a run whose numbers are not finite any more."""
 
 CHARACTERS_MAX = 10_000
 
@@ -63,14 +63,14 @@ class MegagrpoError(Exception):
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may show it: control characters escaped, at most CHARACTERS_MAX of it."""
+    """Escapes control characters for terminals, and shortens the text to CHARACTERS_MAX characters."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
     left = len(text) - CHARACTERS_MAX
     return f"{shown}… ({left:,} characters more)" if left > 0 else shown
 
 
 def brief(value: object) -> str:
-    """A value as an error shows it: one line, at most 80 characters."""
+    """Formats a value for an error: one line, at most 80 characters."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
         return f"an integer of {value.bit_length():,} bits"
     text = repr(value)
@@ -78,13 +78,13 @@ def brief(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says in its first line, or the error's name if it says nothing."""
+    """Returns the first line of another library's error, or the error's name if its text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def pointer_problem(path: str, start: bytes) -> Problem | None:
-    """What is wrong with a file that begins so, if it stands for one that git-lfs has not fetched."""
+    """Returns a problem if the file begins as a Git LFS pointer, which git-lfs has not fetched; otherwise None."""
     if not start.startswith(b"version https://git-lfs"):
         return None
     return Problem(path, "a Git LFS pointer: the file itself was not fetched", "the file", "git lfs pull, in its clone")
@@ -169,7 +169,7 @@ class MismatchError(MegagrpoError):
 
 
 class AlertError(MegagrpoError):
-    """A rule of docs/health.md holds, at which the recipe ends the run (rollout.alerts)."""
+    """A rule of docs/health.md fired at which the recipe ends the run (rollout.alerts)."""
 
     title = "the run looks ill"
 
@@ -183,7 +183,7 @@ class ReportError(MegagrpoError):
 
 
 class TrackError(MegagrpoError):
-    """A tracker could not be brought what it lacks of a run."""
+    """A tracker could not receive the missing part of a run."""
 
     title = "tracking error"
 

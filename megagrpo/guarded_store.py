@@ -46,7 +46,7 @@ class StoreAddress:
     secret: str = field(repr=False)
 
     def connect(self, timeout_seconds: float) -> dist.TCPStore:
-        """Raises dist.DistError or OSError."""
+        """Connects to the store, through its gate if it has one. Raises dist.DistError or OSError."""
         if self.gate is not None:
             with socket.create_connection((self.host, self.gate), timeout_seconds) as gate:
                 gate.sendall(_proof(self.secret, gate.recv(NONCE_BYTES, socket.MSG_WAITALL)))
@@ -57,7 +57,7 @@ class StoreAddress:
 
 
 class StoreHost:
-    """Owns a store that listens on `host` alone, an address of this node by which all of the run reach it."""
+    """The owner of a store that listens on `host` alone, an address of this node by which all of the run reach it."""
 
     def __init__(self, host: str) -> None:
         listening, secret = _listen(host), secrets.token_hex(32)
@@ -75,7 +75,7 @@ class StoreHost:
 
 
 class _Gate:
-    """Has the guard admit the addresses from which the secret is shown."""
+    """A gate that has the guard admit the addresses from which the secret is shown."""
 
     def __init__(self, guard: _Filter | _Relay, secret: str) -> None:
         self._guard, self._secret, self._lock = guard, secret, threading.Lock()
@@ -105,7 +105,7 @@ def _proof(secret: str, nonce: bytes) -> bytes:
 
 
 def _guard(listening: socket.socket, own: str) -> _Filter | _Relay:
-    """That of the socket on which the run's processes find the store. It admits `own`, this node's address."""
+    """Returns the guard of the socket on which processes of the run find the store. It admits `own`, this node."""
     try:
         return _Filter(listening, own)
     except OSError:  # some kernels take filters from root alone
@@ -113,7 +113,7 @@ def _guard(listening: socket.socket, own: str) -> _Filter | _Relay:
 
 
 class _Filter:
-    """Has the kernel drop packets to the store's own socket from all but admitted addresses."""
+    """A guard that has the kernel drop packets to the store's own socket from all but admitted addresses."""
 
     def __init__(self, listening: socket.socket, own: str) -> None:
         self.behind, self._listening, self._admitted = listening, listening.dup(), {own}
@@ -128,7 +128,7 @@ class _Filter:
 
 
 class _Relay:
-    """Takes connections from admitted addresses, passes them on to a store `behind` it, and closes all others."""
+    """A guard that relays connections from admitted addresses to a store `behind` it, and closes all others."""
 
     def __init__(self, listening: socket.socket, own: str) -> None:
         self.behind, self._listening, self._admitted = _listen(LOOPBACK), listening, {own}
@@ -156,7 +156,7 @@ class _Relay:
 
 
 async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Passes all on until either end is gone; then both are."""
+    """Relays all bytes until either end is gone, then closes `sink`."""
     with contextlib.suppress(OSError):
         while part := await source.read(PART_BYTES):
             sink.write(part)
@@ -165,7 +165,7 @@ async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 
 
 def _admit_only(listening: socket.socket, addresses: Set[str]) -> None:
-    """A filter of the kernel: by address, all words of a packet's source are compared, and the packet is taken."""
+    """Sets a kernel filter that accepts a packet only if all words of its source address equal those of an address."""
     program = b""
     for address in addresses:
         packed = ipaddress.ip_address(address.partition("%")[0]).packed

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collects no garbage."""
+    """Disables garbage collection inside the block."""
     gc.disable()
     try:
         yield

@@ -12,7 +12,7 @@ ATTEMPTS = 100
 
 
 def free_port(host: str) -> int:
-    """A port of this interface that is free now, and that the kernel gives to no process that does not ask for it.
+    """Returns a free port of this interface, which the kernel gives only to processes that ask for it.
 
     Until the server listens, a port of the ephemeral range can be given to any process that connects or binds to
     port 0. This port is from below that range, or from within it if none below is free.
@@ -36,7 +36,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def own_address(peer: str) -> str:
-    """The address of this node on the way to `peer`. Nothing is sent."""
+    """Returns this node's address on the way to `peer`. Sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,7 +1,7 @@
-"""What long work is under way, and how far it is: `with progress("reading train.parquet", 7473, "rows") as work:`.
+"""The progress of long work: `with progress("reading train.parquet", 7473, "rows") as work:`.
 
-Work is told where it is done, at next to no cost, and shown by the display that the command has chosen: bars on a
-terminal, lines elsewhere, or none. A library that is used by itself shows nothing.
+Code reports its work at next to no cost. The display that the command has chosen shows it: bars on a terminal, lines
+elsewhere, or none. A library that is used by itself shows nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FIRST_LINE_SECONDS = 10.0
 LINE_SECONDS_MAX = 120.0
 BAR_CHARACTERS = 24
 PACE_SECONDS = 2.0
-"""Work that has taken less says nothing of the time left."""
+"""Work that has taken less reports no time left."""
 
 
 @dataclass(eq=False)
 class Work:
-    """One piece of work. Who does it counts `done` up; displays read it at any time."""
+    """One piece of work. The code that does it counts `done` up; displays read it at any time."""
 
     what: str
     total: float | None = None
@@ -42,23 +42,23 @@ class Work:
     """Such as rows. bytes are shown as GB."""
     done: float = 0
     before: float = 0
-    """What was done before it began, which says nothing of its pace."""
+    """The amount done before the work began, which does not count for the pace."""
     began: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
     within: Work | None = None
     """The work of the same thread of which it is a part."""
 
     def advance(self, count: float = 1) -> None:
-        """So much more is done."""
+        """Adds `count` to the amount that is done."""
         self.done += count
 
     @property
     def label(self) -> str:
-        """`evaluating › generating`."""
+        """Returns the work's path, such as `evaluating › generating`."""
         return f"{self.within.label} › {self.what}" if self.within else self.what
 
     def figures(self, now: float) -> str:
-        """`12 of 40 rows, 0:07, 0:16 left`."""
+        """Returns the work's figures, such as `12 of 40 rows, 0:07, 0:16 left`."""
         seconds = now - self.began
         parts = [text] if (text := self._amount()) else []
         parts.append(clock(seconds))
@@ -76,7 +76,7 @@ class Work:
 
 
 class Display:
-    """Knows the works that are under way, and shows none of them."""
+    """The base of displays: it knows the works that are under way, and shows none of them."""
 
     def __init__(self) -> None:
         self.under_way: tuple[Work, ...] = ()
@@ -92,17 +92,17 @@ class Display:
             self.under_way = tuple(each for each in self.under_way if each is not work)
 
     def innermost(self) -> list[Work]:
-        """The works that have no part under way."""
+        """Returns the works that have no part under way."""
         works = self.under_way
         whole = {each.within for each in works}
         return [each for each in works if each not in whole]
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Stops the display: it shows nothing any more."""
 
 
 class Looking(Display):
-    """Looks at the works a few times a second, in a thread, while there are any."""
+    """A display that looks at the works a few times a second, in a thread, while there are any."""
 
     look_seconds = LINE_LOOK_SECONDS
 
@@ -211,7 +211,7 @@ class Bars(Looking):
 
 
 def bars(works: Sequence[Work], now: float) -> Table:
-    """A row for each: its name, a bar, and its figures."""
+    """Returns a row for each work: its name, a bar, and its figures."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -232,7 +232,7 @@ _displays: list[Display] = []
 
 @contextmanager
 def shown_by(display: Display) -> Iterator[None]:
-    """Inside, `display` shows the work that begins, instead of the display around it."""
+    """Shows the work that begins inside the block on `display`, instead of the display around it."""
     _displays.append(display)
     try:
         yield
@@ -243,7 +243,7 @@ def shown_by(display: Display) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: float | None = None, unit: str = "", done: float = 0) -> Iterator[Work]:
-    """Around long work: `done` of `total` are done before it begins. The block counts up what it gets."""
+    """Yields the Work that the block counts up with `advance`; `done` of `total` are done before it begins."""
     work = Work(what, total, unit, done, done)
     if not _displays:
         yield work
@@ -257,20 +257,20 @@ def progress(what: str, total: float | None = None, unit: str = "", done: float 
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether something can be drawn in place there. FORCE_COLOR makes colours, not a terminal."""
+    """Returns whether the stream can be drawn on in place. FORCE_COLOR makes colours, not a terminal."""
     isatty = getattr(stream, "isatty", None)
     return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def usual_display() -> Display:
-    """Bars on standard error, or lines if that is no terminal."""
+    """Returns bars on standard error, or lines if that is no terminal."""
     if is_terminal(sys.stderr):
         return Bars()
     return Lines(lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def clock(seconds: float) -> str:
-    """90.4 as 1:30, 3700 as 1:01:40."""
+    """Formats seconds: 90.4 as 1:30, 3700 as 1:01:40."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

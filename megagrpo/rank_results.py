@@ -1,4 +1,4 @@
-"""What training ranks answer the driver, which reads it without megagrpo.megatron: that takes seconds to import."""
+"""The results that training ranks send the driver. It reads them without megagrpo.megatron: that is slow to import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Over all ranks, minibatches and epochs of one update. Means are over response tokens unless said otherwise."""
+    """The metrics of one update over all ranks, minibatches and epochs. Means are over response tokens, or as noted."""
 
     loss: float  # what was minimised, mean over optimizer steps
     policy_loss: float  # its policy term, importance weights included
@@ -41,7 +41,7 @@ class TokenNumbers:
 
 @dataclass(frozen=True)
 class TokenFigures:
-    """What an update says of some of one rank's response tokens, in any order, on its way to the driver."""
+    """An update's figures for some of one rank's response tokens, in any order, on their way to the driver."""
 
     rows: np.ndarray  # int32 [tokens], row of the sample in the step
     index: np.ndarray  # int32 [tokens], index of the token in its response
@@ -51,7 +51,7 @@ class TokenFigures:
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """Over all ranks, minibatches and epochs of one update of the critic. Means are over response tokens."""
+    """The metrics of a critic's update over all ranks, minibatches and epochs. Means are over response tokens."""
 
     loss: float  # what was minimised
     clip_fraction: float  # tokens without gradient: their value has moved far enough
@@ -64,7 +64,7 @@ class CriticMetrics:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Cross-entropy of the assistant's tokens, over all ranks and microbatches."""
+    """The cross-entropy of the assistant's tokens, over all ranks and microbatches."""
 
     total: float  # nats
     tokens: int

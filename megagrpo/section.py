@@ -1,4 +1,4 @@
-"""What every section of a recipe has in common: strict fields, rules between them, methods chosen by name."""
+"""The base of every section of a recipe: strict fields, rules between them, methods chosen by name."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Section(BaseModel):
     )
 
     def rules(self) -> Iterator[Problem]:
-        """The broken rules between this section's fields. `where` is a path from here; each has a fix."""
+        """Yields the broken rules between this section's fields. `where` is a path from here; each has a fix."""
         return iter(())
 
     def given(self, key: str) -> bool:
-        """Whether the field's value differs from its default."""
+        """Returns whether the field's value differs from its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 def broken_rules(section: Section, path: str = "", checked: Section | None = None) -> list[Problem]:
-    """All broken rules of a section and of the sections in it; `where` is a dotted path.
+    """Returns all broken rules of a section and of the sections in it; `where` is a dotted path.
 
-    `checked` is such a section without broken rules, if there is one: what both have in common is not checked again.
+    `checked` is a section without broken rules, if there is one: parts that both share are not checked again.
     """
     found = []
     for name in type(section).model_fields:
@@ -66,7 +66,7 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
 
 @dataclass(frozen=True)
 class ByName:
-    """Annotates a union of sections of which `key` chooses one: Annotated[OneConfig | OtherConfig, ByName(default=…)].
+    """A choice by `key` from a union of sections: Annotated[OneConfig | OtherConfig, ByName(default=…)].
 
     A plain text stands for the section of that name; without the key it is the default's. FILE.py:FUNCTION chooses the
     member whose key is any text.
@@ -78,7 +78,7 @@ class ByName:
     OWN: ClassVar[str] = "FILE.py:FUNCTION"
 
     def members(self, union: Any) -> dict[str, type[Section]]:
-        """The sections by their names."""
+        """Returns the sections by their names."""
         found: dict[str, type[Section]] = {}
         for member in get_args(union) or (union,):
             annotation = member.model_fields[self.key].annotation

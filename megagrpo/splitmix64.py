@@ -9,23 +9,23 @@ import torch
 
 
 def signed(constant: int) -> int:
-    """An unsigned 64-bit constant as an int64 tensor takes it."""
+    """Converts an unsigned 64-bit constant to the int64 with the same bits."""
     return constant - (1 << 64) if constant >> 63 else constant
 
 
 GAMMA = signed(0x9E3779B97F4A7C15)
-"""What the generator adds to its state before each number."""
+"""The generator's increment of its state before each number."""
 
 MIX_1, MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
 def mixed(bits: torch.Tensor) -> torch.Tensor:
-    """The generator's output for these states, int64 of the same shape."""
+    """Returns the generator's output for these states, int64 of the same shape."""
     bits = (bits ^ shifted(bits, 30)) * MIX_1
     bits = (bits ^ shifted(bits, 27)) * MIX_2
     return bits ^ shifted(bits, 31)
 
 
 def shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """To the right, with zeros coming in: torch's own shift repeats the sign."""
+    """Shifts to the right and fills with zeros: torch's own shift repeats the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)

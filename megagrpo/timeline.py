@@ -1,6 +1,6 @@
-"""What a process and those that it waits for do over time, as a Chrome trace (Perfetto, chrome://tracing).
+"""The work of a process, and of those that it waits for, as a Chrome trace (Perfetto, chrome://tracing).
 
-Places that wait or work say what they did (`record`, `span`); nothing is kept unless someone records.
+Code that works or waits reports it (`record`, `span`); spans are kept only between `begin` and `take`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Timeline:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """From now on spans are kept."""
+        """Starts to keep spans."""
         with self._lock:
             self._spans = []
 
     def take(self) -> list[Span]:
-        """What was kept since `begin`; nothing is kept any more."""
+        """Returns the spans kept since `begin`, and stops keeping them."""
         with self._lock:
             spans, self._spans = self._spans or [], None
         return spans
 
     def record(self, who: str, what: str, begin: float, end: float) -> None:
-        """As the fields of Span."""
+        """Records a span by its fields, if spans are kept."""
         if self._spans is None:
             return
         with self._lock:
@@ -53,7 +53,7 @@ class Timeline:
 
     @contextmanager
     def span(self, who: str, what: str) -> Iterator[None]:
-        """Inside, `who` does `what`."""
+        """Records the block as a span in which `who` does `what`."""
         begin = time.monotonic()
         try:
             yield
@@ -62,7 +62,7 @@ class Timeline:
 
 
 TIMELINE = Timeline()
-"""That of this process."""
+"""The timeline of this process."""
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span], began: float) -> None:
@@ -81,14 +81,14 @@ def write_chrome_trace(path: Path, spans: Sequence[Span], began: float) -> None:
 
 
 def _in_order(who: str) -> tuple[bool, str, int]:
-    """The driver, then the others by name, their numbers as numbers."""
+    """Returns a sort key: the driver, then the others by name, their numbers as numbers."""
     name, _, number = who.rpartition(" ")
     return (who != "driver", name, int(number)) if number.isdecimal() else (who != "driver", who, 0)
 
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span with the first row where it lies in what is open there, or after all of it: viewers draw a row's spans
-    as a stack."""
+    """Yields each span with its row: the first in which it lies inside the open span, or in which no span is open.
+    Viewers draw a row's spans as a stack."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
         for open_spans in rows:

@@ -24,7 +24,7 @@ NAMED, END_OF_NAME = "\ue000", "\ue001"
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Raises ModelError if there is none, or one without a vocabulary."""
+    """Loads a tokenizer. Raises ModelError if there is none, or one without a vocabulary."""
     fix = "check model.path, or set model.tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -39,7 +39,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_tokens(directory: str | Path) -> set[int]:
-    """The model's end-of-sequence tokens, at which engines stop: of config.json and generation_config.json."""
+    """Returns the end-of-sequence tokens, at which engines stop: of config.json and generation_config.json."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(directory) / name
@@ -49,8 +49,8 @@ def end_tokens(directory: str | Path) -> set[int]:
 
 
 def load_chat_tokenizer(directory: str | Path, template_file: str | None = None) -> PreTrainedTokenizerBase:
-    """A tokenizer with a chat template: that of `template_file` (Jinja) if given, else its own. What it writes of today
-    is of DATE.
+    """Loads a tokenizer with a chat template: that of `template_file` (Jinja) if given, else its own. It writes DATE
+    for today.
 
     Raises ModelError if there is no tokenizer or no template. A template is parsed when it is first used.
     """
@@ -76,7 +76,7 @@ def _of_one_day(template: str) -> str:
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that differs for tokenizers that differ in a token, a rule or the chat template."""
+    """Returns a digest that differs for tokenizers that differ in a token, a rule or the chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else f"{tokenizer.init_kwargs}"
     facts = [type(tokenizer).__name__, tokenizer.chat_template, sorted(tokenizer.get_vocab().items()), rules]
@@ -84,14 +84,14 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Token ids of rendered texts: the chat template has written the special tokens already."""
+    """Returns token ids of rendered texts: the chat template has written the special tokens already."""
     encoded: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     return list(encoded["input_ids"])
 
 
 def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of messages by the chat template, which alone writes special tokens: one that a message's text names,
-    such as <|im_end|>, is text. Raises what the template raises."""
+    """Returns token ids of messages by the chat template, which alone writes special tokens: a special token that a
+    message's text names, such as <|im_end|>, is text. Raises what the template raises."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
     named = re.compile("|".join(map(re.escape, special)) or r"(?!)")
@@ -117,6 +117,6 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
 def response_texts(
     tokenizer: PreTrainedTokenizerBase, responses: Sequence[tuple[np.ndarray, FinishReason]]
 ) -> list[str]:
-    """The text of each response, without the stop token that ended it."""
+    """Returns the text of each response, without the stop token that ended it."""
     bodies = [tokens[: len(tokens) - (finish == "stop")].tolist() for tokens, finish in responses]
     return list(tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -43,8 +43,8 @@ BY_NAME = {kind.__name__: read for kind, (_, read) in TYPES.items()}
 
 
 def dumps(value: Any) -> str:
-    """The value as JSON; what is of no known type, such as a time of nanoseconds, as its text. Raises ValueError if it
-    is too deep."""
+    """Writes the value as JSON, and values of no known type, such as a time of nanoseconds, as their text. Raises
+    ValueError if it is too deep."""
     try:
         return json.dumps(packed(value, lambda other, _: str(other)))
     except RecursionError as error:
@@ -52,13 +52,13 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """The inverse of dumps."""
+    """Reads a value that `dumps` wrote."""
     value = json.loads(text)
     return unpacked(value) if "\\u0000type" in text else value
 
 
 def packed(value: Any, other: Callable[[Any, str], Any], where: str = "") -> Any:
-    """The value as what JSON holds. `other` says what becomes of a value of no known type, and gets its place too."""
+    """Converts the value to JSON's own types. `other` converts values of no known type, given value and place."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -75,7 +75,7 @@ def packed(value: Any, other: Callable[[Any, str], Any], where: str = "") -> Any
 
 
 def unpacked(value: Any) -> Any:
-    """The inverse of packed. Raises ValueError for what it does not write."""
+    """Restores a value that `packed` converted. Raises ValueError for anything that `packed` does not write."""
     if isinstance(value, list):
         return [unpacked(item) for item in value]
     if not isinstance(value, dict):

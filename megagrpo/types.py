@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at a time
-limit or because it was asked to."""
+"""The reason why a response ended: a stop token was sampled, the token limit was reached, or the engine gave it up, at
+a time limit or because it was asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,16 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     text: str = ""
-    """What the chat template made of the messages, before it became tokens (and before it was cut)."""
+    """The messages rendered by the chat template, before they became tokens (and before the cut)."""
 
     def content(self) -> bytes:
-        """Answer and tokens, which must be the same when a run continues."""
+        """Returns answer and tokens as bytes, which must be the same when a run resumes."""
         return f"{self.ground_truth}\0{len(self.tokens)}\0".encode() + array("q", self.tokens).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` use the whole (unpadded) vocabulary."""
+    """Settings of sampling. `temperature=0` is greedy; `top_p=1` and `top_k=0` use the whole (unpadded) vocabulary."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -66,7 +66,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent did in one rollout, beside the tokens that its `Sample` has."""
+    """The record of an agent's rollout, beside the tokens that its `Sample` has."""
 
     branches: tuple[Branch, ...]
     turns: tuple[Turn, ...]  # in the order of Sample.tokens: branch after branch
@@ -100,7 +100,7 @@ class Sample:
 class Request:
     """One sample to generate. `seed` is a hash of recipe seed, step, prompt id and index (rollout/requests.py).
 
-    `begun` is what an engine has sampled of it already: the response goes on after its tokens, up to
+    `begun` is the part that an engine has sampled already: the response resumes after its tokens, up to
     `sampling.max_tokens` in all.
     """
 
@@ -113,12 +113,12 @@ class Request:
 
     @property
     def read(self) -> tuple[int, ...]:
-        """All tokens after which the engine samples: of the prompt, and of what has begun."""
+        """Returns all tokens after which the engine samples: of the prompt, and of what has begun."""
         return self.tokens if self.begun is None else (*self.tokens, *map(int, self.begun.tokens))
 
     @property
     def tokens_left(self) -> int:
-        """Most tokens that are still to be sampled."""
+        """Returns the most tokens that are still to be sampled."""
         return self.sampling.max_tokens - (0 if self.begun is None else len(self.begun.tokens))
 
 
@@ -151,7 +151,7 @@ class Group:
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of all its sequences: of the prompt with each response, or of the branches of agents' rollouts."""
+        """Counts the tokens of all sequences: of the prompt with each response, or of branches of agents' rollouts."""
         alone = [len(self.prompt.tokens) + len(sample.tokens) for sample in self.samples if sample.agent is None]
         branches = [branch for sample in self.samples if sample.agent for branch in sample.agent.branches]
         return sum(alone) + sum(len(branch.tokens) for branch in branches)

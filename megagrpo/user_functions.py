@@ -37,7 +37,7 @@ class UserFunction:
         return function
 
     def __call__(self, inputs: object) -> Any:
-        """What the function returns. Raises RecipeError if it cannot be loaded or raises anything itself."""
+        """Returns the function's result. Raises RecipeError if it cannot be loaded, or raises anything itself."""
         function = self.load()
         try:
             return function(inputs, **self.arguments)
@@ -48,7 +48,7 @@ class UserFunction:
 
 
 def file_problem(text: str, where: str, otherwise: str = "") -> Problem | None:
-    """What is wrong with FILE.py:FUNCTION as far as it can be known without running the file."""
+    """Returns the problem of FILE.py:FUNCTION that can be found without running the file, if there is one."""
     file, colon, function = text.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
         return Problem(where, given=repr(text), needed=f"{otherwise}FILE.py:FUNCTION of your own")
@@ -59,7 +59,7 @@ def file_problem(text: str, where: str, otherwise: str = "") -> Problem | None:
 
 
 def load_function(text: str, where: str, error: type[MegagrpoError], source: bytes | None = None) -> Callable[..., Any]:
-    """The function of FILE.py:FUNCTION. Runs the file (`source` in its place), once in a process. Raises `error`."""
+    """Loads FILE.py:FUNCTION. Runs the file (`source` in its place), once in a process. Raises `error`."""
     if source is None and (problem := file_problem(text, where)):
         raise error(problem)
     file, _, name = text.rpartition(":")
@@ -77,7 +77,7 @@ def load_function(text: str, where: str, error: type[MegagrpoError], source: byt
 
 
 def refused_call(function: Callable[..., Any], /, *positional: object, **named: object) -> str:
-    """Why `function` cannot be called in this way; empty if it can."""
+    """Returns the reason why `function` cannot be called in this way; empty if it can."""
     try:
         inspect.signature(function).bind(*positional, **named)
     except TypeError as reason:

@@ -28,7 +28,7 @@ class Limits:
 
 
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
-FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_340, files=None)}
+FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_380, files=None)}
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_579,

@@ -24,15 +24,15 @@ from megagrpo.rollout.requests import SEED_BITS
 from megagrpo.types import FinishReason, Request, Sample
 
 Ask = Callable[[Request, str], Awaitable[Sample]]
-"""Has an engine answer a request. The text is the rollout's key: all of its requests go to one engine."""
+"""Sends a request to an engine. The text is the rollout's key: all requests of a rollout go to one engine."""
 
 LONG_CHARACTERS = 20_000
-"""Texts that are encoded in a thread, so that other rollouts' turns go on: it takes about 10 ms."""
+"""Length from which a text is encoded in a thread, so that other rollouts' turns go on: it takes about 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What an engine is asked to go on with: the tokens of `parent`, and `added`."""
+    """The prompt of a turn: the tokens of `parent`, then `added`."""
 
     tokens: tuple[int, ...]
     added: np.ndarray  # int32
@@ -44,7 +44,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Tokens of an answer that count, why they end, and what they say without that which ended them."""
+    """An answer, cut at a stop string if it has one: token count, finish reason, text without the stop."""
 
     tokens: int
     finish: FinishReason
@@ -53,7 +53,7 @@ class _Said:
 
 
 class Answers:
-    """Answers requests. `audited`: the share of extensions that are compared with a rendering of the conversation."""
+    """The gateway's answers to requests. `audited`: the share of extensions compared with a rendered conversation."""
 
     def __init__(self, chat: Chat, ask: Ask, *, model: str, parser: str, audited: float) -> None:
         self._chat, self._ask, self._model, self._audited = chat, ask, model, audited
@@ -64,11 +64,11 @@ class Answers:
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     async def tokens_of(self, rollout: Rollout, request: ChatRequest) -> int:
-        """Tokens that an engine would read for this request. Nothing of it is kept. Raises Refusal."""
+        """Returns the number of prompt tokens of this request. Records nothing in the rollout. Raises Refusal."""
         return len((await self._prompt(replace(rollout, counts=Counter()), self._fitted(request))).tokens)
 
     async def answer(self, key: str, rollout: Rollout, request: ChatRequest) -> ChatAnswer:
-        """Raises Refusal."""
+        """Generates the answers to a request and appends them to the rollout. Raises Refusal."""
         request = self._fitted(request)
         at = time.monotonic()
         rollout.counts.update(f"ignored/{name}" for name in request.ignored)
@@ -98,7 +98,7 @@ class Answers:
         return ChatAnswer(identity.hex()[:16], int(time.time()), model, read, cached, choices)
 
     def _fitted(self, request: ChatRequest) -> ChatRequest:
-        """Claude Code and Codex send system messages within a conversation, which some templates refuse or drop."""
+        """Rewrites late system messages (Claude Code and Codex send them) if the template refuses or drops them."""
         late = any(message["role"] == "system" for message in request.messages[1:])
         fits = not late or "system" in self._chat.facts.roles
         return request if fits else replace(request, messages=reminded(request.messages))
@@ -112,7 +112,7 @@ class Answers:
             raise Refusal(400, "turn_limit_exceeded", f"this rollout has had {rollout.answers_begun} of {most} answers")
 
     def _tokens_max(self, rollout: Rollout, request: ChatRequest, prompt: int) -> tuple[int, bool]:
-        """Most tokens of an answer, and whether that is the agent's own wish."""
+        """Returns the most tokens of an answer, and whether the agent's request set it. Raises Refusal."""
         limits = rollout.limits
         most = min(limits.sampling.max_tokens, limits.tokens_max - prompt)
         if most < 1:
@@ -164,7 +164,7 @@ class Answers:
         return _Prompt(tokens, _array(tokens), found, None, new, branch)
 
     async def _encode(self, text: str) -> list[int]:
-        """Long texts in a thread, one at a time."""
+        """Encodes a text; long texts in a thread, one at a time. Raises Refusal."""
         try:
             if len(text) < LONG_CHARACTERS:
                 return self._chat.encode(text)
@@ -174,8 +174,8 @@ class Answers:
             raise Refusal(400, "invalid_request", message, "messages") from error
 
     def _differs(self, rollout: Rollout, request: ChatRequest, made: Extension, digest: bytes) -> bool:
-        """Whether an audit shows that the template writes the end of the whole conversation otherwise. Some extensions
-        are audited, and all of a rollout in which one has differed."""
+        """Returns whether an audit finds that the template renders the end of the conversation differently. Audits some
+        extensions, and all of a rollout in which one has differed."""
         if digest[0] >= 256 * self._audited and not rollout.counts["audit_differs"]:
             return False
         rollout.counts["audited"] += 1
@@ -262,8 +262,8 @@ class Answers:
         )
 
     def _said(self, sample: Sample, stop: Sequence[str]) -> _Said:
-        """An answer up to the first token that completes a stop string. What comes after is dropped; this is what an
-        engine that looks for the strings would have sampled, since stopping depends on what is before only."""
+        """Cuts an answer after the first token that completes a stop string. The result is what an engine that looks
+        for the strings would have sampled, since stopping depends on the tokens before only."""
         tokens = sample.tokens.tolist()
         body = tokens[:-1] if sample.finish == "stop" and tokens[-1] in self._chat.stop_tokens else tokens
         text = self._chat.text(body)
@@ -280,7 +280,7 @@ class Answers:
 
 
 def reminded(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """System messages behind the first said by the user, as Claude Code and Codex do where an API has none."""
+    """Rewrites system messages after the first message as the user's, as Claude Code and Codex do for APIs without."""
     return joined(
         {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
         if number and message["role"] == "system"
@@ -313,8 +313,8 @@ def _digest(before: bytes, text: str) -> bytes:
 
 
 def _seed(identity: bytes, number: int) -> int:
-    """In [0, 2**63), by the conversation and how often it was asked: the order of turns depends on timing when
-    several of a rollout's agents run at once."""
+    """Returns a seed in [0, 2**63), made of the conversation and how often it was asked. It ignores the order of turns:
+    that depends on timing when several of a rollout's agents run at once."""
     return int.from_bytes(_digest(identity, f"{number}")[:8], "little") >> (64 - SEED_BITS)
 
 

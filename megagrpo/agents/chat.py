@@ -1,4 +1,4 @@
-"""What a new turn adds to a conversation, as text, by any chat template and without a table of model families.
+"""The text that a new turn adds to a conversation, by any chat template and without a table of model families.
 
 The template is asked, once at the start, how it ends an assistant's message and what it does to earlier messages
 (`Facts`). A turn is then rendered behind a stand-in of two messages for everything before it: its cost does not grow
@@ -31,9 +31,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a template does. `roles` are those that may follow an assistant's message."""
+    """The behaviour of a chat template. `roles` are those that may follow an assistant's message."""
 
-    closes_with: str  # what ends an assistant's message, the text of a stop token; "" if no stop token does
+    closes_with: str  # text of the stop token that ends an assistant's message; "" if no stop token does
     roles: frozenset[str]
     reasoning_field: bool  # it reads reasoning_content; otherwise thoughts are left in the content
     drops_reasoning: frozenset[str]  # roles whose message makes the template leave out earlier reasoning
@@ -46,15 +46,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Extension:
-    """What follows an answer, up to and with the generation prompt. The text begins with the token that ends the
-    answer; `sampled` says whether the policy has sampled it, so that it is not added again."""
+    """The text that follows an answer, up to and with the generation prompt. It begins with the token that ends the
+    answer; `sampled` says whether the policy has sampled this token, so that it is not added again."""
 
     text: str
     first: tuple[int, ...]  # tokens of which the text's first one must be
     sampled: bool
 
     def tokens(self, encoded: Sequence[int]) -> list[int] | None:
-        """What is added, from the text's tokens. None if these do not begin with the token that ends the answer."""
+        """Returns the tokens to append, from the text's; None if the text's first token does not end the answer."""
         if not encoded or encoded[0] not in self.first:
             return None
         return list(encoded[1 if self.sampled else 0 :])
@@ -82,7 +82,7 @@ class Chat:
         self.facts = _facts(self)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = True) -> str:
-        """The whole conversation; with `prompt`, up to where the policy goes on. Raises what the template raises."""
+        """Renders the whole conversation, with the generation prompt if `prompt`. Raises what the template raises."""
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt,
@@ -94,7 +94,7 @@ class Chat:
         return list(self.tokenizer.encode(text, add_special_tokens=False))  # the template has written special tokens
 
     def text(self, tokens: Sequence[int]) -> str:
-        """With special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        """Decodes tokens, special ones included. Bytes that are no UTF-8 become U+FFFD."""
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def extension(
@@ -107,9 +107,9 @@ class Chat:
         thought: bool = False,
         system: bool = False,
     ) -> Extension | BranchReason:
-        """What follows an answer, or why only rendering the whole conversation is right.
+        """Returns the text that follows an answer, or the reason why the whole conversation has to be rendered.
 
-        The calls of the answer `said` matter only (a template may look up their names and ids). `last` is its last
+        Reads only the calls of the answer `said` (a template may look up their names and ids). `last` is its last
         token: the one that ends it, or another one if it was cut off. `thought`: it or an earlier turn has reasoning
         in its tokens. `system`: the conversation has a system message. Raises what the template raises.
         """
@@ -136,7 +136,7 @@ class Chat:
         return None
 
     def after(self, calls: Sequence[Mapping[str, Any]], new: Sequence[Message], tools: Tools) -> str | None:
-        """The text from the token on that ends an answer with these calls, up to and with the generation prompt; None
+        """Returns the text from the token that ends an answer with these calls to the generation prompt's end; None
         if no stop token ends it. A stop token of plain text, such as a newline, may also be how a template writes a
         call: it counts behind an answer without calls only."""
         stand_in: dict[str, Any] = {"role": "assistant", "content": "c" if calls else END}
@@ -153,12 +153,12 @@ class Chat:
         return whole[min(found) :] if found and end >= 0 else None
 
     def closes(self, after: str) -> str:
-        """The stop token, as text, that a text begins with; "" if it begins with none."""
+        """Returns the stop token, as text, that a text begins with; "" if it begins with none."""
         return next((stop for stop in self._stops.values() if after.startswith(stop)), "")
 
 
 def _facts(chat: Chat) -> Facts:
-    """Asks the template, with conversations of a few messages. What it refuses counts as what it cannot do."""
+    """Tests the template with conversations of a few messages. Anything that it refuses counts as unsupported."""
     closes, refused = "", {}
     answers: dict[str, _Answer] = {}
     for role, said in (("user", {}), ("tool", {"tool_calls": [CALL]}), ("system", {})):
@@ -199,7 +199,7 @@ def _several_calls(chat: Chat) -> bool:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a template does when a message follows an answer."""
+    """The behaviour of a template when a message follows an answer."""
 
     reads_field: bool
     drops_field: bool
@@ -228,7 +228,7 @@ def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, _Ans
 
 
 def _moves(chat: Chat, new: Message, assistant: Message) -> Iterator[str]:
-    """Beside what a template writes earlier messages otherwise once `new` follows: nothing (""), tools, or system."""
+    """Yields conversations ("" plain, "tools", "system") whose earlier messages a template moves once `new` follows."""
     for beside, base, tools in (("", [USER], []), ("tools", [USER], [TOOL]), ("system", [SYSTEM, USER], [])):
         try:
             before = chat.render(base, tools, prompt=False)

@@ -28,20 +28,20 @@ __all__ = ["Ask", "Gateway", "Limits", "Record"]
 DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
     {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
 )
-"""By the path of their requests."""
+"""Dialects by the path of their requests."""
 
 BODY_BYTES_MAX = 1 << 28
 BODY_LEVELS_MAX = 100
-"""Lists and objects in each other. What cannot be read stays text, so that the rollout's messages can be written."""
+"""Most levels of nested lists and objects in a body. Unreadable parts stay text, so that messages can be written."""
 RETRY_HEADER = "x-stainless-retry-count"
-"""OpenAI's and Anthropic's clients say with it that they ask again."""
+"""Header in which OpenAI's and Anthropic's clients count retries."""
 NO_RETRY = {"x-should-retry": "false"}
-"""What these clients read in a refusal: the same request would be refused again."""
+"""Header of a refusal that tells these clients not to retry: the same request would be refused again."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A request that is or was answered, and the clients that wait for it: a client that asks again joins."""
+    """A request that is or was answered, and the number of clients that wait for it. A client that retries joins."""
 
     task: asyncio.Task[ChatAnswer]
     waiting: int = 0
@@ -56,17 +56,17 @@ class _Turn:
 class _Session:
     rollout: Rollout
     turns: dict[bytes, _Turn] = field(default_factory=dict)
-    """By the digest of the request, the latest of equal ones."""
+    """By the digest of the request; of equal requests, the latest."""
     running: set[asyncio.Task[ChatAnswer]] = field(default_factory=set)
-    """Those of all requests, also of equal ones."""
+    """Tasks of all requests, equal ones included."""
     kept: Kept = field(default_factory=Kept)
 
 
 class Gateway:
-    """All methods are for the thread of the event loop in which it was started.
+    """The HTTP server of agents. Its methods are for the thread of the event loop in which it was started.
 
-    keep_alive_seconds: between comments in a stream while the engine generates. grace_seconds: how long a turn goes on,
-    or its answer is kept, that no client waits for: it may ask again. audited: see Answers. Raises RecipeError if there
+    keep_alive_seconds: between comments in a stream while the engine generates. grace_seconds: how long a turn runs,
+    or its answer is kept, without a waiting client, which may retry. audited: see Answers. Raises RecipeError if there
     is no parser of that name.
     """
 
@@ -90,7 +90,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Such as http://127.0.0.1:40321, without /v1."""
+        """Returns the URL without /v1, such as http://127.0.0.1:40321."""
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
@@ -107,21 +107,21 @@ class Gateway:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Ends all turns that run."""
+        """Cancels all turns that run, and stops the server."""
         await asyncio.gather(*(self.close(key) for key in list(self._sessions)))
         if self._runner is not None:
             await self._runner.cleanup()
         self._answers.close()
 
     def open(self, prompt_id: str, index: int, limits: Limits, task: Sequence[Message] = ()) -> str:
-        """The API key of a new rollout. `task`: the messages that its agent is given."""
+        """Opens a rollout and returns its API key. `task`: the messages that its agent is given."""
         number = next(self._numbers)
         key = f"{number}-{self._signed(f'{number}')}"
         self._sessions[key] = _Session(Rollout(prompt_id, index, limits, time.monotonic(), task))
         return key
 
     async def close(self, key: str) -> Record:
-        """Ends the turns that run. Later requests get a 409."""
+        """Cancels the rollout's turns and returns its record. Later requests get a 409."""
         session = self._sessions.pop(key)
         running = list(session.running)
         for task in running:
@@ -136,7 +136,7 @@ class Gateway:
     async def _refusing(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Says what is refused, also for a path or a method that nothing serves, in the JSON of the dialect."""
+        """Answers refused requests, and paths and methods that nothing serves, in the JSON of the dialect."""
         try:
             return await handler(request)
         except Refusal as refused:
@@ -159,7 +159,7 @@ class Gateway:
         raise Refusal(401, "invalid_api_key", "no rollout has this key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        """All models, or the one of this name: every name is the policy's. In the words of OpenAI and Anthropic."""
+        """Returns all models, or the one of this name, as OpenAI and Anthropic do. Every name is the policy's."""
         _, session = self._session(request)
         name = request.match_info.get("model", self._model)
         model = {
@@ -186,8 +186,8 @@ class Gateway:
         return handle
 
     def _turn(self, key: str, session: _Session, request: web.Request, raw: bytes, asked: ChatRequest) -> _Turn:
-        """The turn of a request: that of the same request, if the client asks again, says so or has gone away before
-        its answer came; else a new one."""
+        """Returns the turn of an equal request if the client's header says that it retries, or if it has gone away
+        before its answer came; else a new turn. Raises Refusal."""
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
         turn = session.turns.get(digest)
         again = request.headers.get(RETRY_HEADER, "0") != "0"
@@ -220,7 +220,7 @@ class Gateway:
             asyncio.get_running_loop().call_later(self._grace, self._forget, session, turn)
 
     def _forget(self, session: _Session, turn: _Turn) -> None:
-        """Ends a turn that no client waits for any more, or drops its answer."""
+        """Cancels a turn that no client waits for any more, or drops its answer."""
         if turn.waiting:
             return
         if not turn.failed and turn.task.cancel():
@@ -231,8 +231,8 @@ class Gateway:
     async def _stream(
         self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest
     ) -> web.StreamResponse:
-        """The whole answer as events. Comments keep the connection until it is there; a refusal that is quick has its
-        own status."""
+        """Streams the whole answer as events. Comments keep the connection alive until it is there. A quick refusal
+        keeps its own HTTP status."""
         await asyncio.wait({turn.task}, timeout=self._keep_alive)
         answer = _answer_of(turn) if turn.task.done() else None
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -259,7 +259,7 @@ def _key_of(request: web.Request) -> str:
 
 
 def _dialect_of(request: web.Request) -> Dialect:
-    """That of the path, or of the client where no dialect has the path."""
+    """Returns the dialect of the path, or of the client if no dialect has the path."""
     of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
     return next(of_path, messages if "anthropic-version" in request.headers else chat_completions)
 

@@ -1,7 +1,7 @@
-"""Rollouts of agents: which begins when, in which process, and what becomes of it.
+"""The host of agents' rollouts: begins, ends and cancels them in agent processes.
 
-An event loop in a thread of its own serves the gateway and talks with the agent processes. A process that dies costs
-the rollouts in it, and is started again.
+An event loop in a thread of its own serves the gateway and talks with the agent processes. A process that dies loses
+its rollouts, and is restarted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megagrpo.rollout.pool import Order
 from megagrpo.types import FinishReason, Request, Sample
 
 TICK_SECONDS = 0.25
-"""How exact rollouts' time limits are."""
+"""Precision of rollouts' time limits."""
 BLOCKED_SECONDS = 60.0
-"""For an agent process to say that it has ended a rollout. It takes no time unless a function blocks the event loop."""
+"""Timeout for an agent process to report that it has ended a rollout. Only a blocked event loop reaches it."""
 START_SECONDS = 120.0
-"""For an agent process to import the function's file."""
+"""Timeout for an agent process to import the function's file."""
 START_FAILURES_MAX = 3
-"""Times that a process fails to start, one after another, before the run ends."""
+"""Consecutive failures of a process to start that end the run."""
 EVENTS_MAX = 10_000
-"""Events that an agent may tell of one rollout; the rest is left out."""
+"""Most events that an agent may report of one rollout; the rest is dropped."""
 LIMIT_CODES = ("turn_limit_exceeded", "context_length_exceeded")
-"""What the gateway refuses an agent for a limit of its rollout."""
+"""Codes of the gateway's refusals at a limit of a rollout."""
 CLOSE_SECONDS = 15.0
 
 Finished = Callable[[Order, int, str, Sample | None], None]
@@ -43,7 +43,7 @@ Finished = Callable[[Order, int, str, Sample | None], None]
 
 @dataclass(eq=False)
 class Hosted:
-    """One request of an order, and the process that makes it."""
+    """One request of an order, and the process that runs its rollout."""
 
     order: Order
     index: int
@@ -61,18 +61,18 @@ class Hosted:
 
 @dataclass(eq=False)
 class Slot:
-    """An agent process, and those that are started in its place."""
+    """An agent process and its replacements."""
 
     number: int
     process: AgentProcess | None = None
-    """Once it is ready."""
+    """None until it is ready."""
     rollouts: dict[str, Hosted] = field(default_factory=dict)
     cancelled: dict[str, float] = field(default_factory=dict)
-    """Keys of rollouts that it was told to end, and since when."""
+    """Monotonic time in seconds of each cancellation that it has not confirmed, by the rollout's key."""
 
 
 class AgentHost:
-    """Makes rollouts of agents. Its methods are for any thread."""
+    """The runner of agents' rollouts. Its methods are for any thread, unless they say otherwise."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class AgentHost:
         say: Callable[[str], None],
         prepare_seconds: float = START_SECONDS,
     ) -> None:
-        """tokens_max: of a conversation. gateway: makes one. finished: takes a rollout's key and sample, None if it was
-        cancelled. failed: takes what ends the run. sampling: those of the keys whose engine samples: the time limits
-        of others stand still. All are called in the host's thread. prepare_seconds: for what a process does in its
-        file's `prepare`."""
+        """Starts the host's thread. tokens_max: of a conversation. gateway: makes one. finished: takes a rollout's key
+        and sample, None if it was cancelled. failed: takes the error that ends the run. sampling: returns the keys
+        whose engine samples; the time limits of others pause. The host's thread calls all of these. prepare_seconds:
+        timeout of the file's `prepare` in a process."""
         self._agent, self._program, self._tokens_max, self._logs = agent, program, tokens_max, logs
         self._finished, self._failed, self._sampling, self._say = finished, failed, sampling, say
         self._prepare_seconds = prepare_seconds
@@ -99,7 +99,7 @@ class AgentHost:
         self._running: dict[Order, dict[int, Hosted]] = {}
         self._held: set[Order] = set()
         self._opened: dict[str, Hosted] = {}
-        """By key, until their samples are there."""
+        """Rollouts by key, until their samples are there."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded = self._said_failure = False
         self.restarts = 0
@@ -115,30 +115,30 @@ class AgentHost:
         return self._thread
 
     def order_of(self, key: str) -> Order:
-        """That of the rollout with this key, until its sample is there. In the host's thread."""
+        """Returns the order of the rollout with this key, until its sample is there. Runs in the host's thread."""
         return self._opened[key].order
 
     def late(self, key: str, why: str) -> None:
-        """A time limit ends the rollout with this key, if nothing else has. In the host's thread."""
+        """Ends the rollout with this key for a time limit, unless it has ended. Runs in the host's thread."""
         rollout = self._opened[key]
         if key in rollout.process.rollouts:
             self._leave(rollout)
             self._end(rollout, late=why)
 
     def begin(self, orders: Sequence[Order], *, first: bool = False) -> None:
-        """Their rollouts that have no sample begin, `first`: before those that wait. Rollouts that were held go on."""
+        """Begins their rollouts without a sample, if `first` before those that wait. Resumes held rollouts."""
         self._call(self._begin, orders, first)
 
     def hold(self, orders: Collection[Order]) -> None:
-        """None of their rollouts begins, and the time limits of those that have begun stand still, until `begin`."""
+        """Holds back their rollouts until `begin`, and pauses the time limits of those that have begun."""
         self._call(self._hold, orders)
 
     def cancel(self, orders: Collection[Order]) -> None:
-        """Ends their rollouts, which get no sample."""
+        """Cancels their rollouts, which get no sample."""
         self._call(self._cancel, orders)
 
     def close(self) -> None:
-        """Ends all agent processes, and the gateway."""
+        """Stops all agent processes, and the gateway."""
         self._call(self._closing.set)
         self._thread.join(CLOSE_SECONDS)
 
@@ -182,7 +182,7 @@ class AgentHost:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     async def _tend(self, slot: Slot) -> None:
-        """Keeps a process running. Raises AgentError if it does not start."""
+        """Keeps a process running: restarts it whenever it ends. Raises AgentError if it does not start."""
         failures = 0
         while True:
             was_ready, reason = await self._one_process(slot)
@@ -202,7 +202,7 @@ class AgentHost:
                 await asyncio.sleep(2.0**failures - 1)
 
     async def _one_process(self, slot: Slot) -> tuple[bool, str]:
-        """One process, from its start to its end: whether it was ready, and why it ended."""
+        """Runs one process from its start to its end. Returns whether it was ready, and why it ended."""
         process = await AgentProcess.start(self._program, self._log(slot))
         reason = ""
         started = self._loop.call_later(START_SECONDS, process.stop)
@@ -249,7 +249,7 @@ class AgentHost:
         self._end(rollout, reward=message["reward"], turn_rewards=message["turn_rewards"], error=error)
 
     async def _watch(self) -> None:
-        """Ends rollouts that are late, and processes that are blocked."""
+        """Ends rollouts that reach their time limit, and processes that are blocked."""
         before = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -307,7 +307,7 @@ class AgentHost:
         self._finished(rollout.order, rollout.index, rollout.key, sample)
 
     def _leave(self, rollout: Hosted) -> None:
-        """Ends it in its process."""
+        """Cancels the rollout in its process."""
         slot = rollout.process
         del slot.rollouts[rollout.key]
         if slot.process:
@@ -315,7 +315,7 @@ class AgentHost:
             slot.process.send({"cancel": rollout.key})
 
     def _fill(self) -> None:
-        """Rollouts that wait begin, as long as there is room. No process takes more than its share."""
+        """Begins rollouts that wait, while there is room. Each process takes at most its share."""
         if not self._waiting:
             return
         running = {slot: self._not_held(slot) for slot in self._slots}

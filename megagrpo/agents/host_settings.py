@@ -1,4 +1,4 @@
-"""What a recipe says of agents, as their host takes it."""
+"""The settings of the agents' host, from a recipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILT_IN = {
 
 
 def gateway_of(recipe: Recipe, tokenizer_directory: Path, ask: Ask) -> Gateway:
-    """Raises ModelError if there is no tokenizer with a chat template."""
+    """Returns the recipe's gateway. Raises ModelError if there is no tokenizer with a chat template."""
     agent = recipe.agent
     if agent is None:
         raise ValueError("no agent")
@@ -33,8 +33,8 @@ def gateway_of(recipe: Recipe, tokenizer_directory: Path, ask: Ask) -> Gateway:
 
 
 def chat_of(recipe: Recipe, tokenizer_directory: Path) -> Chat:
-    """A recipe's tokenizer and template, and every token that ends an answer. The recipe must have an agent. Raises
-    ModelError if there is no tokenizer with a chat template."""
+    """Returns a recipe's tokenizer and template, with every token that ends an answer. The recipe must have an agent.
+    Raises ModelError if there is no tokenizer with a chat template."""
     agent = recipe.agent
     if agent is None:
         raise ValueError("no agent")
@@ -44,7 +44,7 @@ def chat_of(recipe: Recipe, tokenizer_directory: Path) -> Chat:
 
 
 def program_of(agent: AgentConfig) -> Program:
-    """What agent processes run. Raises AgentError if the file cannot be read, RecipeError for arguments of tools."""
+    """Returns the agents' program. Raises AgentError if the file cannot be read, RecipeError for arguments of tools."""
     if agent.function:
         name, _, function = agent.function.rpartition(":")
         file, arguments = Path(name).absolute(), agent.arguments

@@ -21,13 +21,13 @@ from megagrpo.reward.workers import END_SECONDS, ENVIRONMENT
 MESSAGE_BYTES_MAX = 1 << 24
 """Longest line from an agent process."""
 LOG_BYTES_MAX = 1 << 26
-"""What one process may write into its log; the rest is read and dropped."""
+"""Most bytes of one process's log; the rest is read and dropped."""
 RUNNER = Path(__file__).parent / "runner.py"
 
 
 @dataclass(frozen=True)
 class Program:
-    """What agent processes run: a function of a file, and its arguments."""
+    """The program of agent processes: a function of a file, and its arguments."""
 
     file: str
     source: str
@@ -41,7 +41,7 @@ class Program:
 
 
 class AgentProcess:
-    """Made by `start`. Everything is done in one event loop."""
+    """An agent process that `start` has started. Its methods are for one event loop."""
 
     def __init__(
         self, keeper: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -51,7 +51,7 @@ class AgentProcess:
 
     @classmethod
     async def start(cls, program: Program, log: Path) -> AgentProcess:
-        """Starts the process; it is ready when it says so. Raises OSError."""
+        """Starts the process, whose message `ready` says when it is ready. Raises OSError."""
         ours, theirs = socket.socketpair()
         command = [program.python or sys.executable, str(RUNNER)]
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -77,12 +77,12 @@ class AgentProcess:
         return process
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Values that JSON lacks become texts. A process that is gone takes nothing."""
+        """Sends a message. Values that JSON lacks become texts. A message to a process that is gone is lost."""
         data = json.dumps(message, default=str, skipkeys=True).encode(errors="surrogatepass") + b"\n"
         self._writer.write(data)
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """What the process says, until it ends. Raises ValueError if that is no message."""
+        """Yields the process's messages until it ends. Raises ValueError for a line that is no message."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -99,11 +99,11 @@ class AgentProcess:
             yield message
 
     def stop(self) -> None:
-        """Tells its keeper to end it, with all that it started."""
+        """Tells its keeper to end the process and all that it started."""
         worker_process.tell_to_end(self._keeper)
 
     async def end(self) -> str:
-        """Ends the process and all that it started; how it ended, in words."""
+        """Ends the process and all that it started. Returns how it ended, in words."""
         self.stop()
         try:
             status = await asyncio.to_thread(self._keeper.wait, END_SECONDS)

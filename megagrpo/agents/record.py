@@ -1,4 +1,4 @@
-"""What is kept of a rollout that has ended: its branches, turns, messages and counts."""
+"""The record of a rollout that has ended: its branches, turns, messages and counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TurnRewards = Sequence[float] | Mapping[str, float] | None
 
 
 class Record:
-    """A rollout that takes no more turns. `limited`: a limit ended what the agent asked last, so that it is truncated.
+    """A rollout that takes no more turns. `limited`: a limit ended the agent's last request, so that it is truncated.
     `aborted`: why the engine gave up on a turn, or ""."""
 
     def __init__(self, rollout: Rollout) -> None:
@@ -26,17 +26,17 @@ class Record:
 
     @property
     def turns(self) -> Sequence[AskedTurn]:
-        """All answers, in the order in which they were sampled; also those that are not trained."""
+        """Returns all answers, trained or not, in the order in which they were sampled."""
         return self._rollout.turns
 
     @property
     def paths(self) -> Sequence[PathOfTurns]:
-        """The turns of each branch."""
+        """Returns the turns of each branch."""
         return self._paths
 
     def sample(self, request: Request, finish: FinishReason, turn_rewards: TurnRewards = None) -> Sample:
-        """The rollout as the sample of a request. Turn rewards that fit no turn make it fail, as any other mistake of
-        the agent: its finish is then "abort", and `agent.error` says why."""
+        """Returns the rollout as the sample of a request. Turn rewards that fit no turn fail the rollout, as any other
+        mistake of the agent: its finish is then "abort", and `agent.error` says why."""
         run = self.agent_run(turn_rewards)
         last = self._rollout.last_of_task()
         trained = [
@@ -54,7 +54,7 @@ class Record:
         )
 
     def agent_run(self, turn_rewards: TurnRewards = None) -> AgentRun:
-        """`turn_rewards`: one per answer, in their order; or by the id of an answer, as the agent got it."""
+        """Returns the AgentRun. `turn_rewards`: one per answer, in order; or by an answer's id as the agent got it."""
         rewards, error = self._rewards(turn_rewards)
         last = self._rollout.last_of_task()
         conversation = last.conversation() if last else []
@@ -73,7 +73,7 @@ class Record:
         )
 
     def _rewards(self, given: Any) -> tuple[dict[int, float], str]:
-        """Rewards by the number of their turn; or why they cannot be read."""
+        """Returns rewards by the number of their turn, and an error if they cannot be read."""
         if given is None:
             return {}, ""
         turns = self._rollout.turns

@@ -1,7 +1,7 @@
-"""An agent process: many rollouts of one agent function, beside each other, in an interpreter of any environment.
+"""An agent process: concurrent rollouts of one agent function, in an interpreter of any environment.
 
 `python runner.py DESCRIPTOR` serves the socket with this file descriptor. Standard library only, Python 3.10 or newer.
-Lines of JSON come and go:
+It reads and writes lines of JSON:
 
     in   {"start": {"path": [...] or null, "file": ..., "source": ..., "function": ..., "arguments": {...}}}
          {"begin": KEY, "task": {...}, "endpoint": {"base_url": ..., "api_key": ..., "model": ...}}
@@ -11,7 +11,7 @@ Lines of JSON come and go:
          {"event": KEY, "kind": ..., ...}
          {"end": KEY, "reward": {...} or null, "turn_rewards": ..., "error": ..., "trace": ...}, once each
 
-What the function prints goes where standard error goes.
+The function's standard output goes to standard error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TEXT_CHARACTERS_MAX = 20_000
 EVENT_BYTES_MAX, END_BYTES_MAX = 1 << 18, 1 << 22
 """Longest messages: the host takes an agent process that sends much more for a broken one."""
 SHORT_BYTES, SHORT_VALUES = 1000, 30
-"""What is kept of an event that is longer: its first short values."""
+"""Most bytes of a value, and most values, that are kept of an event that is longer: its first short values."""
 METRICS_MAX = 100
 
 
@@ -72,7 +72,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where the policy is asked, as any OpenAI-compatible client does. The key is this rollout's own."""
+    """The policy's address for any OpenAI-compatible client. The key is this rollout's own."""
 
     base_url: str
     api_key: str
@@ -95,7 +95,7 @@ class Runner:
         self._pid = os.getpid()
 
     def serve(self) -> None:
-        """Reads messages until the other end is closed, in a thread: whatever a function does to the event loop."""
+        """Reads messages until the other end is closed. Runs in a thread, in case a function blocks the event loop."""
         with self._channel.makefile("rb") as lines:
             for line in lines:
                 self._loop.call_soon_threadsafe(self._take, json.loads(line))
@@ -165,7 +165,7 @@ class Runner:
 
 
 def load(file: str, source: str, path: Sequence[str] | None) -> ModuleType:
-    """The module of the file with this text. Raises what the file raises."""
+    """Loads the module of the file with this text. Raises what the file raises."""
     own = str(Path(__file__).resolve().parent)
     if path is not None:
         sys.path[:] = path
@@ -185,8 +185,8 @@ def load(file: str, source: str, path: Sequence[str] | None) -> ModuleType:
 
 
 def reward_of(returned: Any) -> tuple[dict[str, Any] | None, Any]:
-    """The reward, "score" and metrics, and the turns' rewards, from what a function returned: a number, a mapping or
-    dataclass with `score` and other numbers, or None. Raises TypeError or ValueError for anything else."""
+    """Returns the reward ("score" and metrics) and the turns' rewards of a function's result. The result is a number, a
+    mapping or dataclass with `score` and other numbers, or None. Raises TypeError or ValueError for anything else."""
     if returned is None:
         return None, None
     if dataclasses.is_dataclass(returned) and not isinstance(returned, type):

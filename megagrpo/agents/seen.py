@@ -1,4 +1,4 @@
-"""What is seen of a rollout: the shapes of `AgentRun.events`, and why its branches began."""
+"""The events of a rollout: the shapes of `AgentRun.events`, and the reasons why its branches began."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megagrpo.track.traces import LEFT_OUT
 from megagrpo.types import AgentRun
 
 EVENT_LEVELS_MAX = 32
-"""Levels of lists and objects in an event that an agent tells."""
+"""Most levels of lists and objects in an event that an agent reports."""
 
 BranchReason = Literal["history", "tools", "fork", "reasoning", "tools_move", "role", "close", "stop_token", "audit"]
 """Why a turn does not extend the branch of the turn before it: BRANCHES in track/conversation.py says it in words."""
@@ -35,10 +35,10 @@ class TurnEvent(TypedDict):
 
 
 class ToolEvent(TypedDict):
-    """A call of a tool, told by the agent: `endpoint.event("tool", name=…, seconds=…, error=…)`."""
+    """A call of a tool, reported by the agent: `endpoint.event("tool", name=…, seconds=…, error=…)`."""
 
     kind: Literal["tool"]
-    at: float  # seconds since the rollout was opened, when it was told: the host's or the agent process's clock
+    at: float  # seconds from the rollout's opening to the report, by the host's or the agent process's clock
     name: str
     seconds: float
     error: NotRequired[str]  # why it failed; "" or missing: it did not
@@ -47,8 +47,8 @@ class ToolEvent(TypedDict):
 
 
 def told(values: Mapping[str, Any], at: float) -> dict[str, Any]:
-    """An event that an agent tells. Any program may tell anything: what has the kind of another event, or no name and
-    time as a tool's call, gets a kind that nothing else has. Levels below EVENT_LEVELS_MAX are left out."""
+    """Returns an event that an agent reports. Any program may report anything: an event of a reserved kind, or a tool's
+    call without a name or a time, gets a kind that nothing else has. Levels below EVENT_LEVELS_MAX are left out."""
     kind, seconds = str(values.get("kind")), values.get("seconds")
     timed = isinstance(seconds, int | float) and 0 <= seconds < math.inf
     taken = kind in ("turn", LEFT_OUT) or (kind == "tool" and not (timed and isinstance(values.get("name"), str)))
@@ -56,7 +56,7 @@ def told(values: Mapping[str, Any], at: float) -> dict[str, Any]:
 
 
 def _shallow(value: Any, levels: int) -> Any:
-    """What checkpoints, traces and reports can write: each goes down into a value by recursion, and JSON has no NaN."""
+    """Returns a value that checkpoints, traces and reports can write: they recurse into it, and JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if not isinstance(value, dict | list):
@@ -69,10 +69,10 @@ def _shallow(value: Any, levels: int) -> Any:
 
 
 def turn_events(run: AgentRun) -> list[TurnEvent]:
-    """The rollout's answers, in order of time."""
+    """Returns the rollout's answers, in order of time."""
     return [cast(TurnEvent, event) for event in run.events if event["kind"] == "turn"]
 
 
 def tool_events(run: AgentRun) -> list[ToolEvent]:
-    """Calls of tools that the agent told of, in order of time."""
+    """Returns the tool calls that the agent reported, in order of time."""
     return [cast(ToolEvent, event) for event in run.events if event["kind"] == "tool"]

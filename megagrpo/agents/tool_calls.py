@@ -1,4 +1,4 @@
-"""From sampled text to a chat message: reasoning, tool calls, and what else was said.
+"""Parsers from sampled text to a chat message: reasoning, tool calls, and other content.
 
 Nothing is lost: a call that cannot be read, or whose tool is unknown, stays in the content, where the agent sees it.
 """
@@ -35,12 +35,12 @@ SHOWN = (
     ("llama3", r'\{\s*"name": *"f", *"parameters"'),
     ("pythonic", r"\[f\(k="),
 )
-"""Parsers, and how a template writes the call of f with k: "v" if they read it. The first that fits is taken."""
+"""Parsers, each with the pattern of a template's call of f with k: "v" that it reads. The first match is taken."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What stands in an answer beside its reasoning. A call is its tool's name and its arguments, an object."""
+    """The content and the calls of an answer, without reasoning. A call is a tool's name and arguments, an object."""
 
     content: str
     calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
@@ -60,8 +60,8 @@ class Said:
 
 
 def parser_of(name: str, chat: Chat) -> Parser | None:
-    """The parser that agent.parser names; `auto`: the one that reads what the chat template writes, None if it writes
-    no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
+    """Returns the parser that agent.parser names. `auto`: the one that reads the chat template's calls, None
+    if it writes no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
     if name == "auto":
         shown = style_of(chat)
         if not shown or (shown not in OWN and importlib.util.find_spec("sglang") is None):
@@ -81,7 +81,7 @@ def parser_of(name: str, chat: Chat) -> Parser | None:
 
 
 def style_of(chat: Chat) -> str:
-    """The parser for what the chat template writes, "" if none is known. See SHOWN."""
+    """Returns the name of the parser of calls that the chat template writes, "" if none is known. See SHOWN."""
     try:
         written = chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], [TOOL], prompt=False)
         before = chat.render([USER], [TOOL], prompt=False)
@@ -101,7 +101,7 @@ def said_in(
     thinking: bool,
     identity: Callable[[int], str],
 ) -> Said:
-    """What an answer says.
+    """Parses the text of an answer into its message.
 
     separate: the template reads reasoning in a field of its own. several: it writes several calls; otherwise an answer
     with several cannot be read. thinking: the prompt has opened a thought. identity: the id of the answer's n-th call.
@@ -128,7 +128,7 @@ def said_in(
 
 
 def hermes_calls(content: str, tools: Tools) -> Calls:
-    """Hermes, Qwen2.5, Qwen3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
+    """Parses Hermes, Qwen2.5, Qwen3: any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     calls: list[tuple[str, Mapping[str, Any]]] = []
     unreadable = False
 
@@ -146,7 +146,7 @@ def hermes_calls(content: str, tools: Tools) -> Calls:
 
 
 def llama3_calls(content: str, tools: Tools) -> Calls:
-    """Llama 3: {"name": ..., "parameters": {...}}, several with ; between them, after <|python_tag|> or alone."""
+    """Parses Llama 3: {"name": ..., "parameters": {...}}, several with ; between, after <|python_tag|> or alone."""
     before, tag, written = content.rpartition(PYTHON_TAG)
     written = written.strip()
     if not written.startswith("{"):
@@ -169,8 +169,8 @@ OWN: Mapping[str, Parser] = {"hermes": hermes_calls, "llama3": llama3_calls}
 
 
 def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
-    """By SGLang's parser of that name. It leaves out calls that it cannot read and those of unknown tools, some with
-    a warning: the whole text is then content, and no call is made."""
+    """Parses with SGLang's parser of that name. SGLang leaves out unreadable calls and those of unknown tools, some
+    with a warning: the whole text is then content, and no call is made."""
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -200,7 +200,7 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
 
 
 class _Warnings(logging.Handler):
-    """Whether SGLang has left out a call. That the value of a parameter has another type loses nothing."""
+    """A log handler for calls that SGLang has left out. A warning of a parameter's type ("Parsed ") loses nothing."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -218,7 +218,7 @@ def _call_of(text: str, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
-    """A call as models write it, None if it is none or its tool is unknown."""
+    """Returns a call as models write it; None if it is none or its tool is unknown."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))

@@ -19,8 +19,8 @@ from megagrpo.agents.tools.tool import Called, Provider, Session, Tool, answer
 TRIES_MAX = 3
 WAIT_SECONDS = 0.2
 ENDS = ("turn_limit_exceeded", "context_length_exceeded", "turn_aborted", "rollout_aborted", "rollout_closed")
-"""Codes of requests that the gateway refuses because the rollout is at a limit, was given up, or has ended. It knows
-which, so the loop ends as it is."""
+"""Codes of the gateway's refusals when the rollout is at a limit, was given up, or has ended. The loop ends without an
+error, since the gateway knows which."""
 
 
 _providers: list[Provider] = []
@@ -33,7 +33,7 @@ async def prepare(*, tools: Sequence[str | Mapping[str, Any]]) -> None:
 
 
 async def rollout(task: Any, endpoint: Any, *, tools: Sequence[str | Mapping[str, Any]]) -> Any:
-    """One conversation, with the tools that are prepared. Returns what tools with a `reward` say at the end, or None.
+    """Runs one conversation with the prepared tools. Returns the reward of tools with a `reward` at its end, or None.
 
     It ends when an answer has no call, when a tool is done, at limits of turns and tokens, which the gateway keeps, and
     at the limit of seconds, which the host keeps. Raises RuntimeError for an answer of the gateway that is none.
@@ -44,7 +44,7 @@ async def rollout(task: Any, endpoint: Any, *, tools: Sequence[str | Mapping[str
 
 
 async def converse(task: Any, endpoint: Any, tools: Mapping[str, Tool], sessions: Sequence[Session]) -> list[Any]:
-    """All turns. Returns the messages."""
+    """Runs all turns. Returns the messages."""
     messages: list[Any] = [dict(message) for message in task.messages]
     schemas = [tool.schema for tool in tools.values()]
     no_limit = aiohttp.ClientTimeout(total=None)  # a turn takes as long as it takes; the host ends rollouts
@@ -70,9 +70,9 @@ async def converse(task: Any, endpoint: Any, tools: Mapping[str, Tool], sessions
 
 
 async def asked(client: aiohttp.ClientSession, endpoint: Any, body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first choice of the policy's answer; None if the gateway gives no more.
+    """Returns the first choice of the policy's answer; None if the gateway gives no more.
 
-    A connection that is lost is tried again: the gateway joins the same request to the turn that runs.
+    Retries after a lost connection: the gateway joins the same request to the turn that runs.
     """
     data = json.dumps(body).encode()
     for number in range(TRIES_MAX):
@@ -98,7 +98,7 @@ async def asked(client: aiohttp.ClientSession, endpoint: Any, body: Mapping[str,
 
 
 def code_of(text: str) -> str:
-    """The code of OpenAI's error body."""
+    """Returns the code of OpenAI's error body, "" if there is none."""
     try:
         return str(json.loads(text)["error"]["code"])
     except (ValueError, KeyError, TypeError):
@@ -106,7 +106,7 @@ def code_of(text: str) -> str:
 
 
 async def run_calls(calls: Sequence[Any], tools: Mapping[str, Tool], endpoint: Any) -> list[dict[str, Any]]:
-    """The messages with the results, in the order of the calls, which run at the same time."""
+    """Runs the calls at the same time. Returns the messages with the results, in the calls' order."""
     results = await asyncio.gather(*(run_call(call, tools, endpoint) for call in calls))
     return [
         {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": called.text}
@@ -124,7 +124,7 @@ async def run_call(call: Any, tools: Mapping[str, Tool], endpoint: Any) -> Calle
 
 
 def what_to_write(tools: Mapping[str, Tool]) -> dict[str, Any]:
-    """What the policy is told of a call that cannot be read. No template has a tool's message without a call."""
+    """Returns the message to the policy after an unreadable call. No template has a tool's message without a call."""
     text = (
         "Error: your tool call could not be read, so nothing was called. Check that its name is one of "
         f"{', '.join(tools)}, and that its arguments are a complete JSON object."
@@ -133,7 +133,7 @@ def what_to_write(tools: Mapping[str, Tool]) -> dict[str, Any]:
 
 
 async def reward_of(sessions: Sequence[Session]) -> Any:
-    """The sum of what the sessions' tools say: scores, and metrics by name; and the rewards of turns, which one of them
+    """Returns the sum of the sessions' scores and of their metrics by name, and the rewards of turns, which one of them
     may give. None if none has a reward. Raises TypeError or ValueError for what is no reward, or two for turns."""
     total: dict[str, Any] = {}
     for session in sessions:

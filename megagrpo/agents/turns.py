@@ -1,4 +1,4 @@
-"""What a rollout's agent asked and the policy said, in tokens, and the branches that follow from it.
+"""The requests of a rollout's agent and the policy's answers, in tokens, and the branches that they form.
 
 A rollout is a forest of turns. A turn holds only what it adds: the tokens that the gateway put in front (of a prompt,
 or of what came after an answer: never trained), and those that the policy sampled. A path from a root to a leaf, put
@@ -24,7 +24,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a rollout may use. `sampling.max_tokens` is for one answer."""
+    """The limits of a rollout. `sampling.max_tokens` is for one answer."""
 
     turns_max: int
     tokens_max: int  # of a branch, the prompt and all of its turns
@@ -41,9 +41,9 @@ class AskedTurn:
     answer: str  # ChatAnswer.id
     found: Found
     parent: AskedTurn | None
-    given: Sequence[Message]  # what was asked beyond `follows`
+    given: Sequence[Message]  # messages of the request behind `follows`
     message: Message
-    added: np.ndarray  # int32: the prompt, or what came after the parent's answer
+    added: np.ndarray  # int32: the prompt, or the tokens after the parent's answer
     sampled: np.ndarray  # int32
     logprobs: np.ndarray  # float32, of sampled
     versions: np.ndarray  # int32, of sampled
@@ -58,7 +58,7 @@ class AskedTurn:
         return self.found.turn
 
     def path(self) -> list[AskedTurn]:
-        """The turns whose tokens this one's engine saw, and itself."""
+        """Returns the turns whose tokens this one's engine saw, and itself."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -66,7 +66,7 @@ class AskedTurn:
         return turns[::-1]
 
     def conversation(self) -> list[AskedTurn]:
-        """The turns that this one follows, however they were rendered, and itself."""
+        """Returns the turns that this one follows, however they were rendered, and itself."""
         turns, turn = [self], self.follows
         while turn is not None:
             turns.append(turn)
@@ -74,7 +74,7 @@ class AskedTurn:
         return turns[::-1]
 
     def tokens(self) -> np.ndarray:
-        """int32, all that the engine saw and sampled."""
+        """Returns all tokens that the engine saw and sampled, int32."""
         return np.concatenate([part for turn in self.path() for part in (turn.added, turn.sampled)])
 
 
@@ -84,11 +84,11 @@ class Found:
 
     turn: AskedTurn | None  # the latest answer that ends a beginning of its messages
     covered: int  # messages up to and with that answer
-    other_tools: bool  # the answer was asked with other tools: its tokens cannot be gone on with
+    other_tools: bool  # the answer was asked with other tools: its tokens cannot be continued
     digest: bytes  # of all of it: turns of the same request are alternatives to each other
     tools: bytes
     messages: bytes
-    beginning: bytes  # messages up to the first user's: what has the same one is one conversation, though it was edited
+    beginning: bytes  # messages up to the first user's: requests that share it are one conversation, edited or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PathOfTurns:
 
 @dataclass(eq=False, repr=False)
 class Rollout:
-    """All that is known of one rollout while it runs. Times are seconds of a monotonic clock."""
+    """The state of one rollout while it runs. Times are seconds of a monotonic clock."""
 
     prompt_id: str
     index: int
@@ -114,13 +114,13 @@ class Rollout:
     events: list[Mapping[str, Any]] = field(default_factory=list)
     answers_begun: int = 0
     times_asked: Counter[bytes] = field(default_factory=Counter)
-    """How often each conversation was asked to be gone on with, by its digest."""
+    """Number of requests to continue each conversation, by its digest."""
     limited: bool = False
-    """Whether a limit ended what was last asked."""
+    """Whether a limit ended the last request."""
     aborted: str = ""
     """Why the engine gave up on a turn."""
     _answered: dict[bytes, dict[bytes, AskedTurn]] = field(default_factory=dict)
-    """By the digest of a conversation's messages up to and with an answer, and that of its tools."""
+    """Answers by the digest of a conversation's messages up to and with the answer, and that of its tools."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Found:
         own, written, beginning, begun = digest_of_tools(tools), b"", b"", False
@@ -147,13 +147,13 @@ class Rollout:
             turn.follows.followed = True
 
     def unused(self) -> set[AskedTurn]:
-        """Answers that the agent passed over: it went on with another one to the same request. They are not trained."""
+        """Returns answers that the agent passed over for another one to the same request. They are not trained."""
         gone_on = {turn.found.digest for turn in self.turns if turn.followed}
         return {turn for turn in self.turns if not turn.followed and turn.found.digest in gone_on}
 
     def paths(self) -> list[PathOfTurns]:
-        """A path to each answer after which nothing was asked, first those from the first root. A turn that several
-        share is trained in the first."""
+        """Returns a path to each answer that no turn extends (`unused` ones aside), first those from the first root. A
+        turn that several paths share is trained in the first."""
         unused, trained, made = self.unused(), set[AskedTurn](), []
         leaves = [turn for turn in self.turns if turn not in unused and not set(turn.children) - unused]
         for path in sorted((leaf.path() for leaf in leaves), key=lambda path: (path[0].number, path[-1].number)):
@@ -162,8 +162,8 @@ class Rollout:
         return made
 
     def last_of_task(self) -> AskedTurn | None:
-        """The last answer of the conversation that is about the task: among those that have most of its messages, the
-        one that was answered first, however it was edited and whatever its tools."""
+        """Returns the last answer of the conversation about the task: of the conversations with most of the task's
+        messages, the one that was answered first. Edits and tools do not matter."""
         unused = self.unused()
         used = [turn for turn in self.turns if turn not in unused]
         if not used:
@@ -184,7 +184,7 @@ def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """JSON in which 1.0 is 1, as clients in JavaScript send it back."""
+    """Returns JSON in which 1.0 is 1, as clients in JavaScript send it back."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -196,7 +196,7 @@ def _whole_numbers(value: Any) -> Any:
 
 
 def digest_of(before: bytes, message: Message) -> bytes:
-    """That of a conversation with one more message. Messages are the same whatever the ids of calls, the order of keys,
+    """Returns the digest of a conversation with one more message. It ignores the ids of calls, the order of keys,
     reasoning, and white space around an answer: not every client sends these back as they were."""
     parts = [message["role"], message.get("name", ""), message["content"]]
     if message["role"] == "assistant":

@@ -1,1 +1,1 @@
-"""What is the GRPO objective? Scores to advantages, logprobs to a loss, steps to a learning rate: pure functions."""
+"""The GRPO objective as pure functions: scores to advantages, logprobs to a loss, steps to a learning rate."""

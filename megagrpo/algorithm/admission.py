@@ -1,10 +1,10 @@
-"""Which prompts may begin, and which groups a step trains on: staleness is bounded before anything is sampled.
+"""The rules for the prompts that may begin and the groups that a step trains on. They bound staleness before sampling.
 
 A step trains the weights of version step - 1 into version step. The staleness of a group is that version, step - 1,
 minus the version that was the newest when the group began. A prompt begins only if its group can still be trained
 within `max_staleness` (AReaL, arXiv:2505.24298, eq. 3): so nothing that was sampled is thrown away, and long responses
-are trained as often as short ones (the invariant of Magistral, arXiv:2506.10910, section 4). Only with `spare` groups
-begin that no step will train on.
+are trained as often as short ones (the invariant of Magistral, arXiv:2506.10910, section 4). Groups that no
+step will train on begin only with `spare`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Admission:
         number: int = 0,
         spare: int = 0,
     ) -> None:
-        """per_step: groups that a step trains on. at_once: most groups that have begun and are not taken, at least
-        per_step. steps: of the whole run; no group begins that none of them would train on. step: steps that are done.
-        number: of the first group that begins. spare: groups that may begin beyond those that can be trained; what a
-        step does not take is to be dropped."""
+        """Starts without groups. per_step: groups that a step trains on. at_once: most groups that have begun and are
+        not taken, at least per_step. steps: of the whole run; a group begins only if one of them would train on it.
+        step: finished steps. number: of the first group that begins. spare: groups that may begin beyond those that
+        can be trained; the caller must drop groups that a step leaves behind."""
         self.spare = spare
         self.per_step, self.max_staleness, self.at_once, self.steps = per_step, max_staleness, at_once, steps
         self.version = step
@@ -60,37 +60,37 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """Groups that may begin now."""
+        """Returns the number of groups that may begin now."""
         last = min(self.version + self.max_staleness + 1, self.steps)
         places = self.per_step * max(0, last - self.taken_steps)
         places += self.spare if places else 0
         return max(0, min(places, self.at_once) - len(self.waiting))
 
     def admit(self) -> Admitted:
-        """The next group begins. Only if there is room."""
+        """Begins the next group. Call it only if there is room."""
         admitted = Admitted(self.next_number, self.version, self.version + self.max_staleness + 1)
         self.waiting[admitted.number] = admitted
         self.next_number += 1
         return admitted
 
     def readmit(self, number: int, version: int) -> Admitted:
-        """A group goes on that began before the run was continued, with this version. The oldest comes first. If
-        max_staleness has been lowered meanwhile, it may become older than that."""
+        """Resumes a group that began with this version before the run was continued. Call it for the oldest first. If
+        max_staleness has been lowered meanwhile, the group may become older than that."""
         soonest = self.taken_steps + 1 + len(self.waiting) // self.per_step
         admitted = Admitted(number, version, max(version + self.max_staleness + 1, soonest))
         self.waiting[number] = admitted
         return admitted
 
     def complete(self, number: int) -> None:
-        """All samples of this group are there."""
+        """Marks this group as complete: all its samples have arrived."""
         self.waiting[number].complete = True
 
     def drop(self, number: int) -> None:
-        """No step trains on this group: it teaches nothing. Another may begin in its place."""
+        """Drops this group: it teaches nothing, so no step trains on it. Another may begin in its place."""
         del self.waiting[number]
 
     def take(self) -> list[Admitted] | None:
-        """The groups of the next step, oldest first; None: it must wait for one that is not complete.
+        """Returns the groups of the next step, oldest first; None while it must wait for a group that is not complete.
 
         They are the oldest complete ones. It waits while fewer than `per_step` are complete, or while so many older
         ones are not complete that they could not all be trained in time afterwards.
@@ -105,7 +105,7 @@ class Admission:
         return chosen
 
     def advance(self, version: int) -> None:
-        """Engines sample with this version from now on."""
+        """Sets the version with which engines sample from now on."""
         self.version = version
 
     def _oldest_complete(self) -> list[Admitted]:
@@ -113,7 +113,7 @@ class Admission:
         return complete[: self.per_step]
 
     def _in_time(self, step: int, chosen: Iterable[Admitted]) -> bool:
-        """Whether all others can be trained in time after this step has trained on `chosen`."""
+        """Returns whether all other groups can still be trained in time after this step has trained on `chosen`."""
         due = Counter(admitted.last_step for admitted in self.waiting.values())
         due.subtract(admitted.last_step for admitted in chosen)
         lasts = sorted(due)

@@ -50,13 +50,13 @@ class AdvantageInputs:
 
     @property
     def known(self) -> np.ndarray:
-        """Samples that have a score: bool [rows]."""
+        """Returns bool [rows]: samples that have a score."""
         return ~np.isnan(self.scores)
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Masked rows have zeros everywhere, and are not to be trained on."""
+    """The advantages of a step. Masked rows have zeros everywhere, and are not to be trained on."""
 
     of_rows: np.ndarray  # float64 [rows]; where tokens have their own, the mean over the row's
     of_tokens: Ragged | None = None  # float64, where the tokens of a response differ
@@ -64,7 +64,7 @@ class Advantages:
 
     @property
     def taught(self) -> np.ndarray:
-        """Rows with an advantage that is not 0: bool [rows]."""
+        """Returns bool [rows]: rows with an advantage that is not 0."""
         if self.of_tokens is None:
             return self.of_rows != 0
         of_tokens = self.of_tokens
@@ -87,16 +87,16 @@ class ScoredGroups:
     tokens: np.ndarray  # int64 [rows], response tokens
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum over each group's scored samples: [rows] -> float64 [groups]."""
+        """Sums `values` [rows] over each group's scored samples: float64 [groups]."""
         return np.bincount(self.group[self.known], values[self.known], minlength=len(self.sizes))
 
     def centered(self) -> np.ndarray:
-        """R - mean of the group, float64 [rows]."""
+        """Returns R - mean of the group, float64 [rows]."""
         mean = self.sums(self.height) / np.maximum(self.sizes, 1)
         return np.where(self.compared, self.height - mean[self.group], 0.0)
 
     def gains(self) -> np.ndarray:
-        """What the best score of each group would lose without its best sample, 0 for all others: float64 [rows]."""
+        """Returns each best sample's lead over the second best of its group, 0 for other samples: float64 [rows]."""
         order = np.lexsort((self.height, self.group))
         order = order[self.compared[order]]
         last = np.flatnonzero(np.diff(self.group[order], append=-1))  # each group's best; before it is its second best
@@ -109,7 +109,7 @@ class ScoredGroups:
 
 
 def scored_groups(scores: np.ndarray, group_ids: np.ndarray, tokens: np.ndarray) -> ScoredGroups:
-    """scores: float64 [rows], NaN where a sample is masked; group_ids: int [rows], in any order; tokens: int [rows]."""
+    """Compares samples by group. scores: float64 [rows], NaN where masked; group_ids, tokens: int [rows], any order."""
     ids, group = np.unique(group_ids, return_inverse=True)
     known = ~np.isnan(scores)
     sizes = np.bincount(group[known], minlength=len(ids))
@@ -139,16 +139,16 @@ class AdvantageMethod(Section):
     """Whether single turns of agents' rollouts can be compared in place of whole responses (credit.py)."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """With a KL penalty in the reward, methods that compare whole responses subtract its sum over the response from
-        the score; those that work by token subtract it at every token.
+        """Computes advantages. With a KL penalty in the reward, methods that compare whole responses subtract its sum
+        over the response from the score; those that work by token subtract it at every token.
 
         Raises ValueError if the inputs lack what the method needs, or do not fit together.
         """
         raise NotImplementedError
 
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
-        """Samples above the lowest score of their group, bool [rows]: a group that has one teaches something. What
-        whitening gives to groups of equal scores, all alike, teaches nothing.
+        """Returns bool [rows], samples above the lowest score of their group: a group that has one teaches something.
+        Whitening gives groups of equal scores equal advantages, which teach nothing.
         """
         return scored_groups(inputs.scores, inputs.group_ids, inputs.tokens).height > 0
 
@@ -161,7 +161,7 @@ class GroupMethod(AdvantageMethod):
         return Advantages(self.of_groups(groups))
 
     def of_groups(self, groups: ScoredGroups) -> np.ndarray:
-        """float64 [rows]."""
+        """Returns advantages, float64 [rows]."""
         raise NotImplementedError
 
 
@@ -175,7 +175,7 @@ class ScaledMethod(GroupMethod):
     """Added to the standard deviation that advantages are divided by."""
 
     def scaled(self, values: np.ndarray, groups: ScoredGroups) -> np.ndarray:
-        """values / (standard deviation of the group's scores + epsilon), as far as the settings say."""
+        """Divides values by (standard deviation of the group's scores + epsilon), as far as the settings say."""
         if self.standard_deviation == "none":
             return values
         freedom = groups.sizes - (self.standard_deviation == "sample")
@@ -262,7 +262,7 @@ class PassKConfig(ScaledMethod):
         return self.scaled(groups.gains(), groups)
 
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
-        """Samples that are better than all others of their group."""
+        """Returns bool [rows], samples that are better than all others of their group."""
         return scored_groups(inputs.scores, inputs.group_ids, inputs.tokens).gains() > 0
 
 
@@ -299,7 +299,7 @@ class GdpoConfig(ScaledMethod):
         return Advantages(groups.whitened_over_tokens(total))
 
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
-        """Samples above the lowest of their group in any reward that counts."""
+        """Returns bool [rows], samples above the lowest of their group in any reward that counts."""
         parts, weights = _parts(inputs)
         found = np.zeros(len(inputs.scores), bool)
         for scores in parts[:, weights != 0].T:
@@ -389,7 +389,7 @@ class OwnAdvantageConfig(AdvantageMethod):
         return UserFunction("algorithm.advantage.name", self.name, self.arguments)
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """Raises RecipeError if the function cannot be loaded, fails, or gives anything but a number for each row."""
+        """Calls the function. Raises RecipeError if it does not load, fails, or does not return one number per row."""
         found = np.asarray(self.function()(replace(inputs, scores=_penalized_scores(inputs))))
         rows = len(inputs.scores)
         if found.shape != (rows,) or found.dtype.kind not in "fiu":
@@ -422,7 +422,7 @@ AdvantageConfig = Annotated[
 
 
 def whitened(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """(value - mean) / sqrt(variance + 1e-8), float64 [n]; the variance is that of a sample (N - 1).
+    """Returns (value - mean) / sqrt(variance + 1e-8), float64 [n]; the variance is that of a sample (N - 1).
 
     tokens: [n], how many response tokens each value stands for. A value of 0 tokens enters no statistic and gets 0.
     Equal values give exact zeros, and so does a single token.
@@ -438,8 +438,8 @@ def whitened(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def laid_out(values: Ragged, lengths: np.ndarray, rows: np.ndarray) -> Ragged:
-    """The values of the chosen rows (bool [rows]) in a layout of all rows, 0 in the others. Raises ValueError if a
-    chosen row does not have `lengths` tokens (int64 [rows])."""
+    """Spreads the values of the chosen rows (bool [rows]) to a layout of all rows, 0 in the others. Raises
+    ValueError if a chosen row does not have `lengths` tokens (int64 [rows])."""
     if not np.array_equal(values.lengths[rows], lengths[rows]):
         raise ValueError(f"{values.lengths[rows]} values for responses of {lengths[rows]} tokens")
     result = ragged_zeros(lengths)
@@ -448,8 +448,8 @@ def laid_out(values: Ragged, lengths: np.ndarray, rows: np.ndarray) -> Ragged:
 
 
 def token_rewards(inputs: AdvantageInputs) -> Ragged:
-    """A response's score at its last token, less coefficient x KL at every token (arXiv:2203.02155, eq. 2); 0 in masked
-    rows."""
+    """Returns a response's score at its last token, less coefficient x KL at every token (arXiv:2203.02155, eq. 2);
+    0 in masked rows."""
     rewards = ragged_zeros(inputs.tokens)
     if inputs.kl is not None:
         rewards.values[:] = -inputs.kl_coefficient * laid_out(inputs.kl, inputs.tokens, inputs.known).values
@@ -459,7 +459,7 @@ def token_rewards(inputs: AdvantageInputs) -> Ragged:
 
 
 def discounted_sums(values: Ragged, factor: float) -> Ragged:
-    """y[t] = x[t] + factor x y[t + 1] within each row, and 0 after its last token."""
+    """Computes y[t] = x[t] + factor x y[t + 1] within each row, with y = 0 after its last token."""
     longest_first = np.argsort(-values.lengths, kind="stable")
     ends, lengths = values.offsets[1:][longest_first], values.lengths[longest_first]
     sums = np.empty(len(values.values))
@@ -473,7 +473,7 @@ def discounted_sums(values: Ragged, factor: float) -> Ragged:
 
 
 def _penalized_scores(inputs: AdvantageInputs) -> np.ndarray:
-    """Scores less coefficient x KL summed over the response (arXiv:2203.02155, eq. 2). Masked samples stay NaN."""
+    """Returns scores less coefficient x KL summed over the response (arXiv:2203.02155, eq. 2); NaN if masked."""
     if inputs.kl is None:
         return inputs.scores
     return inputs.scores - inputs.kl_coefficient * laid_out(inputs.kl, inputs.tokens, inputs.known).sums()

@@ -34,7 +34,7 @@ class AggregationMethod(Section):
     name: str
 
     def weigh(self, kept: Tensor, minibatch: MinibatchTokens) -> Tensor:
-        """Weights from 1 for each kept token and 0 for the others, float64 [tokens] -> float64 [tokens]."""
+        """Computes token weights, float64 [tokens]. kept: float64 [tokens], 1 for each kept token, 0 for the others."""
         raise NotImplementedError
 
 
@@ -99,6 +99,6 @@ AggregationConfig = Annotated[
 
 
 def token_weights(method: AggregationMethod, minibatch: MinibatchTokens) -> Tensor:
-    """Weight of each response token in the loss, float32 [tokens]; 0 where it is not kept."""
+    """Returns the weight of each response token in the loss, float32 [tokens]; 0 where it is not kept."""
     safe = replace(minibatch, tokens=max(minibatch.tokens, 1.0), count=max(minibatch.count, 1.0))
     return method.weigh(minibatch.kept.double(), safe).float()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megagrpo.algorithm.sequences import Sequences
 
 NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
-"""What a statistic is where engine and trainer agree."""
+"""Each statistic's value where engine and trainer agree."""
 
 
 class ImportanceConfig(Section):
@@ -58,7 +58,7 @@ class ImportanceConfig(Section):
 
 
 class Rejection(Section):
-    """What is left out because trainer and engine disagree on it: outside of [low, high]."""
+    """A rule that leaves out tokens on which trainer and engine disagree: their statistic is outside of [low, high]."""
 
     level: str
 
@@ -73,11 +73,11 @@ class Rejection(Section):
     """Largest value that stays; null: no bound."""
 
     def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
-        """Tokens that stay, bool [tokens]. log_ratio: bounded log r, float32 [tokens]."""
+        """Returns bool [tokens]: tokens that stay. log_ratio: bounded log r, float32 [tokens]."""
         raise NotImplementedError
 
     def of_tokens(self, log_ratio: Tensor) -> Tensor:
-        """The statistic by token, float64 [tokens]."""
+        """Returns the statistic by token, float64 [tokens]."""
         log_ratio = log_ratio.double()
         return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
@@ -94,7 +94,7 @@ class Rejection(Section):
             yield from self._never_acting()
 
     def _never_acting(self) -> Iterator[Problem]:
-        """Bounds that nothing can be beyond, because log ratios are bounded by LIMIT on both sides."""
+        """Yields a problem for each bound that never acts, because log ratios are bounded by LIMIT on both sides."""
         ratio = math.exp(LIMIT)
         smallest = {"ratio": 1 / ratio, "k1": -LIMIT}.get(self.statistic, 0.0)
         largest = {"ratio": ratio, "k1": LIMIT, "k2": LIMIT**2 / 2, "k3": ratio - 1 - LIMIT}[self.statistic]
@@ -163,7 +163,7 @@ class CorrectionConfig(Section):
 
 @dataclass(frozen=True)
 class Corrected:
-    """The tokens of a minibatch on one rank."""
+    """The corrected tokens of a minibatch on one rank."""
 
     importance: Tensor | None  # float32 [tokens], constants: weights of the policy's loss. None: all 1
     kept: Tensor  # bool [tokens]: the others leave the loss and its denominators
@@ -172,7 +172,7 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a step's correction did, over all response tokens."""
+    """The figures of a step's correction, over all response tokens."""
 
     weight_mean: float  # mean weight within its bounds, before `normalize`; 1 without weights
     outside_share: float  # of tokens whose weight was outside of the bounds
@@ -187,7 +187,7 @@ def correct(
     settings: CorrectionConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Corrected:
-    """Weights of a whole minibatch's tokens, and which of them stay.
+    """Computes the weights of a whole minibatch's tokens, and the tokens that stay.
 
     old, rollout: float32 [tokens of this rank], the trainer's logprobs before the update and the engines';
     sum_over_ranks sums a float64 tensor in place over the ranks that hold the minibatch's other tokens.
@@ -227,7 +227,7 @@ def correct(
 
 
 def correction_of(sums: Tensor) -> Correction:
-    """From `Corrected.sums` over all ranks and minibatches."""
+    """Computes a step's figures from `Corrected.sums` over all ranks and minibatches."""
     tokens, weight, outside, rejected, sequences, vetoed = sums.tolist()
     return Correction(
         weight_mean=weight / tokens if tokens else 1.0,
@@ -238,7 +238,7 @@ def correction_of(sums: Tensor) -> Correction:
 
 
 def _bounded_weights(log_ratio: Tensor, sequences: Sequences, settings: ImportanceConfig) -> tuple[Tensor, Tensor]:
-    """Weights [tokens] within their bounds, and which were outside of them, bool [tokens]."""
+    """Returns weights [tokens] within their bounds, and those that were outside of the bounds, bool [tokens]."""
     log_weight = log_ratio.double()
     if settings.name == "sequence":
         log_weight = sequences.of_tokens(sequences.sum(log_weight))
@@ -256,7 +256,7 @@ def _mean_weight(
     settings: ImportanceConfig,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Tensor:
-    """Over the minibatch's kept tokens, or over the sequences that have any; 1 where all weights are 0."""
+    """Returns the mean over the minibatch's kept tokens, or over sequences that have any; 1 where all weights are 0."""
     import torch
 
     counts = kept.double()

@@ -1,4 +1,4 @@
-"""Which turns of an agent's rollout its rewards are credited to.
+"""Assigns the rewards of an agent's rollout to its turns.
 
 A turn's reward is what the agent or its environment gave for it, 0 if nothing; the rollout's score is added to that of
 its last turn. A method that compares whole responses then compares turns as it would compare responses, among those
@@ -29,7 +29,7 @@ class Turns:
     rewards: np.ndarray  # float64, without the rollout's score; 0 where none was given
 
     def by_row(self, values: np.ndarray) -> tuple[Ragged, np.ndarray]:
-        """Values [turns] by row and in the order of time; and where each of them was, int64 [turns]."""
+        """Orders values [turns] by row and by time. Returns them, and their indices in `values`, int64 [turns]."""
         at = np.lexsort((self.order, self.rows))
         counts = np.bincount(self.rows, minlength=int(self.rows.max(initial=-1)) + 1)
         return ragged_zeros(counts).with_values(values[at].astype(np.float64)), at
@@ -44,7 +44,7 @@ class CreditMethod(Section):
     """Whether the turns of a rollout may have different advantages."""
 
     def advantages(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns | None) -> Advantages:
-        """All tokens of a turn have its advantage. Raises ValueError if turns are missing or do not fit."""
+        """Spreads each turn's advantage over its tokens. Raises ValueError if turns are missing or do not fit."""
         fitting = _fitting(inputs, turns)
         of_tokens = ragged_zeros(inputs.tokens).with_values(
             np.repeat(self.of_turns(method, inputs, fitting), fitting.tokens)
@@ -52,17 +52,17 @@ class CreditMethod(Section):
         return Advantages(of_tokens.means(), of_tokens)
 
     def teaches(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns | None) -> np.ndarray:
-        """Rows with a turn that teaches something, as AdvantageMethod.teaches says it: bool [rows]."""
+        """Returns bool [rows]: rows with a turn that teaches something by AdvantageMethod.teaches."""
         fitting = _fitting(inputs, turns)
         found = method.teaches(self.compared(inputs, fitting))
         return np.bincount(fitting.rows[found], minlength=len(inputs.scores)) > 0
 
     def compared(self, inputs: AdvantageInputs, turns: Turns) -> AdvantageInputs:
-        """What the method compares: turns in place of rows."""
+        """Returns the inputs that the method compares: turns in place of rows."""
         raise NotImplementedError
 
     def of_turns(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns) -> np.ndarray:
-        """float64 [turns]."""
+        """Returns advantages by turn, float64 [turns]."""
         return method.advantages(self.compared(inputs, turns)).of_rows
 
 
@@ -132,7 +132,7 @@ CreditConfig = Annotated[OutcomeConfig | DiscountedConfig | TurnGroupsConfig, By
 
 
 def turn_rewards(inputs: AdvantageInputs, turns: Turns) -> np.ndarray:
-    """Rewards of all turns, the rollout's score added to its last turn's: float64 [turns], NaN in masked rows."""
+    """Returns all turns' rewards, the rollout's score added to its last turn's: float64 [turns], NaN if masked."""
     rewards = np.where(inputs.known[turns.rows], turns.rewards, np.nan)
     by_row, at = turns.by_row(rewards)
     last = at[by_row.offsets[1:][by_row.lengths > 0] - 1]
@@ -141,7 +141,7 @@ def turn_rewards(inputs: AdvantageInputs, turns: Turns) -> np.ndarray:
 
 
 def discounted_returns(rewards: np.ndarray, turns: Turns, discount: float) -> np.ndarray:
-    """return[k] = reward[k] + discount x return[k + 1] in the order of time, float64 [turns] -> [turns]."""
+    """Computes return[k] = reward[k] + discount x return[k + 1] in the order of time, float64 [turns] -> [turns]."""
     by_row, at = turns.by_row(rewards)
     returns = np.empty(len(rewards))
     returns[at] = discounted_sums(by_row, discount).values

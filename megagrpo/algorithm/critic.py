@@ -34,14 +34,14 @@ class CriticConfig(Section):
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Everything is [tokens]. Only `loss` carries a gradient."""
+    """The loss of the values and its clipping, each [tokens]. Only `loss` carries a gradient."""
 
     loss: Tensor
     clipped: Tensor  # bool: the clipped value is the worse one, so that this token has no gradient
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, each [tokens]; (v - R)^2 / 2 if `clip` is None.
+    """Computes max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, [tokens]; (v - R)^2 / 2 if `clip` is None.
 
     PPO's (arXiv:1707.06347, eq. 9) with the clipping of its reference implementation (arXiv:2005.12729, section 3):
     a value that has moved by more than `clip` towards its return since the rollout is not moved any further.
@@ -57,7 +57,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def explained_variance(tokens: float, returns: tuple[float, float], residuals: tuple[float, float]) -> float:
-    """1 - Var(R - v) / Var(R) from (sum, sum of squares) of the returns R and of R - v over `tokens` tokens.
+    """Returns 1 - Var(R - v) / Var(R) from (sum, sum of squares) of the returns R and of R - v over `tokens` tokens.
 
     1: values are the returns; 0: no better than a constant. 0 where all returns are equal, or differ by no more than
     sums in float64 can tell: there is nothing to explain.

@@ -1,4 +1,4 @@
-"""What a step does to lengths that throws away its slowest responses: those that it trains on are shorter.
+"""Estimates the effect on lengths of a step that drops its slowest responses: those that it trains on are shorter.
 
 The length of a response that is cut is not known, but for its tokens so far. So the lengths of all that began are
 estimated as lifetimes are, of which some have not ended (Kaplan and Meier, 1958).
@@ -12,8 +12,8 @@ import numpy as np
 
 
 def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths in order, and the share of each in all responses that began, float64 [responses]. cut: tokens of those
-    that were cut. What is cut at the end counts with the tokens of the longest: its true share is of longer ones."""
+    """Returns sorted lengths, and the share of each in all responses that began, float64 [responses]. cut: tokens of
+    cut responses. Those cut after the last end count with the tokens of the longest: in truth they are longer."""
     lengths, has_ended = np.array([*ended, *cut], np.int64), np.arange(len(ended) + len(cut)) < len(ended)
     order = np.lexsort((~has_ended, lengths))
     at_least = np.arange(len(order), 0, -1)  # responses that are at least as long
@@ -24,7 +24,7 @@ def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarr
 
 
 def cut_metrics(trained: Sequence[int], ended: Sequence[int], cut: Sequence[int]) -> dict[str, float]:
-    """Metrics of a step, from the tokens of its responses. ended, cut: of all that began, those that ended, and those
+    """Computes a step's metrics from its responses' tokens. ended, cut: of all that began, those that ended, and those
     that did not. trained: those of both that are trained on; engines may have given up on some (finish abort)."""
     lengths, shares = lengths_of_begun(ended, cut)
     mean, begun_mean, tokens = float(np.mean(trained)), float(lengths @ shares), float(lengths.sum())

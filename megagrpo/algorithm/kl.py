@@ -46,7 +46,7 @@ class KLConfig(Section):
     """Samples after which an adaptive coefficient may have changed by a fifth."""
 
     def next_coefficient(self, coefficient: float, kl: float, samples: int) -> float:
-        """The coefficient of the next step: coefficient x (1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon).
+        """Returns the next coefficient: coefficient x (1 + clip(kl / target - 1, -0.2, 0.2) x samples / horizon).
 
         arXiv:1909.08593, section 2.2. kl: nats per token; samples: the step's. A step of more samples than the horizon
         counts as one of as many, so that the coefficient never changes its sign. It is fixed without a target, and
@@ -92,7 +92,7 @@ class ReferenceConfig(Section):
 def kl_estimate(
     logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimator, straight_through: bool = False
 ) -> Tensor:
-    """KL(policy || reference) at the sampled tokens, [tokens], with d = reference - policy logprob, r = exp(d):
+    """Estimates KL(policy || reference) at sampled tokens, [tokens], with d = reference - policy logprob, r = exp(d):
 
     k1: -d, unbiased and of high variance (as a loss term its expected gradient is 0: use it in the reward);
     k2: d^2 / 2, biased, low variance; its expected gradient is that of the divergence;
@@ -117,7 +117,7 @@ def kl_estimate(
 
 
 def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
-    """By token, [tokens]: k1 is -d, k2 d^2 / 2, k3 exp(d) - 1 - d, abs |d|, for log ratios d."""
+    """Returns the estimate by token, [tokens], for log ratios d: k1 is -d, k2 d^2 / 2, k3 exp(d) - 1 - d, abs |d|."""
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":

@@ -1,4 +1,4 @@
-"""How far the trainer's logprobs of sampled tokens are from those of the engines that sampled them.
+"""Compares the trainer's logprobs of sampled tokens with those of the engines that sampled them.
 
 Everything here is arithmetic on one rank's tokens; what is summed or gathered over ranks is passed on as a function.
 """
@@ -34,7 +34,7 @@ class TokenMismatch:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Over a step's trained response tokens, each counted once; d is train logprob - rollout logprob, in nats.
+    """The mismatch over a step's trained response tokens, each counted once; d is train - rollout logprob, in nats.
 
     A logprob that is not a number makes the means NaN and is itself among the worst.
     """
@@ -56,7 +56,7 @@ class Mismatch:
 
 
 def mismatch_sums(train: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
-    """float64 [10], which add over ranks; `mismatch_of` reads them. train, rollout: float32 [tokens]."""
+    """Returns float64 [10], which add over ranks; `mismatch_of` reads them. train, rollout: float32 [tokens]."""
     difference = (train - rollout).double()
     clamped = bounded(difference)
     ratio, excess = clamped.exp(), clamped.expm1()
@@ -78,15 +78,15 @@ def mismatch_sums(train: Tensor, rollout: Tensor, sequences: Sequences) -> Tenso
 
 
 def absolute_difference_bits(train: Tensor, rollout: Tensor) -> Tensor:
-    """|d| as integers of the same order, int32 [tokens]. Infinity and then NaN are the largest."""
+    """Returns |d| as integers of the same order, int32 [tokens]. Infinity and then NaN are the largest."""
     return (train - rollout).view(torch.int32) & BITS_WITHOUT_SIGN
 
 
 def percentile_bits(bits: Tensor, total: int, sum_over_ranks: Callable[[Tensor], None]) -> int:
-    """The smallest of all ranks' bits that at least PERCENT % of them do not exceed; 0 if there are none. Exact.
+    """Returns the smallest of all ranks' bits that at least PERCENT % of them do not exceed; 0 if there are none.
 
     bits: int32 [tokens of this rank], not negative; total: tokens of all ranks; sum_over_ranks sums an int64 tensor in
-    place.
+    place. The result is exact.
     """
     if total == 0:
         return 0
@@ -98,7 +98,7 @@ def float_of_bits(bits: int) -> float:
 
 
 def worst_tokens(rows: Tensor, index: Tensor, train: Tensor, rollout: Tensor, count: int) -> Tensor:
-    """The `count` tokens with the largest |d|, float64 [count, 4]: row, index in its response and both logprobs.
+    """Selects the `count` tokens with the largest |d|, float64 [count, 4]: row, index in response, both logprobs.
 
     rows, index: int64 [tokens]; train, rollout: float32 [tokens]. Rows of NO_ROW fill up what is missing.
     """
@@ -109,7 +109,7 @@ def worst_tokens(rows: Tensor, index: Tensor, train: Tensor, rollout: Tensor, co
 
 
 def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
-    """The `count` worst of several ranks' worst tokens, [any, 4] as from `worst_tokens`."""
+    """Selects the `count` worst of several ranks' worst tokens, [any, 4] from `worst_tokens`."""
     found = found[found[:, 0] != NO_ROW].cpu()
     order = absolute_difference_bits(found[:, 2].float(), found[:, 3].float()).argsort(descending=True, stable=True)
     return tuple(
@@ -119,7 +119,7 @@ def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
 
 
 def mismatch_of(sums: Tensor, p99: float, largest: float, worst: tuple[TokenMismatch, ...]) -> Mismatch:
-    """From the sums over all ranks, as `mismatch_sums` makes them."""
+    """Computes the mismatch from the sums over all ranks, made by `mismatch_sums`."""
     tokens, absolute, k1, k3, reverse_k3, ratio, squares, sequence_squares, sequences, logprob = sums.tolist()
     count = max(tokens, 1.0)
     return Mismatch(
@@ -141,5 +141,5 @@ def mismatch_of(sums: Tensor, p99: float, largest: float, worst: tuple[TokenMism
 
 
 def _exp(value: float) -> float:
-    """Infinity where math.exp would raise."""
+    """Returns e^value; infinity where math.exp would raise."""
     return torch.tensor(value, dtype=torch.float64).exp().item()

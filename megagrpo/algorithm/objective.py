@@ -24,7 +24,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveInputs(PolicyInputs):
-    """The same with what the other terms need, each [tokens]. `weights` come from aggregation.py."""
+    """The inputs of the policy loss and of the other terms, each [tokens]. `weights` come from aggregation.py."""
 
     weights: Tensor
     entropy: Tensor | None  # None: no entropy bonus, not reported
@@ -34,7 +34,7 @@ class ObjectiveInputs(PolicyInputs):
 
 @dataclass(frozen=True)
 class Objective:
-    """`loss` is what is minimised, a scalar; the rest explains it, [tokens], without gradients of its own."""
+    """The value of the objective. `loss`, a scalar, is minimised; the rest, [tokens], only explains it."""
 
     loss: Tensor
     policy: PolicyLoss
@@ -43,7 +43,7 @@ class Objective:
 
 
 def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Objective:
-    """Sum over tokens of weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy).
+    """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy) over tokens.
 
     GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
     reported. Raises ValueError if kl_coefficient needs them and they are not, or an entropy bonus has no entropies.

@@ -88,7 +88,7 @@ class OptimizerConfig(Section):
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:
-    """Learning rate of step `step`; the first is 1.
+    """Returns the learning rate of step `step`; the first is 1.
 
     The warm-up rises in equal parts, so that step 1 already learns and step warmup_steps has the peak. After it the
     schedule falls from the peak towards min_lr, which it would reach at step total_steps + 1.

@@ -29,7 +29,7 @@ LIMIT = 20.0
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Response tokens of one microbatch, each [tokens]."""
+    """The response tokens of one microbatch, each field [tokens]."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -38,13 +38,13 @@ class PolicyInputs:
     chosen: Tensor | None = None  # bool, from selection.py, for clip_cov and kl_cov
 
     def log_ratio(self) -> Tensor:
-        """log r, bounded."""
+        """Returns log r, bounded."""
         return bounded(self.logprobs - self.old_logprobs)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Everything is [tokens]. Only `loss` carries a gradient."""
+    """The loss and its clipping by token, each [tokens]. Only `loss` carries a gradient."""
 
     loss: Tensor
     ratio: Tensor  # of the token, whatever ratio the loss is made of
@@ -53,7 +53,7 @@ class PolicyLoss:
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log ratio within LIMIT on both sides, to be put into exp; outside of it without a gradient."""
+    """Clamps a log ratio to LIMIT on both sides before exp; outside of it there is no gradient."""
     return log_ratio.clamp(-LIMIT, LIMIT)
 
 
@@ -69,7 +69,7 @@ class PolicyLossMethod(Section):
     """Whether the old logprobs are read."""
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
-        """Raises ValueError if the loss needs chosen tokens and has none."""
+        """Computes the loss of each token. Raises ValueError if the loss needs chosen tokens and has none."""
         raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ class ClippedLoss(PolicyLossMethod):
     """Ratios are clipped at 1 + clip_high."""
 
     def clipped(self, ratio: Tensor, inputs: PolicyInputs, dual_clip: float | None) -> PolicyLoss:
-        """PPO's clipped objective for a ratio of the token or of its response."""
+        """Computes PPO's clipped objective for a ratio of the token or of its response."""
         low, high, advantages = 1 - self.clip_low, 1 + self.clip_high, inputs.advantages
         loss = -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages)
         clipped_high = (advantages > 0) & (ratio.detach() > high)
@@ -273,7 +273,7 @@ class OwnLossConfig(PolicyLossMethod):
         return UserFunction("algorithm.loss.name", self.name, self.arguments)
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
-        """Raises RecipeError if the function cannot be loaded, fails, or gives anything but a number for each token."""
+        """Calls the function. Raises RecipeError if it does not load, fails, or does not give one number per token."""
         from torch import Tensor
 
         found = self.function()(inputs)
@@ -307,13 +307,13 @@ PolicyLossConfig = Annotated[
 
 
 def unclipped(loss: Tensor, ratio: Tensor) -> PolicyLoss:
-    """The result of a loss without bounds. loss, ratio: [tokens]."""
+    """Returns the result of a loss without bounds. loss, ratio: [tokens]."""
     nothing = ratio.new_zeros(ratio.shape).bool()
     return PolicyLoss(loss, ratio.detach(), clipped_low=nothing, clipped_high=nothing)
 
 
 def _gradient_of(logprobs: Tensor) -> Tensor:
-    """0, with the gradient of `logprobs`."""
+    """Returns 0, with the gradient of `logprobs`."""
     return logprobs - logprobs.detach()
 
 

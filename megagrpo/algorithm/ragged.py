@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """`values[offsets[r] : offsets[r + 1]]` are those of row r's response, its first token first.
+    """The numbers of every response token: `values[offsets[r] : offsets[r + 1]]` are row r's, its first token first.
 
     values: float32 or float64 [tokens]; offsets: int64 [rows + 1], from 0 to the number of tokens.
     """
@@ -28,23 +28,23 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]."""
+        """Returns the tokens of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
     @property
     def row_of_token(self) -> np.ndarray:
-        """int64 [tokens]."""
+        """Returns the row of each token, int64 [tokens]."""
         return np.repeat(np.arange(self.rows), self.lengths)
 
     def row(self, index: int) -> np.ndarray:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def sums(self) -> np.ndarray:
-        """Sum of each row, float64 [rows]; 0 where a row has no tokens."""
+        """Returns the sum of each row, float64 [rows]; 0 where a row has no tokens."""
         return np.bincount(self.row_of_token, self.values, minlength=self.rows)
 
     def means(self) -> np.ndarray:
-        """Mean of each row, float64 [rows]; 0 where a row has no tokens."""
+        """Returns the mean of each row, float64 [rows]; 0 where a row has no tokens."""
         return self.sums() / np.maximum(self.lengths, 1)
 
     def with_values(self, values: np.ndarray) -> Ragged:
@@ -52,6 +52,6 @@ class Ragged:
 
 
 def ragged_zeros(lengths: Sequence[int] | np.ndarray, dtype: type = np.float64) -> Ragged:
-    """A 0 for every token of rows of these lengths."""
+    """Returns a 0 for every token of rows of these lengths."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     return Ragged(np.zeros(int(offsets[-1]), dtype), offsets)

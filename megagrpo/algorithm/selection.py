@@ -1,4 +1,4 @@
-"""Tokens that are chosen out of a minibatch whose tokens lie on several ranks: exact, and without gathering them."""
+"""Selects tokens out of a minibatch whose tokens lie on several ranks: exactly, and without gathering them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def choose_by_covariance(
     settings: CovarianceLoss,
     sum_over_ranks: Callable[[Tensor], None],
 ) -> Tensor:
-    """Which of this rank's tokens of a minibatch Clip-Cov or KL-Cov treats apart (arXiv:2505.22617, section 4): bool
-    [tokens].
+    """Selects this rank's tokens of a minibatch that Clip-Cov or KL-Cov treats apart (arXiv:2505.22617, section 4):
+    bool [tokens].
 
     A token's covariance is (logprob - mean logprob) x (advantage - mean advantage), means over the minibatch's kept
     tokens on all ranks. clip_cov chooses at random among those in [covariance_low, covariance_high], kl_cov the
@@ -56,7 +56,7 @@ def choose_by_covariance(
 
 
 def _first(values: Tensor, draws: Tensor, wanted: int, sum_over_ranks: Callable[[Tensor], None]) -> Tensor:
-    """The `wanted` largest of all ranks' values, of equal ones those with the smallest draws; bool [values]."""
+    """Selects the `wanted` largest of all ranks' values, of equal ones those with the smallest draws; bool [values]."""
     descending = _descending_bits(values)
     last, ties = kth_smallest(descending, wanted, FLOAT32_BITS, sum_over_ranks)
     tied = descending == last
@@ -66,16 +66,16 @@ def _first(values: Tensor, draws: Tensor, wanted: int, sum_over_ranks: Callable[
 
 
 def _descending_bits(values: Tensor) -> Tensor:
-    """int64 [values] in [0, 2**32) that fall where the float32 values rise."""
+    """Returns int64 [values] in [0, 2**32) that fall where the float32 values rise."""
     bits = (values + 0.0).view(torch.int32).long()  # -0.0 + 0.0 is 0.0: both zeros are one value
     ascending = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)
     return (1 << (FLOAT32_BITS - 1)) - 1 - ascending
 
 
 def token_draws(seed: int, rows: Tensor, places: Tensor) -> Tensor:
-    """Uniform in [0, 1), float64 [tokens], by seed, row of the sample in the step and place of the token in it.
+    """Draws uniform numbers in [0, 1), float64 [tokens], by seed, row of the sample and place of the token in it.
 
-    rows, places: int64 [tokens]. SplitMix64 of each number in turn, modulo 2**64.
+    rows, places: int64 [tokens]; rows are those of the step. SplitMix64 of each number in turn, modulo 2**64.
     """
     state = mixed(torch.full_like(rows, seed) + GAMMA)
     for number in (rows, places):
@@ -84,7 +84,7 @@ def token_draws(seed: int, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def kth_smallest(bits: Tensor, wanted: int, width: int, sum_over_ranks: Callable[[Tensor], None]) -> tuple[int, int]:
-    """The `wanted`-th smallest of all ranks' bits, and how many of those that equal it are among the first `wanted`.
+    """Returns the `wanted`-th smallest of all ranks' bits, and the number of its equals among the first `wanted`.
 
     bits: int32 or int64 [any number], at least 0 and below 2**width; wanted: from 1 to the number on all ranks;
     sum_over_ranks sums an int64 tensor in place. A radix selection: a histogram of 16 KiB is summed for each 11 bits.

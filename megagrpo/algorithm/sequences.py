@@ -1,4 +1,4 @@
-"""Sums over whole responses of numbers that lie token by token, on one rank or on several."""
+"""Sums over whole responses of numbers by token, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _here(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which response each token of a microbatch belongs to. Every token belongs to one.
+    """The response of each token of a microbatch. Every token belongs to one.
 
     Under context parallelism a response's tokens lie on several ranks, as do the branches of an agent's rollout where
     they count as one: `over_ranks` then sums over those. All of these ranks call everything here in the same order. No
@@ -28,18 +28,18 @@ class Sequences:
     over_ranks: Callable[[Tensor], Tensor] = _here  # float64 [count] -> [count]
 
     def sum(self, values: Tensor) -> Tensor:
-        """[tokens] of any type -> float64 [count]."""
+        """Sums [tokens] of any type by sequence: float64 [count]."""
         zeros = torch.zeros(len(self.tokens), dtype=torch.float64, device=values.device)
         return self.over_ranks(zeros.index_add(0, self.index, values.detach().double()))
 
     def mean(self, values: Tensor) -> Tensor:
-        """[tokens] of any type -> float64 [count]; 0 for a sequence without response tokens."""
+        """Averages [tokens] of any type by sequence: float64 [count]; 0 for a sequence without response tokens."""
         return self.sum(values) / self.tokens.clamp(min=1)
 
     def of_tokens(self, per_sequence: Tensor) -> Tensor:
-        """[count] -> [tokens]: each token gets its sequence's."""
+        """Gives each token its sequence's number: [count] -> [tokens]."""
         return per_sequence[self.index]
 
     def shares(self) -> Tensor:
-        """float64 [tokens]: each one's part of its sequence. Their sum over all ranks is the number of sequences."""
+        """Returns each token's share of its sequence, float64 [tokens]; all ranks' sum is the number of sequences."""
         return 1 / self.of_tokens(self.tokens.double())

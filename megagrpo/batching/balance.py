@@ -67,7 +67,7 @@ def share_over_ranks(bin_costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _longest_first(cost: np.ndarray, bins: int) -> list[list[int]]:
-    """Each sequence goes to the cheapest bin so far (LPT): at most 4/3 - 1/(3 bins) of the best (Graham 1969)."""
+    """Puts each sequence into the cheapest bin so far (LPT): at most 4/3 - 1/(3 bins) of the best (Graham 1969)."""
     heap = [(0.0, index) for index in range(bins)]
     filled: list[list[int]] = [[] for _ in range(bins)]
     for sequence in np.argsort(-cost, kind="stable").tolist():
@@ -78,7 +78,7 @@ def _longest_first(cost: np.ndarray, bins: int) -> list[list[int]]:
 
 
 def _largest_differencing(cost: np.ndarray, bins: int) -> list[list[int]]:
-    """Karmarkar and Karp 1982: joins the two partitions whose bins differ most, full bins with empty ones.
+    """Joins the two partitions whose bins differ most, full bins with empty ones (Karmarkar and Karp 1982).
 
     At first every sequence is a partition of its own, alone in the last bin.
     """

@@ -89,7 +89,7 @@ def make_rank_batches(
     seed: int,
     work: Work = TOKENS,
 ) -> list[RankBatch]:
-    """One RankBatch for each data rank. Every sequence is in exactly one microbatch of one rank.
+    """Makes one RankBatch for each data rank. Every sequence is in exactly one microbatch of one rank.
 
     Minibatches are equal shares (sizes differ by at most 1) of the rows in a random order fixed by `seed`; they don't
     depend on the layout. All sequences of a row are in one minibatch, in any of its microbatches. A minibatch without
@@ -126,7 +126,7 @@ def count_response_tokens(sequences: Sequence[TrainSequence]) -> int:
 
 
 def padded_lengths(lengths: np.ndarray, context: int) -> np.ndarray:
-    """Tokens each sequence occupies, int [sequences]: each of `context` ranks takes two equal pieces of it."""
+    """Returns the tokens that each sequence occupies, int [sequences]: two equal pieces on each of `context` ranks."""
     if context == 1:
         return lengths
     return -(-lengths // (2 * context)) * (2 * context)
@@ -141,7 +141,7 @@ each other how long they are, for which Megatron waits until the device is idle.
 
 
 def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, device: str) -> list[int]:
-    """Tokens on each context rank, padding included, of microbatches that pass one after the other on `device`.
+    """Returns tokens on each context rank, padding included, of microbatches that pass one after the other on `device`.
 
     Tensor ranks cut them evenly; context ranks have two pieces of every sequence. Multiples are of 128 in all, not for
     each tensor rank: with 8 of them and 5,000 tokens that would add a tenth.
@@ -159,14 +159,14 @@ def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, de
 
 
 def padding_share(batches: Sequence[RankBatch], layout: ParallelLayout, device: str) -> float:
-    """Share of the tokens in passes with gradients that belong to no sequence."""
+    """Returns the share of padding in the tokens of passes with gradients."""
     passes = [minibatch for batch in batches for minibatch in batch.minibatches]
     padded = sum(sum(padded_tokens(micros, layout, device)) for micros in passes) * layout.context
     return 1 - sum(micro.tokens for micros in passes for micro in micros) / padded if padded else 0.0
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Indices of the sequences in each bin; no bin holds more than `capacity` tokens.
+    """Packs sequences into bins of at most `capacity` tokens. Returns the indices of the sequences in each bin.
 
     Longest first, each into the first bin with room: at most 11/9 of the fewest possible bins, plus 6/9
     (Dosa, 2007). No length may exceed `capacity`.
@@ -199,14 +199,14 @@ def joined_microbatches(count: int, at_once: int, layout: ParallelLayout) -> lis
 
 
 def packing_efficiency(batches: Sequence[RankBatch], layout: ParallelLayout, tokens_per_microbatch: int) -> float:
-    """Share of the microbatches' capacity that holds tokens, over all data ranks: between 0 and 1."""
+    """Returns the share of the microbatches' capacity that holds tokens, over all data ranks: between 0 and 1."""
     microbatches = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     capacity = len(microbatches) * tokens_per_microbatch * layout.context
     return sum(micro.tokens for micro in microbatches) / capacity if capacity else 0.0
 
 
 def imbalance(batches: Sequence[RankBatch]) -> float:
-    """How much longer data ranks compute than with equal work: each minibatch ends when the busiest rank is done.
+    """Returns the added share of compute time against equal work: each minibatch ends when the busiest rank is done.
 
     0 at best, the number of data ranks less 1 at worst.
     """
@@ -218,7 +218,7 @@ def imbalance(batches: Sequence[RankBatch]) -> float:
 def _share(
     sequences: Sequence[TrainSequence], layout: ParallelLayout, capacity: int, work: Work
 ) -> list[tuple[Microbatch, ...]]:
-    """One minibatch's microbatches for each data rank."""
+    """Makes one minibatch's microbatches for each data rank."""
     if not sequences:
         return [() for _ in range(layout.data)]
     lengths = padded_lengths(np.array([len(s.tokens) for s in sequences]), layout.context)

@@ -11,13 +11,13 @@ from megagrpo.weights.families.architecture import Architecture
 
 @dataclass(frozen=True)
 class Work:
-    """linear x length + quadratic x length^2 operations for a forward pass; a backward pass takes twice as many."""
+    """The operations of a forward pass: linear x length + quadratic x length^2. A backward pass takes twice as many."""
 
     linear: float
     quadratic: float
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
-        """float64 [sequences], for lengths in tokens."""
+        """Returns the operations for lengths in tokens, float64 [sequences]."""
         return lengths * (self.linear + self.quadratic * lengths)
 
 
@@ -45,7 +45,7 @@ class LayerWork:
 
 
 def layer_work(arch: Architecture, layer: int) -> LayerWork:
-    """The work of layer `layer`, counted from 0."""
+    """Returns the work of layer `layer`, counted from 0."""
     experts = arch.experts
     mlp, routed, shared, up = 3 * arch.hidden * arch.ffn, 0, 0, 0
     if experts is not None and layer >= experts.dense_layers:
@@ -63,18 +63,18 @@ def layer_work(arch: Architecture, layer: int) -> LayerWork:
 
 
 def head_work(arch: Architecture) -> float:
-    """Operations of the output layer, or of a critic's value head, per token that it sees."""
+    """Returns the operations of the output layer, or of a critic's value head, per token that it sees."""
     return 2.0 * arch.hidden * (1 if arch.value_head else arch.vocab)
 
 
 def work_of(arch: Architecture) -> Work:
-    """The work of the whole model, with the output layer at every token."""
+    """Returns the work of the whole model, with the output layer at every token."""
     layers = [layer_work(arch, layer) for layer in range(arch.layers)]
     return Work(sum(layer.linear for layer in layers) + head_work(arch), sum(layer.pairs for layer in layers))
 
 
 def _attention_weights(arch: Architecture) -> int:
-    """Number of weights of one layer's projections."""
+    """Returns the number of weights of one layer's projections."""
     latent = arch.latent
     if latent is None:
         return 2 * arch.hidden * arch.head_dim * (arch.heads + arch.query_groups)

@@ -1,1 +1,1 @@
-"""What is saved so that a killed run continues with the same numbers, and when may an old save go?"""
+"""Checkpoints: the state with which a killed run resumes with the same numbers, and the removal of old ones."""

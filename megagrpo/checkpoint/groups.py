@@ -156,7 +156,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
 
 
 def read_groups(path: Path) -> tuple[list[Group], dict[str, Any]]:
-    """The groups and the notes of write_groups. Raises UnusableCheckpointError if the file is not as it was written."""
+    """Reads the groups and notes of write_groups. Raises UnusableCheckpointError if the file is not as written."""
     try:
         arrays = _arrays(path)
         content = json.loads(bytes(arrays["json"]))
@@ -171,7 +171,7 @@ def read_groups(path: Path) -> tuple[list[Group], dict[str, Any]]:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """The file's arrays, whole and of the right types. Raises OSError, SafetensorError or ValueError."""
+    """Reads the file's arrays, whole and of the right types. Raises OSError, SafetensorError or ValueError."""
     if not path.is_file():
         raise ValueError("no such file" if not path.exists() else "a directory, a device or a pipe")
     with safe_open(path, framework="numpy") as file:
@@ -291,7 +291,7 @@ def _offsets(lengths: Iterable[int]) -> np.ndarray:
 
 
 def _parts(arrays: Mapping[str, np.ndarray], name: str, offsets: str, count: int) -> list[np.ndarray]:
-    """The array cut at its offsets. Raises ValueError if they do not cut it into `count` parts."""
+    """Cuts the array at its offsets. Raises ValueError if they do not cut it into `count` parts."""
     array, cuts = arrays[name], arrays[offsets]
     if len(cuts) != count + 1 or cuts[0] != 0 or cuts[-1] != len(array) or (np.diff(cuts) < 0).any():
         raise ValueError(f"{offsets} that do not cut {len(array)} {name} into {count} parts")
@@ -312,7 +312,7 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _packed(value: Any, where: str) -> Any:
-    """The value as JSON. Raises CheckpointError, naming `where`, if it would not come back as the same."""
+    """Returns the value as JSON. Raises CheckpointError, naming `where`, if JSON would not preserve it."""
 
     def refuse(other: Any, place: str) -> None:
         given = f"{brief(other)} of type {type(other).__name__}"

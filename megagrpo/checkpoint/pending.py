@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of groups that no step has trained on: their samples so far, and when they began."""
+"""The part of a checkpoint about groups that no step has trained on: their samples so far, and when they began."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megagrpo.types import Group, Sample
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 NAMES = ("numbers", "versions", "next_number", "cursor", "dropped", "joints")
-"""What _Notes has of Pending as it is."""
+"""Fields that _Notes copies from Pending."""
 Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Groups: first those that dynamic sampling has dropped since the last step, then those that have begun, in the
-    order of their numbers, then prompts that were drawn and have not."""
+    """Groups of three kinds in order: those that dynamic sampling has dropped since the last step; those that have
+    begun, in the order of their numbers; drawn prompts that have not begun."""
 
     groups: Sequence[Group]  # with the samples that are there, and scores if all are and were scored
     numbers: Sequence[int]  # of those that have begun, dropped ones among them
@@ -34,7 +34,7 @@ class Pending:
     dropped: int = 0
     joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of those that have begun
     unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
-    """Reads, by group, what its other samples have so far, of those that have tokens. () if that is not kept."""
+    """Reads, by group, its unfinished samples that have tokens. () if that is not kept."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class _Notes:
     dropped: Count = 0
     joints: tuple[dict[Count, tuple[Count, ...]], ...] = ()
     unfinished: tuple[Count, ...] = ()
-    """How many samples of each group, its last, go on. None in files of earlier versions."""
+    """Number of unfinished samples of each group, its last ones. () in files of earlier versions."""
 
 
 def write_pending(path: Path, pending: Pending) -> None:
-    """Raises CheckpointError."""
+    """Writes pending groups. Raises CheckpointError."""
     notes = {name: getattr(pending, name) for name in NAMES}
     unfinished = pending.unfinished() or [()] * len(pending.groups)
     whole = [
@@ -61,7 +61,7 @@ def write_pending(path: Path, pending: Pending) -> None:
 
 
 def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
-    """None if the checkpoint has none. Raises UnusableCheckpointError if its file is not as it was written."""
+    """Reads pending groups; None if there are none. Raises UnusableCheckpointError if the file is not as written."""
     path = checkpoint.rank_directory / PENDING if checkpoint else None
     if path is None or not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""From a flat range of a local parameter to boxes in checkpoint coordinates. Pure arithmetic.
+"""The conversion of a flat range of a local parameter to boxes in checkpoint coordinates. Pure arithmetic.
 
 The distributed optimizer cuts a parameter's memory anywhere, even within a row. A range of a matrix is at most three
 boxes: the end of a row, whole rows, the beginning of a row. So every state of every rank is a set of boxes of
@@ -32,7 +32,7 @@ class BoxInRange:
 
 
 def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: int, stop: int) -> list[BoxInRange]:
-    """The boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
+    """Returns boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
     found = []
     for region in _regions(tuple(storage_shape), start, stop):
         if (part := placement.within(region)) is not None:
@@ -44,14 +44,14 @@ def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: in
 
 
 def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:
-    """The parts of `fill` held by elements start .. stop of its storage."""
+    """Returns the parts of `fill` held by elements start .. stop of its storage."""
     filled = Box("", fill.at, fill.shape)
     regions = [filled.intersect(region) for region in _regions(tuple(storage_shape), start, stop)]
     return [_strided(part.start, part.shape, storage_shape, start) for part in regions if part is not None]
 
 
 def _regions(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements start .. stop of a contiguous tensor as axis-aligned regions, in order."""
+    """Yields elements start .. stop of a contiguous tensor as axis-aligned regions, in order."""
     if start >= stop:
         return
     if len(shape) == 1:

@@ -66,9 +66,9 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Checkpoints of one run under `directory`; keeps the newest `keep_last` and the best by `keep_best`.
+    """The checkpoints of one run under `directory`: the newest `keep_last`, and the best by `keep_best`.
 
-    The newest that `confirm` said to be of use stays too; the oldest, if there is no such one.
+    The newest that `confirm` has confirmed stays as well; the oldest, if none was confirmed.
 
     `keep_best` names a metric in TrainerState.evaluation (larger is better); None keeps only the newest.
     """
@@ -79,10 +79,10 @@ class CheckpointStore:
         self.keep_best = keep_best
         self._confirmed = False
         self.verify: Callable[[Path], list[str]] = damage
-        """What is wrong with the checkpoint in a directory. Reads it in this process; a run on several nodes on all."""
+        """Returns the faults of a directory's checkpoint. Reads it in this process; a run on several nodes on all."""
 
     def begin(self, step: int) -> Path:
-        """Make the empty directory into which the ranks save `step`, and return it. Raises CheckpointError.
+        """Makes the empty directory into which the ranks save `step`, and returns it. Raises CheckpointError.
 
         Removes leftovers of earlier attempts first, because they take disk space.
         """
@@ -95,7 +95,7 @@ class CheckpointStore:
         return rank_directory
 
     def commit(self, state: TrainerState, rank_files: Iterable[SavedFile]) -> Checkpoint:
-        """Complete the checkpoint of `state.step`, then delete those no longer kept.
+        """Completes the checkpoint of `state.step`, then deletes those no longer kept.
 
         `rank_files` are the descriptions that the ranks returned, with paths relative to the rank directory.
         Raises CheckpointError; the attempt is then removed and older checkpoints are as they were.
@@ -123,8 +123,8 @@ class CheckpointStore:
         return Checkpoint(final, state)
 
     def confirm(self) -> None:
-        """The newest checkpoint's weights have made finite numbers since, in a step or an evaluation: weights that are
-        finite themselves may not. The one that was confirmed before it is deleted, unless it is to be kept."""
+        """Confirms the newest checkpoint, once its weights have made finite numbers in a step or an evaluation: finite
+        weights may fail to. Deletes the one that was confirmed before it, unless it is to be kept."""
         if not self._confirmed and (newest := self.newest()):
             with contextlib.suppress(OSError):  # a full disk: the one before stays
                 (newest / CONFIRMED).touch()
@@ -132,18 +132,18 @@ class CheckpointStore:
             self._thin_out()
 
     def since_confirmed(self) -> tuple[Path | None, list[Path]]:
-        """The newest checkpoint that was confirmed, if there is one, and all that are newer."""
+        """Returns the newest confirmed checkpoint, if there is one, and all that are newer."""
         paths = [self._final(step) for step in self._steps()]
         confirmed = [index for index, path in enumerate(paths) if (path / CONFIRMED).exists()]
         return (paths[confirmed[-1]], paths[confirmed[-1] + 1 :]) if confirmed else (None, paths)
 
     def abandon(self, step: int) -> None:
-        """Remove what an attempt to save `step` has written, after a rank failed."""
+        """Removes what an attempt to save `step` has written, after a rank failed."""
         shutil.rmtree(self._saving(step), ignore_errors=True)
 
     def latest_complete(self, before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint (of a step before this one) whose files are all as they were written; None if there is
-        no such checkpoint at all.
+        """Returns the newest checkpoint, of a step before `before`, whose files are all as they were written; None if
+        there is no such checkpoint at all.
 
         Damaged ones are passed over with a warning. If all are damaged: CheckpointError with a problem for each.
         """
@@ -166,16 +166,16 @@ class CheckpointStore:
         return None
 
     def newest(self) -> Path | None:
-        """The directory of the newest complete checkpoint, without a look at its files; None if there is none."""
+        """Returns the newest complete checkpoint's directory, without a look at its files; None if there is none."""
         steps = self._steps()
         return self._final(steps[-1]) if steps else None
 
     def best(self) -> float | None:
-        """The largest value of `keep_best` among the complete checkpoints; None if no checkpoint has one."""
+        """Returns the largest value of `keep_best` among the complete checkpoints; None if no checkpoint has one."""
         return max((value for step in self._steps() if (value := self._evaluation(step)) is not None), default=None)
 
     def remove_leftovers(self) -> None:
-        """Remove what killed runs left half written or half deleted; put back a checkpoint that was being replaced.
+        """Removes what killed runs left half written or half deleted; restores a checkpoint that was being replaced.
 
         For the one driver that writes here, before `latest_complete`: another process may be looking for checkpoints
         too.
@@ -236,7 +236,7 @@ def _not_written(step: int, directory: Path, error: OSError) -> CheckpointError:
 
 
 def describe(root: Path, path: Path) -> SavedFile:
-    """Size and checksum of the file `path` under the checkpoint directory `root`. Raises OSError."""
+    """Returns size and checksum of the file `path` under the checkpoint directory `root`. Raises OSError."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))  # type: ignore[arg-type]
         size = os.fstat(stream.fileno()).st_size
@@ -244,14 +244,14 @@ def describe(root: Path, path: Path) -> SavedFile:
 
 
 def write_manifest(root: Path, files: Iterable[SavedFile]) -> None:
-    """Write MANIFEST.json and force it to disk. Raises OSError."""
+    """Writes MANIFEST.json and forces it to disk. Raises OSError."""
     listed = sorted(files, key=lambda file: file.path)
     content = {"format": MANIFEST_FORMAT, "files": [asdict(file) for file in listed]}
     write_durably(root / MANIFEST, json.dumps(content, indent=2))
 
 
 def read_manifest(root: Path) -> list[SavedFile]:
-    """The files that the checkpoint should have. Raises OSError, or ValueError if the manifest itself is damaged."""
+    """Reads the files that a checkpoint should have. Raises OSError, or ValueError if the manifest is damaged."""
     if (root / MANIFEST).exists() and not (root / MANIFEST).is_file():
         raise ValueError(f"{MANIFEST} is a directory, a device or a pipe")
     try:
@@ -265,7 +265,7 @@ def read_manifest(root: Path) -> list[SavedFile]:
 
 
 def damage(root: Path, *, checksums: bool = True) -> list[str]:
-    """What is wrong with the checkpoint at `root`, a line for each file; an empty list if it is whole.
+    """Returns the faults of the checkpoint at `root`, a line for each file; an empty list if it is whole.
 
     Sizes are always compared; `checksums` reads every byte as well, several files at a time.
     """
@@ -277,7 +277,7 @@ def damage(root: Path, *, checksums: bool = True) -> list[str]:
 
 
 def damaged(root: Path, expected: Iterable[SavedFile], *, checksums: bool = True) -> list[str]:
-    """A line for each of these files that is not as it was written."""
+    """Returns a line for each of these files that is not as it was written."""
     with ThreadPoolExecutor(READERS) as readers:
         return [line for line in readers.map(lambda file: _file_damage(root, file, checksums), expected) if line]
 
@@ -300,7 +300,7 @@ def _file_damage(root: Path, expected: SavedFile, checksums: bool) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a text file and force it to disk. Raises OSError."""
+    """Writes a text file and forces it to disk. Raises OSError."""
     with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -52,14 +52,14 @@ KNOWN = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
 }  # fmt: skip
-"""The classes and functions that a list of contents (.metadata) is made of."""
+"""The classes and functions in a list of contents (.metadata)."""
 NUMPY = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, numpy.dtypes.UInt32DType, _codecs.encode]
-"""What the state of numpy's random generator is made of."""
+"""The functions and classes in the state of numpy's random generator."""
 UNPICKLING = (
     pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError, ValueError, LookupError, MemoryError,
     OverflowError, RecursionError, RuntimeError,
 )  # fmt: skip
-"""What unpickling bytes that are no pickle, or one of other things, raises."""
+"""Errors of unpickling bytes that are no pickle, or a pickle of other things."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ class TorchCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The list of contents and every file that tensors lie in."""
+        """Returns the list of contents and every file that tensors lie in."""
         names = {chunk.file for chunks in self._chunks.values() for chunk in chunks}
         return [self.directory / METADATA, *(self.directory / name for name in sorted(names))]
 
     def read(self, key: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Elements start[i] .. start[i] + shape[i] of a tensor. Raises CheckpointError."""
+        """Reads elements start[i] .. start[i] + shape[i] of a tensor. Raises CheckpointError."""
         values = torch.empty(shape, dtype=getattr(torch, self.tensors[key].dtype))
         written = 0
         for chunk in self._chunks[key]:
@@ -113,7 +113,7 @@ class TorchCheckpoint:
         return values
 
     def read_object(self, key: str) -> Any:
-        """What is stored under `key`, made of tensors, numpy arrays, numbers and containers. Raises CheckpointError."""
+        """Reads the object `key`, made of tensors, numpy arrays, numbers and containers. Raises CheckpointError."""
         if key not in self._objects:
             raise CheckpointError(Problem(f"{self.directory}: {key}", "no such object", "one of the saved ones"))
         with torch.serialization.safe_globals(NUMPY):
@@ -177,13 +177,13 @@ class TorchCheckpoint:
 
 
 def part_of(values: torch.Tensor, start: tuple[int, ...], box: Box) -> torch.Tensor:
-    """The elements of `box` in `values`, which begin at `start` of the same tensor, as a view."""
+    """Returns a view of the elements of `box` in `values`, which begin at `start` of the same tensor."""
     lows = (low - first for low, first in zip(box.start, start, strict=True))
     return values[tuple(slice(low, low + size) for low, size in zip(lows, box.shape, strict=True))]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what is KNOWN, so that a file from elsewhere cannot run code.
+    """An unpickler that makes KNOWN objects only, so that a file from elsewhere cannot run code.
 
     Megatron's save plans, which it adds to the list, become _Unknown: they are not needed.
     """
@@ -202,7 +202,7 @@ def _member(of: Any, name: str) -> Any:
 
 
 class _Unknown:
-    """Stands in for an object of any other class."""
+    """A stand-in for an object of any other class."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -288,7 +288,7 @@ class TorchFile:
 
 
 class _Stream(io.RawIOBase):
-    """The file, which keeps the error that torch.save hides."""
+    """A file that keeps the error that torch.save hides."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -306,8 +306,8 @@ class _Stream(io.RawIOBase):
 
 
 def write_metadata(directory: Path, tensors: Mapping[str, Storage], written: Iterable[Written]) -> None:
-    """The list of contents, .metadata, of all that was written into the directory, and how Megatron reads it. Raises
-    OSError."""
+    """Writes .metadata, the list of contents of all that was written into the directory, and Megatron's metadata.json.
+    Raises OSError."""
     chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

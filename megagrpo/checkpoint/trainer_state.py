@@ -1,4 +1,4 @@
-"""What the driver remembers to continue a run, and which parts of the recipe may change before it continues."""
+"""The driver's state with which a run resumes, and the parts of the recipe that may change before it resumes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIXED: Mapping[str, str] = {
     "algorithm.advantage": "metrics before and after would measure different things",
     "algorithm.reference.update_every_steps": "a checkpoint holds the reference policy only if it follows",
 }
-"""What must not change, and why. Everything else may: layout, learning rate, run length, devices, evaluation, …"""
+"""Settings that must not change, and why. All others may: layout, learning rate, run length, devices, evaluation, …"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class TrainerState:
     """Run id of each tracker (mlflow, wandb), so that a resumed run continues in the same one."""
 
     def to_json(self) -> str:
-        """Readable JSON. Raises TypeError or ValueError for what JSON cannot hold (NaN among them is allowed)."""
+        """Returns readable JSON. Raises TypeError or ValueError for what JSON cannot hold (NaN is allowed)."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "trainer.json") -> TrainerState:
-        """The inverse of to_json, of text or of a file's bytes. Raises CheckpointError, naming `where`, for anything
+        """Reads the JSON of to_json, as text or as a file's bytes. Raises CheckpointError, naming `where`, for anything
         else."""
         try:
             values = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
@@ -100,7 +100,7 @@ class TrainerState:
 WRITTEN_OF_EVERY_ADVANTAGE = tuple(
     f"algorithm.advantage.{key}" for key in ("standard_deviation", "epsilon", "discount", "trace")
 )
-"""What earlier versions wrote of any advantage, also of those that do not read it."""
+"""Settings that earlier versions wrote for every advantage, even for those that do not read them."""
 
 _ABSENT = object()
 
@@ -122,7 +122,7 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two resolved recipes (as JSON values), a line for each setting."""
+    """Returns the differences between two resolved recipes (as JSON values), a line for each setting."""
     return [
         f"{where}: {_show(before)} -> {_show(given)}" for where, before, given in _changes("", dict(saved), dict(new))
     ]
@@ -133,7 +133,7 @@ def _reason(where: str) -> str | None:
 
 
 def _changes(where: str, saved: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Every leaf that differs: its dotted key, with an index for lists (data.train[0].path), and both values."""
+    """Yields every leaf that differs: its dotted key, with an index for lists (data.train[0].path), and both values."""
     if isinstance(saved, dict) and isinstance(new, dict):
         for key in (*new, *(key for key in saved if key not in new)):
             yield from _changes(f"{where}.{key}" if where else key, saved.get(key, _ABSENT), new.get(key, _ABSENT))

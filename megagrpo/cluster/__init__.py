@@ -1,1 +1,1 @@
-"""Which process runs where, and what happens when one fails? Only this package starts processes with Ray."""
+"""The processes of a run, their nodes, and the handling of failures. Only this package starts processes with Ray."""

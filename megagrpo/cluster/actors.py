@@ -1,4 +1,4 @@
-"""The actors of training ranks: shells around ranks that do not know Ray; and what every actor does at its start."""
+"""The actors of training ranks, which keep Ray out of the ranks; and the preparation of every actor's process."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from megagrpo.weights.transport.choice import Channel
 
 FILES = "files"
-"""The thread of a rank's process that writes files while the rank trains. What runs there is never collective."""
+"""The thread of a rank's process that writes files while the rank trains. It runs nothing collective."""
 
 
 def prepare_process(device: str, recipe: AnyRecipe) -> None:
-    """Sets the network interface of the process groups of this process and its children, and what NCCL must find alike
-    in all of them, unless the user has set it; and hides the node's GPUs from an actor for device cpu.
+    """Sets the network interface of the process groups of this process and its children, and NCCL's shared variables
+    (nccl_environment), unless the user has set them. Hides the node's GPUs from an actor for device cpu.
 
-    Without it, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1, and NCCL
-    takes the first interface that it finds. An address that no interface has (an alias of loopback) changes nothing.
-    Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the recipe
-    imports torch.
+    Without the interface, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1,
+    and NCCL takes the first interface that it finds. An address that no interface has (an alias of loopback) changes
+    nothing. Call it before torch is imported: torch asks CUDA for its devices only once. Neither this module nor the
+    recipe imports torch.
     """
     end_with_parent()
     if name := interface_of(ray.util.get_node_ip_address()):
@@ -57,8 +57,8 @@ def prepare_process(device: str, recipe: AnyRecipe) -> None:
 
 
 def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """What training ranks and SGLang's ranks must have alike where NCCL joins them: SGLang sets it in its servers,
-    unless it is set there already. Colocated ones are never joined, and training ranks keep NCCL's defaults."""
+    """Returns the NCCL variables that training ranks and SGLang's ranks must share where NCCL joins them. SGLang sets
+    them in its servers, unless they are set. Colocated ranks are never joined, and keep NCCL's defaults."""
     if not isinstance(recipe, Recipe) or recipe.rollout.engine != "sglang" or recipe.cluster.placement == "colocated":
         return {}
     options = recipe.rollout.sglang.model_extra or {}
@@ -68,13 +68,13 @@ def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
 
 
 def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """What training ranks tell torch's allocator: to map memory where it is needed, so that microbatches of several
-    sizes leave no holes. Not where an engine maps that memory. Engines never: SGLang's memory saver refuses it."""
+    """Returns the allocator setting of training ranks: torch maps memory where needed, so that microbatches of several
+    sizes leave no holes. Empty where an engine maps that memory. Not for engines: SGLang's memory saver refuses it."""
     return {} if maps_gpu_memory(recipe) else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def deterministic_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """What makes NCCL sum in one order. Megatron's deterministic_mode does the rest (megatron/model.py)."""
+    """Returns NCCL's setting to sum in one order. Megatron's deterministic_mode does the rest (megatron/model.py)."""
     return {"NCCL_ALGO": "^NVLS"} if recipe.deterministic else {}
 
 
@@ -94,7 +94,7 @@ class RankProcess:
         return lost_ranks.begin_log(log)
 
     def prepare(self, device: str, recipe: AnyRecipe) -> None:
-        """Call it before torch is imported. Raises RecipeError if this node's settings forbid how weights travel."""
+        """Runs before torch is imported. Raises RecipeError if this node's settings forbid the weights' transport."""
         prepare_process(device, recipe)
         if device == "cuda" and (problem := allocator_problem(recipe, os.environ)):
             raise RecipeError(problem)
@@ -113,13 +113,13 @@ class RankProcess:
         self.rank.load_batch(batch)
 
     def begin_memory_peak(self) -> None:
-        """`memory_peak` counts from here on."""
+        """Resets `memory_peak`."""
         import torch
 
         torch.cuda.reset_peak_memory_stats()
 
     def memory_peak(self) -> int:
-        """Most bytes of tensors that torch has held at a time on this rank's GPU."""
+        """Returns the most bytes of tensors that torch has held at a time on this rank's GPU."""
         import torch
 
         return torch.cuda.max_memory_allocated()
@@ -136,7 +136,7 @@ class RankProcess:
         self.profiler = Profiler(memory)
 
     def end_profile(self, directory: Path) -> str:
-        """Writes what was recorded since `begin_profile`; why it could not, or ""."""
+        """Writes the profile since `begin_profile`. Returns the reason if it could not, or ""."""
         return self.profiler.end(directory, self.rank.where.rank)
 
     def broken(self) -> dict[str, str]:
@@ -233,7 +233,7 @@ class RankActor(RankProcess):
         return self.rank.token_figures(rows)
 
     def connect(self, plan: WeightPlan, source: int, channel: Channel, preparation: Preparation | None = None) -> None:
-        """Opens this rank's end of the weight sync: it is the plan's `source`-th. Every sync does the preparation."""
+        """Opens this rank's end of the weight sync, as source `source` of the plan. Every sync runs the preparation."""
         from megagrpo.weights.plan import require_own
         from megagrpo.weights.quantizing import Quantizer
         from megagrpo.weights.transport.choice import open_sender
@@ -258,7 +258,7 @@ class RankActor(RankProcess):
         return self.sender.bucket_digests(self._sent_tensors(), tensor, frozenset(destinations))
 
     def _sent_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Collective if blocks are quantised that are cut between ranks."""
+        """Returns the tensors to send. Collective if quantised blocks are cut between ranks."""
         held = self.rank.tensors()
         return self.quantizer.tensors(held, self.fetching, self.version) if self.quantizer else held
 
@@ -266,7 +266,7 @@ class RankActor(RankProcess):
         self.sender.close()
 
     def replica_digests(self) -> Mapping[Box, int]:
-        """The digest of every box that this rank holds."""
+        """Returns the digest of every box that this rank holds."""
         from megagrpo.weights.digest import digests
 
         tensors = self.rank.tensors()

@@ -1,4 +1,4 @@
-"""Orders whose rollouts agents make: each turn of a rollout is an order of its own in the pool of the engines."""
+"""Orders whose rollouts come from agents. Each turn of a rollout is an order of its own in the pool of the engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GATHER_SECONDS = 0.003
 
 
 class AgentTurns:
-    """Hands rollouts to the host of the agents, and their turns to the pool. Its methods are called with `changed`
-    held."""
+    """A bridge that hands rollouts to the host of the agents, and their turns to the pool. Callers of its methods hold
+    `changed`."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class AgentTurns:
         failed: Callable[[MegagrpoError], None],
         say: Callable[[str], None],
     ) -> None:
-        """hand_out, give_back: requests to engines, and from them. failed: takes what ends the run. Raises AgentError
-        if the agent's file cannot be read."""
+        """Creates the agents' host. hand_out: sends requests to engines. give_back: takes them back. failed: gets the
+        error that ends the run. Raises AgentError if the agent's file cannot be read."""
         if recipe.agent is None:
             raise ValueError("no agent")
         self._turn_seconds = recipe.agent.turn_timeout_seconds or math.inf
         self._pool, self._changed, self._hand_out, self._give_back = pool, changed, hand_out, give_back
         self._turns: dict[Order, set[Order]] = {}
-        """Turns that wait or run, by the order whose rollouts they are of."""
+        """Turns that wait or run, by the order of their rollouts."""
         self._held: set[Order] = set()
         self._new: list[tuple[Order, Order]] = []
         self._host = AgentHost(
@@ -66,36 +66,36 @@ class AgentTurns:
 
     @property
     def restarts(self) -> int:
-        """Agent processes that ended and were started again, since the begin."""
+        """Returns the number of agent processes that ended and were restarted so far."""
         return self._host.restarts
 
     def add(self, orders: Sequence[Order], *, first: bool) -> None:
-        """Rollouts begin; those that were held go on."""
+        """Starts the rollouts of these orders; resumes those that were held."""
         held = self._held.intersection(orders)
         self._held -= held
         self._pool.add(turn for order in held for turn in self._turns.get(order, ()))
         self._host.begin(orders, first=first)
 
     def hold(self, orders: Collection[Order]) -> list[Order]:
-        """Agents wait with their next turns. The turns that are to be given back."""
+        """Makes agents wait before their next turns. Returns the turns to be given back."""
         self._held |= {order for order in orders if not order.complete}
         self._host.hold(orders)
         return [turn for order in orders for turn in self._turns.get(order, ())]
 
     def drop(self, orders: Collection[Order]) -> list[Order]:
-        """Rollouts end. The turns that are to be given back."""
+        """Cancels the rollouts of these orders. Returns the turns to be given back."""
         self._held -= set(orders)
         self._host.cancel(orders)
         return [turn for order in orders for turn in self._turns.pop(order, ())]
 
     def close(self) -> None:
-        """Called without `changed`."""
+        """Closes the host. The caller must not hold `changed`."""
         self._host.close()
 
     # --- in the host's thread -----------------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, key: str) -> Sample:
-        """One turn of the rollout with this key."""
+        """Generates one turn of the rollout with this key."""
         loop, order = asyncio.get_running_loop(), self._host.order_of(key)
         answer: asyncio.Future[Sample] = loop.create_future()
 
@@ -117,8 +117,8 @@ class AgentTurns:
             self._end_turn(order, turn)
 
     async def _in_time(self, answer: asyncio.Future[Sample], order: Order, key: str) -> Sample:
-        """The answer. A rollout whose turn takes too long ends, and the turn with it; its clock stands still while the
-        rollout is held or its engine samples nothing."""
+        """Waits for the answer. A turn that exceeds its timeout ends together with its rollout. The clock stops while
+        the rollout is held or its engine samples nothing."""
         left = self._turn_seconds
         while not answer.done():
             before = time.monotonic()

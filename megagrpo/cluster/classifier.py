@@ -1,4 +1,4 @@
-"""A reward model with a head for sequence classification: conversations to logits, in batches of so many tokens."""
+"""A reward model with a head for sequence classification: conversations to logits, in batches with a token limit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class Classifier:
-    """Logits of a model in a Hugging Face directory, on one device. `labels` are their names.
+    """A classification model in a Hugging Face directory, on one device. `labels` are the names of its logits.
 
-    The chat template of its tokenizer makes the text, and alone writes special tokens. One at a time (`one_by_one`)
-    gives equal bits whatever else is scored. Raises ModelError if it is no such model, or has no chat template.
+    Its tokenizer's chat template renders the text, and alone writes special tokens. `one_by_one`: batches of one, whose
+    logits have equal bits whatever else is scored. Raises ModelError if it is no such model, or has no chat template.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Classifier:
         self.labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
 
     def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
-        """Logits of each conversation, float32, or why it has none."""
+        """Returns the logits of each conversation, float32, or the reason why it has none."""
         found: list[list[float] | str] = [""] * len(conversations)
         tokens: dict[int, list[int]] = {}
         for at, conversation in enumerate(conversations):
@@ -75,7 +75,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Rows of token ids, padded on the right."""
+        """Computes the logits of rows of token ids, padded on the right."""
         pad, config = self._pad, self._model.config.get_text_config()
         if pad is None and len(rows) > 1:  # the model reads the last token that is not this one: one that no row has
             used = {token for row in rows for token in row}
@@ -92,7 +92,7 @@ class Classifier:
 
 
 def batches_of(lengths: Mapping[Any, int], tokens_max: int, one_by_one: bool = False) -> list[list[Any]]:
-    """Keys in batches of at most `tokens_max` tokens, padding included; alike lengths together, the longest first."""
+    """Splits keys into batches of at most `tokens_max` tokens with padding; similar lengths together, longest first."""
     batches: list[list[Any]] = []
     longest = 0
     for key in sorted(lengths, key=lambda key: -lengths[key]):

@@ -1,4 +1,4 @@
-"""The engines' actors: started, asked, ended, and started again beside those that sample. Knows no request."""
+"""The engines' actors: start, stop, and restart beside engines that sample. Knows no request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
-"""Time for an engine that may be stuck to close its server and remove its files before it is killed."""
+"""Time for an engine that may be stuck to close its server and remove its files, before it is killed."""
 
 
 @dataclass
 class Restart:
-    """An engine on its way back: its old actors end, or are killed at `kill_at`; then its new ones start."""
+    """The restart of an engine: its old actors close, or are killed at `kill_at`; then its new ones start."""
 
     closing: list[ray.ObjectRef[None]]
     kill_at: float
@@ -35,8 +35,8 @@ class Restart:
 
 
 class EngineActors:
-    """One actor per engine, and one for each further node of an engine. Created at once, ready after
-    `wait_until_ready`. For one thread at a time."""
+    """One actor per engine, and one for each further node of an engine. The constructor starts them; they are ready
+    after `wait_until_ready`. For one thread at a time."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class EngineActors:
             )
 
     def restart(self, engine: str) -> None:
-        """Ends an engine, whatever it does. `look` then starts another in its place."""
+        """Closes an engine, even a busy one. `look` then starts its replacement."""
         closing = [actor.close.remote() for actor in self._actors_of(engine)]
         self.restarts[engine] = Restart(closing, time.monotonic() + CLOSE_SECONDS)
 
     def look(self, *, may_start: bool) -> dict[str, MegagrpoError | None]:
-        """Goes on with all restarts, without waiting. The engines that have started, and why others have not."""
+        """Advances all restarts without waiting. Returns those that are over: None if started, or the error."""
         over: dict[str, MegagrpoError | None] = {}
         for engine, restart in self.restarts.items():
             if restart.started is None:
@@ -96,7 +96,7 @@ class EngineActors:
         return over
 
     def manifests(self) -> dict[str, list[Manifest]]:
-        """What the ranks of each engine hold: also of one that was started again, as the recipe is the same."""
+        """Returns the manifests of each engine's ranks. A restarted engine has the same: the recipe is the same."""
         if not self._manifests:
             self._manifests = wait_for(
                 {name: actor.manifests.remote() for name, actor in self.by_name.items()},
@@ -108,7 +108,7 @@ class EngineActors:
         return self._manifests
 
     def places(self) -> tuple[Place, ...]:
-        """Node and device of every rank of every engine, in the order of `manifests`."""
+        """Returns node and device of every rank of every engine, in the order of `manifests`."""
         found: list[Place] = []
         for name, manifests in self.manifests().items():
             own = self._runtime.places_of_engine(self._index[name])
@@ -116,13 +116,13 @@ class EngineActors:
         return tuple(found)
 
     def visible_gpus(self) -> list[tuple[int | str, ...]]:
-        """GPUs seen by the process of every rank of every engine that the run starts, in the order of `places`."""
+        """Returns the GPUs that each rank's process sees, of engines that the run starts, in the order of `places`."""
         places = self._runtime.places
         on_node = (own for index in range(len(self._index)) for own in self._runtime.places_of_engine_by_node(index))
         return [visible_gpus(own, places) for own in on_node for _ in own]
 
     def give_up(self) -> None:
-        """Ends all engines, whatever they do."""
+        """Ends all engines, even those that are busy."""
         self._end(list(self.by_name), CLOSE_SECONDS)
 
     def close(self) -> None:

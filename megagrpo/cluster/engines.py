@@ -1,6 +1,6 @@
-"""The engine that a recipe asks for, in the process that holds it or speaks to its server: the engine's actor.
+"""The engine's actor: the engine of a recipe, in the process that holds it or calls its server.
 
-Each kind is imported where it is made: an import takes seconds, and must follow prepare_process.
+Each kind of engine is imported where it is made: an import takes seconds, and must follow prepare_process.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WATCH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What engine `index` of a recipe is made from: all that travels from the driver to the engine's process.
+    """All that travels from the driver to the process of engine `index` of a recipe, which makes the engine from it.
 
-    `gpus` are those that its process on one of its nodes sees (visible_gpus), as the node names them; none on CPUs.
-    `api_key` is that of an external server. `keeps_weights`: those of the model directory, or of the external server,
-    are sampled from, and no update comes.
+    `gpus` are the GPUs that its process on one node sees (visible_gpus), as the node names them; empty on CPUs.
+    `api_key` is that of an external server. With `keeps_weights` the engine samples from the weights of the model
+    directory, or of the external server, and gets no update.
     """
 
     recipe: Recipe
@@ -61,41 +61,41 @@ class EngineSpec:
 
     @property
     def threads(self) -> int:
-        """This engine's share of this node's cores, as if all engines of the run were on this node."""
+        """Returns this engine's share of the node's cores, as if all engines of the run were on this node."""
         return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine says: samples by ticket, and whether it also says what the other requests have so far."""
+    """An engine's answer: finished samples by ticket, and whether it reported the tokens so far of other requests."""
 
     samples: Mapping[int, Sample]
     reported: bool
     silent_seconds: float
-    """Time without a new token, though requests run that engines sample."""
+    """Seconds without a new token, while the engine has requests to sample."""
     speed: float | None = None
-    """After every SPEED_REPORTS reports: tokens a second of a request meanwhile. None if none went on that was there at
-    a report and at a later one, or ended behind it."""
+    """Tokens per second of a request since the last speed, at every SPEED_REPORTS-th report; None at the others, or if
+    no request that a report has seen has sampled more since."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
 class EngineActor:
-    """The methods of Engine (rollout/engine.py), called from the driver. `update` is three of them in one.
+    """An actor with the methods of Engine (rollout/engine.py), for the driver. `update` combines three of them.
 
-    Requests are taken, and samples handed on, in threads of their own: also while an update is open.
+    Separate threads take requests and return samples, even while an update is open.
     """
 
     engine: Engine
 
     def start(self, spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> None:
-        """`other_nodes`: EngineNodeActors that have their specs, if the engine is on several nodes."""
+        """Makes the engine. `other_nodes`: EngineNodeActors that have their specs, if it is on several nodes."""
         _prepare(spec)
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self._reported = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
         self._reports = 0
         self._since: dict[int, tuple[float, int]] = {}
-        """When each request was first seen since the last speed, and its tokens then."""
+        """Time at which each request was first seen since the last speed, and its token count then."""
         self._sampled, self._seconds = 0, 0.0
         """Tokens and seconds of requests that have ended since the last speed."""
         self.engine = make_engine(spec, other_nodes)
@@ -114,9 +114,9 @@ class EngineActor:
 
     @ray.method(concurrency_group="samples", num_returns=2)
     def finished(self, seconds: float) -> tuple[Answers, SoFar | None]:
-        """Samples by ticket as soon as there is one, nothing after `seconds`; and every `seconds`, what the other
-        requests have so far: a result of its own, which stays on this node until the driver reads it. Raises what a
-        request failed with."""
+        """Returns samples by ticket: as soon as there is one, or none after `seconds`. Every `seconds` it reports the
+        tokens so far of the other requests, in a second result that stays on this node until the driver reads it.
+        Raises the error of a failed request."""
         found: dict[int, Sample] = {}
         so_far = speed = None
         with suppress(Empty):
@@ -166,7 +166,7 @@ class EngineActor:
         self.engine.close()
 
     def _speed(self, now: float) -> float | None:
-        """Called at each report."""
+        """Returns tokens per second of a request at every SPEED_REPORTS-th report. Called at each one."""
         self._reports += 1
         for ticket, count in self._counts.items():
             self._since.setdefault(ticket, (now, count))
@@ -180,8 +180,8 @@ class EngineActor:
         return tokens / seconds if seconds else None
 
     def _count_speed(self, ticket: int, tokens: int, now: float) -> None:
-        """Adds what a request has sampled since it was first seen, unless it waits, or has ended in a batch that goes
-        on."""
+        """Adds the tokens and seconds of a request since it was first seen, unless it sampled none: it waits, or has
+        ended in a batch that goes on."""
         at, before = self._since.pop(ticket, (now, tokens))
         if tokens > before:
             self._sampled += tokens - before
@@ -199,8 +199,8 @@ class EngineActor:
 
 
 def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:
-    """The GPUs that an engine's process sees: its own first, on which alone it computes, then all others of the run on
-    its node. It maps memory of training ranks and engine ranks there, which send weights to it."""
+    """Returns the GPUs that an engine's process sees: its own first, the only ones it computes on, then the run's
+    others on its node. It maps memory of training ranks and engine ranks there, which send weights to it."""
     first = [place.device for place in own if place.device is not None]
     nodes = {place.node for place in own}
     beside = {place.device for place in all_places if place.node in nodes and place.device is not None}
@@ -215,7 +215,7 @@ def _prepare(spec: EngineSpec) -> None:
 
 @ray.remote(max_restarts=0, max_concurrency=2)
 class EngineNodeActor:
-    """The server process of an engine on another node than its first one. It has ranks, and answers no requests."""
+    """The server process of an engine on a node other than its first. It has ranks, and answers no requests."""
 
     spec: EngineSpec
     server: Server
@@ -225,7 +225,7 @@ class EngineNodeActor:
         self.spec = spec
 
     def address(self) -> str:
-        """This node's."""
+        """Returns this node's IP address."""
         return ray.util.get_node_ip_address()
 
     def start(self, node: ServerNode) -> None:
@@ -246,7 +246,7 @@ class EngineNodeActor:
 
 
 def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
-    """Ready to generate once it returns. Raises ModelError or EngineError."""
+    """Makes the engine of a spec, ready to generate on return. Raises ModelError or EngineError."""
     recipe, rollout = spec.recipe, spec.recipe.rollout
     if rollout.engine == "transformers":
         with importing():
@@ -295,7 +295,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
 
 
 def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
-    """The server of an engine on several nodes: its process here, and one on each of the others. It ends with them."""
+    """Starts the server of an engine on several nodes, one process on each, this one first. It ends with the others."""
     from megagrpo.guarded_store import StoreHost
 
     here = ray.util.get_node_ip_address()
@@ -310,8 +310,8 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
 
 
 def _end_with(server: Server, name: str, others: Sequence[Any], starting: Sequence[Any], meeting: StoreHost) -> None:
-    """Ends the server once a process of its on another node has: its ranks would wait for those until a deadline. Keeps
-    the store in which they met."""
+    """Ends the server when one of its processes on another node ends: its ranks would wait for that one until a
+    deadline. Keeps the store in which the ranks met."""
     try:
         ray.get(list(starting))
         [ended], _ = ray.wait([other.wait_for_end.remote() for other in others], num_returns=1)

@@ -1,4 +1,4 @@
-"""What became of training ranks that died or do not answer: looked up in their processes and logs, on their nodes."""
+"""Diagnosis of training ranks that died or do not answer, from their processes and logs, on their nodes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megagrpo.errors import Problem
 
 LOOK_SECONDS = 30.0
-"""For a task on the node of a rank."""
+"""Timeout of a task on the node of a rank."""
 STACK_SECONDS = 2.0
-"""For a process to write its stacks."""
+"""Time for a process to write its stacks."""
 LINES = 10
 LINE_BYTES = 1000
 NAMED = 3
-"""Ranks that an error names."""
+"""Most ranks that an error names."""
 STACK_SIGNAL = signal.SIGUSR2
 WAITING = ("/torch/distributed/", "/megatron/core/pipeline_parallel/")
-"""Files of a rank that waits for others."""
+"""Source files in the stack of a rank that waits for others."""
 TASK = "/megagrpo/cluster/actors.py"
-"""File of a rank that works for the driver."""
+"""Source file in the stack of a rank that works for the driver."""
 WRITES = re.compile(r" in (write_snapshot|finish_snapshot|write_copied_export)$", re.MULTILINE)
-"""A thread that writes files beside that work."""
+"""Functions in the stack of a thread that writes files beside that work."""
 
 
 @dataclass(frozen=True)
 class ProcessAt:
-    """Where a rank's process is found."""
+    """The process of a rank: its id, creation time, node and log."""
 
     pid: int
     born: float
@@ -47,7 +47,7 @@ class ProcessAt:
     log: Path
 
     def signal(self, number: int) -> None:
-        """From its node."""
+        """Sends a signal to the process; to be called on its node."""
         if process := self.process:
             with suppress(psutil.Error):
                 process.send_signal(number)
@@ -62,7 +62,7 @@ class ProcessAt:
 
 @dataclass(frozen=True)
 class Found:
-    """What a process does."""
+    """The state of a process."""
 
     text: str
     blame: int  # the others wait for those with the largest; 0: it waits itself
@@ -70,7 +70,7 @@ class Found:
 
 
 def begin_log(log: Path) -> ProcessAt:
-    """This process writes its output there from now on, and its stacks at STACK_SIGNAL."""
+    """Redirects this process's output to the log, and at STACK_SIGNAL its stacks. Returns its ProcessAt."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -84,9 +84,8 @@ def begin_log(log: Path) -> ProcessAt:
 
 
 def what_became_of(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> list[Problem]:
-    """A problem for each rank, at most NAMED, for which the others wait, where that can be told: it has died, is
-    stopped, or is elsewhere. nodes: names by Ray's id.
-    """
+    """Returns a problem for each rank that the others wait for, at most NAMED, if the reason is known: it has died, is
+    stopped, or is busy elsewhere. nodes: names by Ray's id."""
     found = _on_nodes(look, ranks)
     most = max((of.blame for of in found.values()), default=0)
     blamed = [name for name in ranks if most and name in found and found[name].blame == most]
@@ -101,12 +100,12 @@ def what_became_of(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> 
 
 
 def end_all(ranks: Mapping[str, ProcessAt]) -> None:
-    """Kills the ranks' processes on their nodes: one that is stopped does not end when Ray asks it to."""
+    """Kills the ranks' processes on their nodes: a stopped process does not end when Ray asks it to."""
     _on_nodes(end, ranks)
 
 
 def _on_nodes(task: Any, ranks: Mapping[str, ProcessAt]) -> dict[str, Any]:
-    """By rank, what the task answers on its node; without those of nodes that do not answer."""
+    """Runs the task on the ranks' nodes. Returns its results by rank, without those of nodes that do not answer."""
     by_node: dict[str, list[str]] = {}
     for name, process in ranks.items():
         by_node.setdefault(process.node, []).append(name)
@@ -131,7 +130,7 @@ def end(processes: Sequence[ProcessAt]) -> list[bool]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def look(processes: Sequence[ProcessAt]) -> list[Found]:
-    """What these processes of this node do."""
+    """Returns the states of these processes of this node."""
     written = [process.log.stat().st_size for process in processes]
     for process in processes:
         process.signal(STACK_SIGNAL)
@@ -140,7 +139,7 @@ def look(processes: Sequence[ProcessAt]) -> list[Found]:
 
 
 def found_at(at: ProcessAt, size: int) -> Found:
-    """What a process does that was told to write its stacks when its log had this size, in bytes."""
+    """Returns the state of a process that was signalled to write its stacks when its log had `size` bytes."""
     status = psutil.STATUS_DEAD
     if process := at.process:
         with suppress(psutil.Error):

@@ -1,7 +1,7 @@
 """The models of reward.models: an actor for each, on devices of its own, until the run ends.
 
-A server that ends or does not answer is started again, and so is an actor that dies; what was asked meanwhile is asked
-again, or masked and counted.
+A server that ends or does not answer is restarted, and so is an actor that dies. Requests that fail meanwhile are
+retried, or masked and counted.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:  # torch follows ModelSpec.prepare; the driver needs no aiohtt
 
 RESTARTS_MAX = 10
 HEALTH_SECONDS = 60.0
-"""For a server that has not answered a request in time to generate a token, before it is started again."""
+"""Time to generate a token for a server that missed the deadline of a request, before it is restarted."""
 RETRY_SECONDS = 60.0
-"""Before a server that could not be started is tried again."""
+"""Pause before a server that could not start is retried."""
 CLOSE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What an actor makes its model from. gpus: those of its own, as its node names them."""
+    """The settings from which an actor makes its model. gpus: its own GPUs, as its node names them."""
 
     recipe: Recipe
     name: str
@@ -65,7 +65,7 @@ class ModelSpec:
         return "bfloat16" if self.device == "cuda" else "float32"
 
     def prepare(self) -> None:
-        """Called before torch is imported."""
+        """Prepares the actor's process. Called before torch is imported."""
         prepare_process(self.device, self.recipe)
         if self.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
@@ -73,7 +73,7 @@ class ModelSpec:
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class ClassifierActor:
-    """A classifier, which the driver asks. It is loaded when it is first asked, also in an actor that was restarted."""
+    """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
     def __init__(self, spec: ModelSpec) -> None:
         spec.prepare()
@@ -122,14 +122,14 @@ class JudgeActor:
         self._starting = asyncio.Lock()
         self._closed = threading.Event()
         self._failed: tuple[float, MegagrpoError] | None = None
-        """When the server could not be started, and why."""
+        """Time and error of the server's last failed start."""
 
     async def ready(self) -> None:
         """Returns once the server generates."""
         await self._running()
 
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
-        """A server that is not there is started first. 503 if it ended meanwhile."""
+        """Sends a request; first starts a server that is down. Returns 503 if it fails to start, ends, or is late."""
         try:
             endpoint = await self._running()
             return await endpoint.post(body, timeout_seconds)
@@ -212,7 +212,7 @@ class JudgeActor:
 
 
 class RewardModels:
-    """The actors of all models. They start at once; ready after `wait_until_ready`."""
+    """The actors of all models. The constructor starts them; they are ready after `wait_until_ready`."""
 
     def __init__(self, runtime: Runtime, recipe: Recipe, directories: Mapping[str, Path]) -> None:
         self._runtime, self._recipe = runtime, recipe
@@ -237,7 +237,7 @@ class RewardModels:
             )
 
     def served(self) -> dict[str, Served]:
-        """What reward functions ask, by name."""
+        """Returns the models that reward functions ask, by name."""
         start_seconds = self._recipe.cluster.start_timeout_seconds
         return {
             name: ActorClassifier(actor, start_seconds)
@@ -257,7 +257,7 @@ class RewardModels:
 
 
 class ActorEndpoint:
-    """An Endpoint (reward/judging/client.py) that is an actor's server."""
+    """An Endpoint (reward/judging/client.py) that sends requests to an actor's server."""
 
     def __init__(self, actor: Any, identity: str, start_seconds: float) -> None:
         self.identity, self._actor, self._start_seconds = identity, actor, start_seconds
@@ -267,11 +267,11 @@ class ActorEndpoint:
         return await _answer(self._actor.post.remote(body, timeout_seconds), limit)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """The run ends the server."""
+        """Does nothing: the run ends the server."""
 
 
 class ActorClassifier:
-    """A ServedClassifier (reward/judging/scoring.py) that is an actor's."""
+    """A ServedClassifier (reward/judging/scoring.py) that asks an actor."""
 
     def __init__(self, actor: Any, start_seconds: float) -> None:
         self._actor, self._start_seconds = actor, start_seconds
@@ -285,7 +285,7 @@ class ActorClassifier:
 
 
 async def _answer(asked: Any, limit_seconds: float) -> Any:
-    """What an actor answers. Raises OSError if it died or raised, TimeoutError if it does not answer."""
+    """Waits for an actor's answer. Raises OSError if it died or raised, TimeoutError if it does not answer."""
     try:
         return await asyncio.wait_for(asked, limit_seconds)
     except RayTaskError as failure:

@@ -1,4 +1,4 @@
-"""Reward workers on every node of a run. Calls are given out in parts; a node has the next part when it is done."""
+"""Reward workers on every node of a run. Calls go out in parts; a node that finishes a part gets the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megagrpo.reward.functions import FunctionSpec, Outcome, Task
 from megagrpo.reward.workers import Limits, LoadedFunction, RewardPool, WorkerPool
 
 PARTS_PER_NODE = 4
-"""So many parts for each node: responses take unequal times."""
+"""Parts for each node: several, because responses take unequal times."""
 CHECK_SECONDS = 0.2
 END_SECONDS = 10.0
 
@@ -27,7 +27,7 @@ Calls = Sequence[tuple[int, Task]]
 
 
 def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> RewardPool:
-    """`workers` processes on the nodes of the run, the driver's first."""
+    """Returns a pool of `workers` processes on the nodes of the run, the driver's node first."""
     here = ray.get_runtime_context().get_node_id()
     others = sorted({str(place.node) for place in runtime.places} - {here})
     counts = workers_of_nodes(workers, 1 + len(others))
@@ -37,19 +37,19 @@ def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], workers: int, l
 
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:
-    """Workers of each node that has some, as even as can be, the most first."""
+    """Splits workers evenly over the nodes: a count for each node that gets some, the largest first."""
     each, more = divmod(workers, nodes)
     return [count for count in (each + (node < more) for node in range(nodes)) if count]
 
 
 class RewardNodes:
-    """A RewardPool with processes here and on other nodes. A node that is lost costs no outcome: its part is scored
-    elsewhere."""
+    """A RewardPool with processes on this node and on others. A lost node costs no outcome: another node scores its
+    part."""
 
     def __init__(
         self, specs: Sequence[FunctionSpec], workers_here: int, workers_there: Mapping[str, int], limits: Limits
     ) -> None:
-        """workers_there: processes on other nodes, by Ray's id of the node."""
+        """Creates this node's pool. workers_there: processes on each other node, by Ray's id of the node."""
         self._here = WorkerPool(specs, workers_here, limits)
         self._thread = ThreadPoolExecutor(1, "scoring here")
         self._specs, self._limits, self._workers_there = tuple(specs), limits, dict(workers_there)
@@ -101,7 +101,7 @@ class RewardNodes:
             return [outcome for start in sorted(outcomes) for outcome in outcomes[start]]
         except BaseException:
             ended.set()
-            self._end_there()  # what they are doing is of no use
+            self._end_there()  # their outcomes are not needed
             wait([future for future, (node, _) in running.items() if not node])
             raise
 
@@ -111,7 +111,7 @@ class RewardNodes:
         self._thread.shutdown()
 
     def _answer(self, future: Future[list[list[Outcome]]], node: str) -> list[list[Outcome]] | None:
-        """A part's outcomes; None if its node is lost, which then has no other part."""
+        """Returns a part's outcomes; None if its node is lost, which then gets no further part."""
         try:
             return future.result()
         except RayTaskError as failure:
@@ -145,7 +145,7 @@ class RewardNodes:
 
 
 class _EndedError(Exception):
-    """Ends the part that is scored here."""
+    """An exception that ends the part being scored in this process."""
 
 
 class RewardNodeActor:

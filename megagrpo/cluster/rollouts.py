@@ -1,8 +1,8 @@
 """The engines as the trainer sees them: prompts in, groups out.
 
-A thread collects samples and hands requests to engines with free slots. An engine that fails leaves: its requests go
-elsewhere, and it is started again beside the others. The next weight sync after that brings it back. If none is left,
-the thread that waits for samples brings back the first that has started.
+A thread collects samples and hands requests to engines with free slots. If an engine fails, its requests move to
+others, and it restarts beside them. The next weight sync after that gives it weights, and it samples again. If no
+engine is left, the thread that waits for samples gives weights to the first that has restarted.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ ABORT_MARGIN_SECONDS = 60.0
 counted as dead earlier, a few long samples would cost all the others."""
 
 ANSWER_SECONDS = 5.0
-"""After which an engine without new samples says so. As often it says what its requests have so far."""
+"""Time after which an engine without new samples answers. It reports the tokens so far of its requests as often."""
 SILENT_SECONDS = 300.0
-"""For an engine with requests and verified weights to sample a token."""
+"""Time limit for an engine with requests and verified weights to sample a token."""
 READ_SECONDS = 10.0
-"""For what an engine's requests have so far to come from its node."""
+"""Timeout for reading the tokens so far of an engine's requests from its node."""
 
 RETRY_SECONDS = 10.0
-"""Before an engine that could not start is tried again while the run waits for one."""
+"""Pause before an engine that could not start is retried, while the run waits for one."""
 
 
 class Rollouts:
-    """One actor per engine. Created at once, ready after `wait_until_ready`."""
+    """One actor per engine. The constructor starts them; they are ready after `wait_until_ready`."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Rollouts:
         *,
         keeps_weights: bool = False,
     ) -> None:
-        """keeps_weights: engines sample from those that they start with; `serve_all` takes the place of weight
-        syncs."""
+        """Starts the engines. keeps_weights: engines sample from the weights that they start with; `serve_all` takes
+        the place of weight syncs."""
         self._runtime, self._recipe = runtime, recipe
         self._engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
         self.bring_back: Callable[[], None] | None = None
@@ -80,25 +80,25 @@ class Rollouts:
         self._started: set[str] = set()
         """Engines that wait for weights."""
         self._retry_at: dict[str, float] = {}
-        """From when on engines that could not be started are tried again."""
+        """Time at which an engine that could not start is retried."""
         self._waited = 0.0
-        """Seconds of waits for an engine since one has sampled."""
+        """Seconds of waits for an engine since one last sampled."""
         self._awaited = False
         """Whether a weight sync waits for engines to start."""
         self._asked: dict[ray.ObjectRef[Any], str] = {}
         """Engines by their next answer."""
         self._so_far: dict[str, ray.ObjectRef[SoFar]] = {}
-        """What each engine's requests had when it last said so, read only if needed. Large ones stay on its node."""
+        """Tokens so far of each engine's requests, last reported; read only if needed. Large ones stay on its node."""
         self._coming: dict[ray.ObjectRef[SoFar], tuple[float, Mapping[int, Request]]] = {}
-        """What requests of lost engines had, on its way here: how long it is waited for, and the requests by ticket."""
+        """Tokens so far of lost engines' requests, on their way: the wait's deadline, and the requests by ticket."""
         self._next_so_far: dict[ray.ObjectRef[Any], ray.ObjectRef[SoFar]] = {}
-        """What comes with an engine's next answer, by that."""
+        """Tokens so far that come with an engine's next answer, by that answer."""
         self._heard: dict[str, float] = {}
-        """When each last answered."""
+        """When each engine last answered."""
         self._handed: dict[int, float] = {}
         """When each request was handed to an engine, by ticket."""
         self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
-        """Seconds times the share of slots that sampled nothing; all seconds; until when. 0: no engine has served."""
+        """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
         self._agents = self._agent_turns(tokenizer_directory) if recipe.agent else None
@@ -108,7 +108,7 @@ class Rollouts:
 
     @property
     def external(self) -> bool:
-        """Whether the engines are servers that other programs run."""
+        """Returns whether the engines are servers that other programs run."""
         return self._recipe.rollout.engine == "external"
 
     def wait_until_ready(self) -> None:
@@ -119,12 +119,12 @@ class Rollouts:
 
     @property
     def serving(self) -> int:
-        """How many engines sample."""
+        """Returns the number of engines that sample."""
         return len(self._pool.engines)
 
     def up(self) -> dict[str, Any]:
-        """The actors of the engines that can get weights, by name: once there is one. Those that could not start are
-        tried again beside; on GPUs that training shares, an engine starts only while this waits for it.
+        """Waits for an engine that can get weights; returns the actors of all such engines, by name. Meanwhile it
+        retries those that could not start. On GPUs that training shares, an engine starts only while this waits for it.
 
         Raises EngineError if there is none for rollout.no_engine_timeout_seconds, and what the run's watch raises.
         """
@@ -147,7 +147,7 @@ class Rollouts:
             self._awaited = False
 
     def serve(self, engines: Mapping[str, Any]) -> None:
-        """These actors' engines have the newest weights: they get requests, unless they were lost meanwhile."""
+        """Hands requests to these actors' engines, which have the newest weights, unless they were lost meanwhile."""
         with self.changed:
             self._count_idle()
             for engine, actor in engines.items():
@@ -163,12 +163,11 @@ class Rollouts:
             self._hand_out()
 
     def serve_all(self) -> None:
-        """Engines that have started sample from the weights that they have. Waits for the first. Raises as `up`
-        does."""
+        """Lets all started engines sample from the weights that they have. Waits for the first. Raises as `up` does."""
         self.serve(self.up())
 
     def lose(self, engine: str, actor: Any, error: MegagrpoError, *, failed: bool = True) -> None:
-        """This actor's engine has failed, or is slow: it gets no requests, and is started again."""
+        """Restarts this actor's engine, which has failed or is slow. It gets no requests meanwhile."""
         with self.changed:
             if self._up().get(engine) is not actor:
                 return
@@ -182,37 +181,37 @@ class Rollouts:
             self.changed.notify_all()
 
     def give_up(self) -> None:
-        """Ends all engines, whatever they do. They cannot be used afterwards."""
+        """Ends all engines, even those that are busy. They cannot be used afterwards."""
         self._stop_collecting()
         self._engines.give_up()
 
     def manifests(self) -> dict[str, list[Manifest]]:
-        """What the ranks of each engine hold."""
+        """Returns the manifests of each engine's ranks."""
         return self._engines.manifests()
 
     def places(self) -> tuple[Place, ...]:
-        """Node and device of every rank of every engine, in the order of `manifests`."""
+        """Returns node and device of every rank of every engine, in the order of `manifests`."""
         return self._engines.places()
 
     def visible_gpus(self) -> list[tuple[int | str, ...]]:
-        """GPUs seen by the process of every rank of every engine that the run starts, in the order of `places`."""
+        """Returns the GPUs that each rank's process sees, of engines that the run starts, in the order of `places`."""
         return self._engines.visible_gpus()
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """The training_requests of a step, in the order of the prompts."""
+        """Generates the training_requests of a step. Returns groups in the order of the prompts."""
         return self._groups(prompts, [training_requests(self._recipe, prompt, step) for prompt in prompts])
 
     def generate_for_evaluation(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, list[Group]]:
-        """Responses to the prompts of evaluation sets, by the sets' names. The seeds are the same at every evaluation,
-        so that only the weights differ."""
+        """Generates responses to the prompts of evaluation sets. Returns groups by the sets' names. The seeds are the
+        same at every evaluation, so that only the weights differ."""
         sets = self._recipe.eval.of_sets()
         requests = [evaluation_requests(self._recipe, sets[name], of_set) for name, of_set in prompts.items()]
         groups = iter(self._groups(list(chain(*prompts.values())), list(chain(*requests))))
         return {name: list(islice(groups, len(of_set))) for name, of_set in prompts.items()}
 
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
-        """Frees the engines' memory for training on the same devices, once what was dropped has ended there. Returns
-        whether they can. Raises as `wait` does."""
+        """Frees the engines' memory for training on the same devices, once dropped requests have ended there. Returns
+        whether engines can free it. Raises as `wait` does."""
         memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
         started = self._recipe.rollout.engine == "sglang"
         if not (started and memory_saver and self._recipe.cluster.placement == "colocated"):
@@ -236,7 +235,7 @@ class Rollouts:
         return bool(up)
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        """Training rollouts of a prompt, with the seeds of a step; to be added."""
+        """Returns an order of a prompt's training rollouts, with the seeds of a step; to be added."""
         return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
@@ -245,8 +244,8 @@ class Rollouts:
             self._hand_out()
 
     def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
-        """A function that reads what each unfinished request has now, by its order and index: from the engines' nodes,
-        at any later time, in any thread."""
+        """Returns a function that reads the tokens so far of each unfinished request, by its order and index. It reads
+        them from the engines' nodes, at any later time, in any thread."""
         with self.changed:
             everywhere = (*self._pool.engines.values(), self._pool.lost)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
@@ -260,20 +259,20 @@ class Rollouts:
         return read
 
     def drop(self, orders: Sequence[Order]) -> None:
-        """Takes orders back that are not added again."""
+        """Cancels orders, which are not added again."""
         with self.changed:
             self._give_back(self._agents.drop(orders) if self._agents else orders)
 
     def withdraw(self, orders: Sequence[Order]) -> None:
-        """Takes orders back, with the tokens that were sampled of them; agents wait. Raises as `wait` does."""
+        """Takes orders back, with the tokens sampled so far; agents wait. Raises as `wait` does."""
         with self.changed:
             requests = self._agents.hold(orders) if self._agents else orders
             self._give_back(requests)
         self.wait(lambda: not self._pool.running(requests))
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Returns once `until`, asked with `changed` held. Raises EngineError if no engine is left and none comes back,
-        and what the run's watch raises."""
+        """Waits until `until`, called with `changed` held, is true. Raises EngineError if no engine is left and none
+        comes back, and what the run's watch raises."""
         while True:
             with self.changed:
                 self._require_collecting()
@@ -289,19 +288,19 @@ class Rollouts:
             self._runtime.watch.check()
 
     def hold(self, engines: Iterable[str]) -> None:
-        """These get weights, and no requests until they `serve` with them."""
+        """Holds these engines for new weights: they get no requests until they `serve` with them."""
         with self.changed:
             if self._pool.engines:
                 self._count_idle()
             self._pool.held.update(engines)
 
     def drain(self) -> None:
-        """Holds all engines, and waits for what they sample. Raises as `wait` does."""
+        """Holds all engines, and waits until their requests have ended. Raises as `wait` does."""
         self.hold(self._pool.engines)
         self.wait(lambda: not any(self._pool.engines.get(engine) for engine in self._pool.held))
 
     def idle(self) -> tuple[float, float]:
-        """Since the last call: seconds in which a slot sampled nothing, mean over all engines' slots; all seconds."""
+        """Returns, since the last call: idle seconds of a slot, mean over all engines' slots; all seconds."""
         with self.changed:
             self._count_idle()
             counted = self._idle, self._seconds
@@ -309,7 +308,7 @@ class Rollouts:
         return counted
 
     def agents_restarted(self) -> int:
-        """Agent processes that were started again since the last call."""
+        """Returns the number of agent processes that were restarted since the last call."""
         counted = self._agents.restarts if self._agents else 0
         since, self._restarts_told = counted - self._restarts_told, counted
         return since
@@ -322,7 +321,7 @@ class Rollouts:
         self._engines.close()
 
     def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
-        """The groups of all prompts, whose requests are given."""
+        """Generates responses to these requests of each prompt, waits for all, and returns the prompts' groups."""
         orders = [Order(of_prompt, prompt=prompt) for prompt, of_prompt in zip(prompts, requests, strict=True)]
         self.add(orders, first=True)  # a step waits for them, and for an evaluation: not for what is in the background
         with ExitStack() as undoing, progress("generating", sum(map(len, requests)), "responses") as work:
@@ -386,7 +385,7 @@ class Rollouts:
             self._lose_silent()
 
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
-        """An engine's answer: its samples, or why it failed."""
+        """Takes an engine's answer: its samples, or the error with which it failed."""
         with self.changed:
             engine, so_far = self._asked.pop(ref, None), self._next_so_far.pop(ref, None)
         if engine is None or self._closed:
@@ -443,7 +442,7 @@ class Rollouts:
             self._handed |= dict.fromkeys(requests, now)
 
     def _lose_silent(self) -> None:
-        """Engines that do not answer, or that have a request for longer than any may take, are lost."""
+        """Restarts engines that do not answer, or that have a request for longer than any may take."""
         now, longest = time.monotonic(), self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
         for engine, tickets in list(self._pool.engines.items()):
             silent = now - self._heard[engine]
@@ -457,7 +456,7 @@ class Rollouts:
                 self._lose(engine, EngineError(Problem(f"rollout: {engine}", given, needed)))
 
     def _has_answered(self, engine: str) -> bool:
-        """Whether its answer is there, and this thread has not come to it yet."""
+        """Returns whether the engine's answer is here, and this thread has not taken it yet."""
         asked = [ref for ref, other in self._asked.items() if other == engine]
         return bool(asked and ray.wait(asked, timeout=0)[0])
 
@@ -465,7 +464,7 @@ class Rollouts:
         self.lose(engine, self._engines.by_name[engine], error, failed=failed)
 
     def _look_at_restarts(self) -> None:
-        """Engines that have started again wait for weights."""
+        """Advances the restarts: an engine that has restarted waits for weights."""
         may_start = self._awaited or not self._runtime.shares_gpus
         for engine, error in self._engines.look(may_start=may_start).items():
             if error is None:
@@ -502,7 +501,7 @@ class Rollouts:
             self._coming[so_far] = time.monotonic() + READ_SECONDS, lost
 
     def _put_back(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        """Requests of lost engines go on elsewhere, once what they had is here or too late."""
+        """Moves requests of lost engines to others, once their tokens so far are here or too late."""
         with self.changed:
             coming = list(self._coming.items())
         for so_far, (until, lost) in coming:
@@ -525,7 +524,7 @@ class Rollouts:
     # --- which engines there are --------------------------------------------------------------------------------------
 
     def _up(self) -> dict[str, Any]:
-        """Actors of the engines that sample, or wait for weights."""
+        """Returns the actors of the engines that sample, or wait for weights."""
         up = [name for name in self._engines.names if name in self._pool.engines or name in self._started]
         return {name: self._engines.by_name[name] for name in up}
 
@@ -540,7 +539,7 @@ class Rollouts:
             require_alive(self._agents.thread)
 
     def _require_patience(self) -> None:
-        """Raises EngineError, saying why each was lost, if the run has waited too long for one that samples."""
+        """Raises EngineError, with the reason of each loss, if the run has waited too long for a sampling engine."""
         limit = self._recipe.rollout.no_engine_timeout_seconds
         if self._waited > limit:
             given, needed = f"none for {limit:g} s", "one that starts and gets verified weights"
@@ -550,7 +549,7 @@ class Rollouts:
 
 
 def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:
-    """What these requests have so far, by ticket. Nothing from a node that is lost, or too slow."""
+    """Reads the tokens so far of these requests, by ticket. Skips a node that is lost, or too slow."""
     samples: dict[int, Sample] = {}
     for ref in found:
         with suppress(ray.exceptions.RayError, OSError, MemoryError):
@@ -559,7 +558,7 @@ def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Re
 
 
 def require_alive(thread: threading.Thread) -> None:
-    """Raises EngineError if a thread of the run has ended by an error that it does not expect."""
+    """Raises EngineError if a thread of the run has ended with an unexpected error."""
     if not thread.is_alive():
         given = "it has ended: its traceback is in the output of this process"
         raise EngineError(Problem(f"the thread that {thread.name}", given, fix="report it"))

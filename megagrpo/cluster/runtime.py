@@ -33,7 +33,7 @@ LOOK_SECONDS = 1.0
 RESERVE_SECONDS = 30.0
 """Time for Ray to reserve devices that were free just before."""
 OOM_SCORE = 500
-"""Ray's workers have it when memory is out and the kernel chooses. Reward workers have 1000 and go first."""
+"""Score of Ray's workers, by which the kernel kills when memory is out. Reward workers have 1000 and go first."""
 APPEAR_SECONDS = 10.0
 """Time for a new file to appear on another node: network file systems cache that it does not exist."""
 
@@ -52,20 +52,20 @@ class Runtime:
     pulse: RayPulse
 
     def start_rank(self, actor_class: Any, rank: int) -> Any:
-        """Handle of a new actor on the device of a training rank. `actor_class` is decorated by ray.remote."""
+        """Starts an actor on the device of a training rank; returns its handle. ray.remote decorates `actor_class`."""
         return self._start(actor_class, self.devices.bundle_of_rank[rank], self.devices.rank_share)
 
     def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
-        """Handle of a new actor on the first device that an engine has on its `node`-th node; on any node of the
-        cluster for an external engine."""
+        """Starts an actor on the first device of an engine's `node`-th node, and returns its handle. The actor of an
+        external engine goes to any node of the cluster."""
         nodes = self.devices.node_bundles(engine)
         if not nodes:
             return actor_class.options(num_cpus=0).remote()
         return self._start(actor_class, nodes[node][0], self.devices.engine_share)
 
     def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
-        """Handle of a new actor on the first device of one of reward.models; on any node if it has none of its own. If
-        it dies, Ray starts it again."""
+        """Starts an actor on the first device of one of reward.models, and returns its handle. A model without a device
+        of its own goes to any node. If the actor dies, Ray restarts it."""
         own = self.devices.bundles_of_model[model]
         if not own:
             return actor_class.options(num_cpus=0).remote(*arguments)
@@ -81,7 +81,7 @@ class Runtime:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether ranks and engines use the same GPUs and take turns with their memory."""
+        """Returns whether ranks and engines use the same GPUs and take turns with their memory."""
         of_ranks = set(self.devices.bundle_of_rank)
         return self.devices.resource == "GPU" and any(of_ranks & set(own) for own in self.devices.bundles_of_engine)
 
@@ -92,7 +92,7 @@ class Runtime:
         return [tuple(self.places[bundle] for bundle in own) for own in self.devices.node_bundles(engine)]
 
     def places_of_engine(self, engine: int) -> tuple[Place, ...]:
-        """Place of each rank of an engine; none for an external engine."""
+        """Returns the place of each rank of an engine; empty for an external engine."""
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
 
 
@@ -141,7 +141,7 @@ def start(
 
 
 def joins_cluster(recipe: AnyRecipe) -> bool:
-    """Whether the run is on a Ray that was there before it, and may have several nodes."""
+    """Returns whether the run joins a Ray that runs already, and may have several nodes."""
     return _address(recipe) != "local"
 
 
@@ -152,7 +152,7 @@ def _address(recipe: AnyRecipe) -> str:
 def _reserve(
     devices: DevicePlan, recipe: AnyRecipe, names: Mapping[str, str], watch: NodeWatch
 ) -> tuple[PlacementGroup, tuple[str, ...]]:
-    """A placement group with one bundle for each device, and the node of each. Raises RankError at the deadline."""
+    """Reserves a bundle for each device. Returns the group and the bundles' nodes. Raises RankError at the deadline."""
     deadline = time.monotonic() + recipe.cluster.start_timeout_seconds
     bundle = {"GPU": 1.0, "CPU": 1.0} if devices.resource == "GPU" else {"CPU": 1.0}
     tensor = recipe.train.layout.tensor
@@ -187,7 +187,7 @@ def _reserve(
 
 
 def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
-    """Whether the devices were still free: the group is then there within RESERVE_SECONDS."""
+    """Returns whether the group is ready within RESERVE_SECONDS, as it is if the devices were still free."""
     ready, deadline = group.ready(), time.monotonic() + RESERVE_SECONDS
     while time.monotonic() < deadline:
         watch.check()
@@ -199,7 +199,7 @@ def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
 def _gpus(
     group: PlacementGroup, nodes: Sequence[str], timeout_seconds: float, watch: NodeWatch
 ) -> dict[int, int | str]:
-    """By bundle, its GPU on its node. nodes: the bundles' nodes, which a RankError names."""
+    """Returns, by bundle, its GPU on its node. nodes: the bundles' nodes, which a RankError names."""
 
     @ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
     def gpu() -> int | str:
@@ -217,10 +217,10 @@ def _gpus(
 
 
 def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Node of every device, on as few nodes as possible; None if there is no room.
+    """Returns the node of every device, on as few nodes as possible; None if there is no room.
 
-    What an engine has on a node is never split. A group of `tensor` ranks is split only if there is no room otherwise.
-    free: free devices of each node; nodes with equally many are filled in this order.
+    The devices of an engine on one node are never split. A group of `tensor` ranks is split only if there is no room
+    otherwise. free: free devices of each node; nodes with equally many are filled in this order.
     """
     whole_groups = tuple(tuple(range(first, first + tensor)) for first in range(0, len(devices.bundle_of_rank), tensor))
     engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
@@ -232,14 +232,14 @@ def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) 
 
 
 def _blocks(devices: int, unsplit: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Sizes of the smallest blocks of neighbouring devices that split none of `unsplit`, which are such blocks too."""
+    """Returns the sizes of the smallest blocks of neighbouring devices that split none of the blocks in `unsplit`."""
     inner = {device for block in unsplit for device in block[1:]}
     ends = [device for device in range(devices) if device not in inner]
     return [after - before for before, after in pairwise([*ends, devices])]
 
 
 def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Blocks in their order, node after node, the largest node first; None if some are left over."""
+    """Assigns blocks in order to nodes, largest node first. Returns each device's node; None if some are left."""
     nodes: list[str] = []
     left = list(reversed(blocks))
     for node, room in sorted(free.items(), key=lambda item: -item[1]):
@@ -250,7 +250,7 @@ def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
 
 
 def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) -> RayPulse:
-    """Joins or starts Ray. One that does not answer in time ends the process: its client cannot be interrupted."""
+    """Joins or starts Ray. Ends the process if Ray does not answer in time: its client cannot be interrupted."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # it logs what it raises, too
     ray_worker._worker_logs_enabled = False  # or it prints the state of a raylet that died
@@ -279,14 +279,14 @@ def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) ->
 
 
 def stop(runtime: Runtime) -> None:
-    """Gives the devices back; ends Ray if it was started here."""
+    """Releases the devices; ends Ray if it was started here."""
     remove_placement_group(runtime.group)
     runtime.pulse.shut_down()
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def missing_files(paths: Sequence[str]) -> list[str]:
-    """The paths that do not exist on this node."""
+    """Returns the paths that do not appear on this node within APPEAR_SECONDS."""
     deadline = time.monotonic() + APPEAR_SECONDS
     while (found := [path for path in paths if not Path(path).exists()]) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -295,13 +295,13 @@ def missing_files(paths: Sequence[str]) -> list[str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def damaged_files(root: Path, files: Sequence[SavedFile]) -> list[str]:
-    """What is wrong with these files of a checkpoint, read by this node."""
+    """Returns the faults of these files of a checkpoint, a line each, as this node reads them."""
     return damaged(root, files)
 
 
 def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> list[str]:
-    """As checkpoint.store.damage. Each node of the run reads its share of the bytes, all at the same time. Raises
-    RankError or NodeLostError, naming nodes, if there is no answer."""
+    """Returns the faults of a checkpoint, as checkpoint.store.damage. Each node of the run reads its share of the
+    bytes, all at the same time. Raises RankError or NodeLostError, naming nodes, if there is no answer."""
     nodes = sorted({place.node for place in runtime.places})
     try:
         largest_first = sorted(read_manifest(root), key=lambda file: -file.size_bytes)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 OF_MACHINES = (RuntimeError, OSError, MemoryError)
-"""What a rank raises by no fault of the code: torch's errors of memory, devices and lost peers are RuntimeErrors."""
+"""Errors of a rank by no fault of the code: torch's errors of memory, devices and lost peers are RuntimeErrors."""
 FILE_GRACE_SECONDS = 60.0
-"""For the other ranks to end their files when one could not write its own."""
+"""Time for the other ranks to finish their files when one could not write its own."""
 BROKEN_NAMED = 3
-"""Tensors that an error names of those that are not finite."""
+"""Most tensors that an error names of those that are not finite."""
 
 
 class TrainRanks:
@@ -81,7 +81,7 @@ class TrainRanks:
 
     @property
     def ranks(self) -> list[Any]:
-        """The actors by rank."""
+        """Returns the actors by rank."""
         return list(self.actors.values())
 
     def close(self) -> None:
@@ -90,13 +90,13 @@ class TrainRanks:
             ray.kill(actor)
 
     def end_lost(self) -> None:
-        """Kills all ranks, also those that are stopped or hang where Ray cannot end them."""
+        """Kills all ranks, including those that are stopped or hang where Ray cannot end them."""
         self.close()
         lost_ranks.end_all(self._processes)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, a lost node ends the run only if it has ranks."""
+        """Limits the watch to nodes with ranks, inside the block: only their loss ends the run."""
         of_run = self.watch
         self.watch = of_run.of({place.node for place in self._places})
         self._pulse.names = self.watch.names
@@ -107,13 +107,13 @@ class TrainRanks:
             self._pulse.names = of_run.names
 
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
-        """Answers of all ranks, in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
+        """Returns the answers in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
         named = dict(zip(self.actors, answers, strict=True))
         return list(self._wait(named, doing, self._timeout).values())
 
     def memory_peak(self) -> int | None:
-        """Most bytes of tensors that torch has held at a time on a rank's GPU since `updating` began: the greatest of
-        the ranks; None on CPUs."""
+        """Returns the most bytes of tensors that torch has held at a time on a rank's GPU since `updating` began: the
+        maximum over ranks; None on CPUs."""
         if self.device_type != "cuda":
             return None
         return max(self.wait("memory_peak", [rank.memory_peak.remote() for rank in self.ranks]))
@@ -125,12 +125,12 @@ class TrainRanks:
         self.wait("load_batch", sent)
 
     def begin_profile(self, ranks: Sequence[int], memory: bool) -> None:
-        """These ranks record what they compute."""
+        """Starts a profile on each of these ranks."""
         names = [f"train rank {rank}" for rank in ranks]
         self._wait({n: self.actors[n].begin_profile.remote(memory) for n in names}, "profile", self._timeout)
 
     def end_profile(self, ranks: Sequence[int], directory: Path) -> list[str]:
-        """They write it to files in `directory`. Why some could not."""
+        """Writes these ranks' profiles to files in `directory`. Returns the problems of those that failed."""
         names = [f"train rank {rank}" for rank in ranks]
         written = {name: self.actors[name].end_profile.remote(directory) for name in names}
         answers = self._wait(written, "writing a profile", self._timeout)
@@ -146,7 +146,7 @@ class TrainRanks:
         return self._places
 
     def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
-        """Every rank writes its boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
+        """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
 
         `plan`'s sources are the ranks' manifests, or adapter_manifests, in order.
         """
@@ -155,20 +155,20 @@ class TrainRanks:
         self.wait("export", [actor.write_export.remote(export, shared, source, adapters) for source, actor in ranks])
 
     def copy_export(self, export: Export, plan: WeightPlan) -> None:
-        """Every rank copies its boxes of the policy to host memory, for `write_copied_export`."""
+        """Copies every rank's boxes of the policy to host memory, for `write_copied_export`."""
         shared = ray.put(plan)
         self.wait("export", [actor.copy_export.remote(export, shared, index) for index, actor in enumerate(self.ranks)])
 
     def write_copied_export(self, export: Export) -> None:
-        """Every rank writes what it has copied, whatever else it does. For any thread, as `write_snapshot`."""
+        """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
         self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
 
     def take_snapshot(self) -> None:
-        """Every rank copies its part of the training state to host memory, for `write_snapshot`."""
+        """Copies every rank's part of the training state to host memory, for `write_snapshot`."""
         self.wait("snapshot", [actor.take_snapshot.remote() for actor in self.ranks])
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
-        """Every rank writes what it has copied, whatever else it does. Returns all files that were written.
+        """Writes every rank's copied state, beside its other work. Returns all files that were written.
 
         For any thread. When it raises, no rank writes any more, unless one has not answered at all.
         """
@@ -179,7 +179,7 @@ class TrainRanks:
         return [*files, *last]
 
     def wait_beside(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
-        """As `wait`, but for a thread beside the run's, for the first ranks, and for all answers before it raises."""
+        """Returns the first ranks' answers, for a thread beside the run's. Waits for all of them before it raises."""
         named = dict(zip(self.actors, answers, strict=False))
         done, failed = settle(
             named,
@@ -206,8 +206,8 @@ class TrainRanks:
 
     @contextmanager
     def updating(self, step: int) -> Iterator[None]:
-        """Inside, the state becomes that of `step`, also where a node without ranks is lost: what is half a step cannot
-        be saved. Raises RankError if weights are not finite afterwards."""
+        """Encloses the update to the state of `step`, in its block. The loss of a node without ranks does not end it:
+        half a step cannot be saved. Raises RankError if weights are not finite afterwards."""
         self.step = None
         with self.alone():
             try:
@@ -233,7 +233,7 @@ class TrainRanks:
 
     @property
     def away(self) -> bool:
-        """Whether some parts are in host memory."""
+        """Returns whether some parts are in host memory."""
         return bool(self._away)
 
     def release(self, keep: Collection[str] = ()) -> None:
@@ -244,14 +244,14 @@ class TrainRanks:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Inside, the parts named in train.offload are in host memory; afterwards nothing is."""
+        """Keeps the parts named in train.offload in host memory inside the block; none afterwards."""
         self.release()
         yield
         self._restore(list(self._away))
 
     @contextmanager
     def needed(self, parts: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, these parts (by default all) are on the device; afterwards they are where they were."""
+        """Keeps these parts (by default all) on the device inside the block; then moves them back."""
         away = [part for part in self._away if parts is None or part in parts]
         self._restore(away)
         yield
@@ -277,7 +277,7 @@ class TrainRanks:
             raise self.lost(error) from error
 
     def lost(self, error: MegagrpoError) -> RankError:
-        """The error to raise for one of a rank that died, did not answer, or raised what is no MegagrpoError."""
+        """Returns the error to raise if a rank died, did not answer, or raised anything but a MegagrpoError."""
         if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
             return RankError(error.problems)
         found = lost_ranks.what_became_of(self._processes, self.watch.names)
@@ -292,33 +292,33 @@ class Policy(TrainRanks):
     def __init__(
         self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
     ) -> None:
-        """A critic, if the recipe has one, starts from critic_directory, by default from the policy's model."""
+        """Starts the ranks. The recipe's critic, if any, loads critic_directory, by default the policy's model."""
         super().__init__(runtime, recipe, model_directory)
         if recipe.algorithm.critic is not None:
             directory = str((critic_directory or model_directory).absolute())
             self.wait("add_critic", [rank.add_critic.remote(directory) for rank in self.ranks])
 
     def compute_old_logprobs(self) -> None:
-        """Logprobs of the loaded batch under the policy as it is before the update; they stay on the ranks."""
+        """Computes logprobs of the loaded batch under the policy before the update; they stay on the ranks."""
         self.wait("compute_old_logprobs", [rank.compute_old_logprobs.remote() for rank in self.ranks])
 
     def use_rollout_logprobs_as_old(self) -> None:
-        """Takes the place of compute_old_logprobs: ratios are then to what the engines sampled from."""
+        """Takes the engines' logprobs as the old ones, in place of compute_old_logprobs: ratios are to these."""
         self.wait("use_rollout_logprobs_as_old", [rank.use_rollout_logprobs_as_old.remote() for rank in self.ranks])
 
     def compute_reference_logprobs(self) -> None:
-        """Logprobs of the loaded batch under the reference policy; they stay on the ranks."""
+        """Computes logprobs of the loaded batch under the reference policy; they stay on the ranks."""
         self.wait("compute_reference_logprobs", [rank.compute_reference_logprobs.remote() for rank in self.ranks])
 
     def token_kl(self, lengths: np.ndarray) -> Ragged:
-        """KL estimates against the reference, by response token. Old and reference logprobs must have been computed.
+        """Returns KL estimates against the reference, by response token. Needs computed old and reference logprobs.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
         return _ragged(self.wait("token_kl", [rank.token_kl.remote() for rank in self.ranks]), lengths)
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
-        """All minibatches and epochs over the loaded batch.
+        """Trains on the loaded batch, in all minibatches and epochs.
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
@@ -327,7 +327,7 @@ class Policy(TrainRanks):
         return _only(self.wait("update", updates))
 
     def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
-        """Logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
+        """Returns logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
 
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
@@ -342,18 +342,18 @@ class Policy(TrainRanks):
         return logprobs, entropies if any(part.entropies is not None for part in found) else None
 
     def compute_values(self) -> None:
-        """The critic's estimates for the loaded batch, before its update; they stay on the ranks."""
+        """Computes the critic's estimates for the loaded batch, before its update; they stay on the ranks."""
         self.wait("compute_values", [rank.compute_values.remote() for rank in self.ranks])
 
     def token_values(self, lengths: np.ndarray) -> Ragged:
-        """The critic's estimates by response token: of the return from that token on, before it was chosen.
+        """Returns the critic's estimates by response token: of the return from that token on, before it was chosen.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
         return _ragged(self.wait("token_values", [rank.token_values.remote() for rank in self.ranks]), lengths)
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
-        """All minibatches and epochs over the loaded batch, towards these returns. The policy stays as it is."""
+        """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
         shared = ray.put(returns)
         return _only(self.wait("update_critic", [rank.update_critic.remote(shared, lr) for rank in self.ranks]))
 
@@ -368,18 +368,18 @@ class SftRanks(TrainRanks):
     actor_class = SftActor
 
     def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
-        """One optimizer step on `batches`, one for each data rank."""
+        """Runs one optimizer step on `batches`, one for each data rank."""
         self.load_batch(batches)
         return _only(self.wait("update", [rank.update.remote(lr) for rank in self.ranks]))
 
     def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
-        """Loss of `batches`, one for each data rank, without training on them."""
+        """Returns the loss of `batches`, one for each data rank, without training on them."""
         self.load_batch(batches)
         return _only(self.wait("evaluate", [rank.evaluate.remote() for rank in self.ranks]))
 
 
 def _only(answers: Sequence[Any]) -> Any:
-    """The answer of the one rank that has it."""
+    """Returns the answer of the one rank that has it."""
     return next(answer for answer in answers if answer is not None)
 
 

@@ -35,20 +35,20 @@ from megagrpo.progress import Work
 from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0
-"""Between two looks at Ray's list of nodes."""
+"""Interval between two looks at Ray's list of nodes."""
 DEATH_SECONDS = 2.0
-"""From an actor's death until Ray knows that its node died."""
+"""Time from an actor's death until Ray knows that its node died."""
 SILENCE_SECONDS = 40.0
-"""From an actor out of reach until Ray calls its node dead: several answers of the node must be missing."""
+"""Time from an unreachable actor until Ray calls its node dead: several answers of the node must be missing."""
 CLOSE_SECONDS = 60.0
-"""For a run that has lost a node to end in order."""
+"""Time for a run that has lost a node to end in order."""
 SLICE_SECONDS = 0.2
 """Part of a wait between two looks at its watch."""
 CONTINUES = "start the same command again: it continues from the newest checkpoint"
 
 
 def node_names() -> dict[str, str]:
-    """Name and address of every living node, by Ray's id."""
+    """Returns name and address of every living node, by Ray's id."""
     return {
         node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         for node in ray.nodes()
@@ -57,19 +57,19 @@ def node_names() -> dict[str, str]:
 
 
 class NodeWatch:
-    """Ends waits for actors: when the run loses a node, or when `check_stop` raises."""
+    """A watch that ends waits for actors when the run loses a node, or when `check_stop` raises."""
 
     def __init__(self, names: Mapping[str, str], check_stop: Callable[[], None] = lambda: None) -> None:
-        """names: of the nodes that the run needs, by Ray's id. check_stop: raises to end a wait."""
+        """Watches the nodes in `names`, by Ray's id, which the run needs. check_stop: raises to end a wait."""
         self.names, self._check_stop = dict(names), check_stop
         self._next_look = 0.0
 
     def of(self, nodes: Collection[str]) -> NodeWatch:
-        """For a run that needs these nodes alone."""
+        """Returns the watch of a run that needs these nodes alone."""
         return NodeWatch({node: name for node, name in self.names.items() if node in nodes}, self._check_stop)
 
     def check(self) -> None:
-        """Called a few times a second. Raises NodeLostError, naming nodes, or what check_stop raises."""
+        """Raises NodeLostError, naming nodes, or what check_stop raises. Called a few times a second."""
         self._check_stop()
         if time.monotonic() >= self._next_look:
             self._look()
@@ -90,7 +90,7 @@ class NodeWatch:
 
 
 def _lost(names: Mapping[str, str]) -> NodeLostError | None:
-    """The error that names those of these nodes that Ray has lost."""
+    """Returns an error that names the nodes among these that Ray has lost; None if there are none."""
     living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     lost = [name for node, name in names.items() if node not in living]
     needed = "every node that the run started on, until its end"
@@ -99,10 +99,9 @@ def _lost(names: Mapping[str, str]) -> NodeLostError | None:
 
 
 class RayPulse:
-    """Asks Ray every second from a thread: a main thread that is inside Ray may wait for ever. Ends the process,
-    as NodeLostError does: when Ray's head is silent; when this node is lost, without whose raylet the next call of Ray
-    would end the process without a word; when another lost node has not ended the run in CLOSE_SECONDS.
-    """
+    """A thread that asks Ray every second, because a main thread inside Ray may wait for ever. It ends the process, as
+    NodeLostError does, in three cases: Ray's head is silent; this node is lost, without whose raylet the next call of
+    Ray would end the process without a word; another lost node has not ended the run in CLOSE_SECONDS."""
 
     def __init__(self) -> None:
         self.names: Mapping[str, str] = {}  # of the nodes that the run needs, by Ray's id
@@ -123,7 +122,7 @@ class RayPulse:
         Thread(target=self._count, name="Ray's silence", daemon=True).start()
 
     def shut_down(self) -> None:
-        """ray.shutdown, which is given SILENCE_SECONDS."""
+        """Calls ray.shutdown, with SILENCE_SECONDS to end."""
         self._leaving.set()
         self._asking.join()
         ray.shutdown()
@@ -157,14 +156,14 @@ class RayPulse:
 
 
 def raylet_with(socket: str) -> int:
-    """Process number of the raylet of this node that has this socket."""
+    """Returns the process id of the raylet of this node that has this socket."""
     raylets = (each for each in psutil.process_iter(["name", "cmdline"]) if each.info["name"] == "raylet")
     # Another raylet may have just ended: it has no command line then.
     return next(each.pid for each in raylets if any(word.endswith(socket) for word in each.info["cmdline"] or ()))
 
 
 def end_process(error: MegagrpoError) -> None:
-    """For a process whose main thread does not come back from Ray."""
+    """Prints the error and ends this process, whose main thread does not return from Ray."""
     print(error, file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 
@@ -178,7 +177,7 @@ def wait_for(
     watch: NodeWatch,
     work: Work | None = None,
 ) -> dict[str, Any]:
-    """Results by name, in the order of `results`, once all are there.
+    """Waits for all results; returns them by name, in the order of `results`.
 
     Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
     A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor. work: counts
@@ -198,7 +197,7 @@ def wait_for(
 def _death(
     results: Mapping[str, ray.ObjectRef[Any]], doing: str, error: type[MegagrpoError], watch: NodeWatch
 ) -> MegagrpoError | None:
-    """The error of one that died, which the others may have noticed, and raised about, before Ray did."""
+    """Returns the error of an actor that died; others may have noticed, and raised about it, before Ray did."""
     ready, _ = (
         ray.wait(list(results.values()), num_returns=len(results), timeout=DEATH_SECONDS) if results else ([], [])
     )
@@ -216,7 +215,7 @@ def settle(
     at_first_failure: Callable[[str], None] = lambda text: None,
     grace_seconds: float = 0.0,
 ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
-    """The answers of all actors: results, and errors, by name. Raises only what `watch` raises.
+    """Waits for the answers of all actors: results, and errors, by name. Raises only what `watch` raises.
 
     After the first failure `at_first_failure` is called with its text, to release the actors that wait for the failed
     one. The others then have `grace_seconds` to answer; a missing answer is an error too.
@@ -248,7 +247,7 @@ def _as_they_come(
     error: type[MegagrpoError],
     watch: NodeWatch | None,
 ) -> Iterator[tuple[str, Any]]:
-    """(name, answer or error), one after another. At the deadline, an error for each missing answer."""
+    """Yields (name, answer or error) as answers arrive. At the deadline, yields an error for each missing one."""
     began = time.monotonic()
     deadline = began + timeout_seconds
     names = {ref: name for name, ref in results.items()}
@@ -276,7 +275,7 @@ def _as_they_come(
 def answer_of(
     ref: ray.ObjectRef[Any], name: str, doing: str, error: type[MegagrpoError], watch: NodeWatch | None
 ) -> Any:
-    """What the actor returned, or the error that it raised or died with."""
+    """Returns the actor's result, or the error that it raised or died with."""
     try:
         return ray.get(ref, timeout=60.0)
     except RayTaskError as failure:

@@ -37,8 +37,8 @@ CLOSE_SECONDS = 10.0
 
 
 def with_transport(recipe: Recipe, runtime: Runtime) -> Recipe:
-    """The recipe with the transport that `auto` means on these devices: training ranks set up their memory for it
-    before they import torch. Raises RecipeError if the recipe names one that cannot work here."""
+    """Returns the recipe with the transport that `auto` means on these devices: training ranks set up their memory for
+    it before they import torch. Raises RecipeError if the recipe names one that cannot work here."""
     if recipe.rollout.engine == "external":
         return recipe
     ranks = map(runtime.place_of_rank, range(len(runtime.devices.bundle_of_rank)))
@@ -49,10 +49,10 @@ def with_transport(recipe: Recipe, runtime: Runtime) -> Recipe:
 
 
 class WeightSync:
-    """The plan between all ranks and all engines. `version` is what every engine has been verified to hold."""
+    """The weight plan between all ranks and all engines. Every engine was verified to hold `version`."""
 
     def __init__(self, policy: Policy, rollouts: Rollouts, recipe: Recipe, say: Callable[[str], None]) -> None:
-        """`say` takes a line of text for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
+        """Plans the sync. `say` takes a line for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
         self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
         self.version = -1  # nothing is verified yet
         manifests = rollouts.manifests()
@@ -66,7 +66,7 @@ class WeightSync:
             raise WeightSyncError(problems)
         self._bytes = sum(held.bytes for end in served for held in end.storages.values())
         self.received_bytes = 0
-        """What all engines together received in the last sync."""
+        """Bytes that all engines together received in the last sync."""
         self._verified: dict[str, Any] = {}
         """Actors of the engines that were verified to hold `version`."""
         ends = accumulate(map(len, manifests.values()), initial=0)
@@ -110,8 +110,8 @@ class WeightSync:
             remove_older(sync_directory(self._recipe), version)
 
     def bring_back(self) -> None:
-        """Brings an engine that has started again, when all are lost, to the version that the ranks hold: the next one
-        if they have trained since the last sync. Raises as `sync` does."""
+        """Brings an engine that has restarted, when all are lost, to the version that the ranks hold. This is the next
+        version if they have trained since the last sync. Raises as `sync` does."""
         version = max(self.version, self._policy.step or 0)
         with self._policy.needed(["parameters"]):
             self._bring(version)
@@ -142,8 +142,8 @@ class WeightSync:
             remove_all(sync_directory(self._recipe))
 
     def _keep(self, version: int) -> bool:
-        """The engines call the weights that they hold `version`. False if not all can, as after a restart, or where
-        their memory was given to training."""
+        """Makes the engines call the weights that they hold `version`. Returns False if not all can, as after a
+        restart, or where their memory was given to training."""
         engines = self._rollouts.up()
         if engines != self._verified:
             return False
@@ -169,7 +169,7 @@ class WeightSync:
         raise WeightSyncError(reasons)
 
     def _bring_those_up(self, version: int) -> list[Problem]:
-        """Brings the engines that are up to `version`, and loses those that fail. If all do, why."""
+        """Brings the engines that are up to `version`; restarts those that fail. Returns the reasons if all fail."""
         engines, reasons = self._connect(self._rollouts.up())
         asked_again: set[str] = set()
         brought, without_blame = False, 0
@@ -196,7 +196,7 @@ class WeightSync:
         return [] if brought else reasons
 
     def _attempt(self, version: int, engines: Mapping[str, Any]) -> tuple[dict[str, MegagrpoError], list[str]]:
-        """One attempt. Returns the errors of the engines that are not at `version` afterwards, and those to blame."""
+        """Runs one attempt. Returns the errors of engines not at `version` afterwards, and the names to blame."""
         ranks = self._policy.actors
         destinations = list(chain(*(self._destinations[name] for name in engines)))
         self._rollouts.hold(engines)
@@ -254,7 +254,7 @@ class WeightSync:
         arrived: Sequence[Mapping[str, int]],
         active: Sequence[int],
     ) -> list[Problem]:
-        """Compares every tensor on every rank of an engine with what the training ranks say must be there.
+        """Compares every tensor on every rank of an engine with the digests that the training ranks expect there.
 
         The first tensor that differs is compared bucket by bucket too, if the transport has buckets.
         """
@@ -288,8 +288,8 @@ class WeightSync:
         ]
 
     def _connect(self, engines: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Opens the receiving ends of engines that have started since the last sync. Those that are left, and why the
-        others are lost. Raises an error that every start would meet again."""
+        """Opens the receiving ends of engines that have started since the last sync. Returns the engines that are left,
+        and the problems of those lost. Raises an error that every start would meet again."""
         new = {name: actor for name, actor in engines.items() if self._connected.get(name) is not actor}
         if new and self._connected:
             # No process in the last sync may have noticed that they ended; connections to them must be made anew.
@@ -324,16 +324,16 @@ class WeightSync:
 
 
 def _host(urls: Iterable[str]) -> str:
-    """This node's address for ranks and engines: external servers elsewhere do not reach a Ray on loopback."""
+    """Returns this node's address for ranks and engines: external servers elsewhere do not reach loopback."""
     node = ray.util.get_node_ip_address()
     ways = [own_address(urlsplit(url).hostname or node) for url in urls] if node == LOOPBACK else []
     return next((way for way in ways if way != LOOPBACK), node)
 
 
 def unseen_problems(plan: WeightPlan, visible: Sequence[Collection[int | str]]) -> list[Problem]:
-    """One for each engine rank whose process does not see a GPU of its node from which the plan sends to it.
+    """Returns a problem for each engine rank whose process cannot see a GPU of its node that sends weights to it.
 
-    visible: by destination of the plan; none if no engine is the run's own.
+    visible: by destination of the plan; empty if no engine is the run's own.
     """
     if not visible or not isinstance(plan.transfers, Routes):
         return []
@@ -356,7 +356,7 @@ def unseen_problems(plan: WeightPlan, visible: Sequence[Collection[int | str]]) 
 
 
 def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """The same manifests, with shared objects for what replicas have in common: each came from its own process."""
+    """Returns the same manifests, in which replicas share objects: each manifest came from its own process."""
     shared = list(manifests)
     for alike in classes_of(manifests):
         for index in alike.members:
@@ -365,7 +365,7 @@ def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 def replica_problems(digests: Mapping[str, Mapping[Box, int]]) -> list[Problem]:
-    """One problem for each box whose digest is not the same on all ranks that hold it. `digests` are by rank's name."""
+    """Returns a problem for each box whose digest differs between its ranks. `digests` are by rank's name."""
     holders: dict[Box, dict[int, list[str]]] = {}
     for rank, by_box in digests.items():
         for box, digest in by_box.items():

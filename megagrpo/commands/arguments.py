@@ -1,4 +1,4 @@
-"""What the arguments of several commands share."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_command(
     text: str,
     command: Callable[[argparse.Namespace], int] | None = None,
 ) -> argparse.ArgumentParser:
-    """A new command, or a group of commands if no function is given."""
+    """Adds a command, or a group of commands if no function is given."""
     added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     # Also behind a command; SUPPRESS leaves what was given before it.
     added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -26,7 +26,7 @@ def add_overrides(added: argparse.ArgumentParser) -> None:
 
 
 def add_output(added: argparse.ArgumentParser) -> None:
-    """How much a command that runs long prints: both flags say it instead of track.console, for this time alone."""
+    """Adds --quiet and --json, for how much a long command prints, in place of track.console, for this time alone."""
     how = added.add_mutually_exclusive_group()
     how.add_argument(
         "--quiet", dest="console", action="store_const", const="off", help="print errors and results alone"

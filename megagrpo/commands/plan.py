@@ -1,4 +1,4 @@
-"""`megagrpo plan`: what a recipe comes to."""
+"""`megagrpo plan`: the layout, memory and time of a recipe."""
 
 from __future__ import annotations
 

@@ -90,12 +90,12 @@ def prepare_livecodebench(asked: argparse.Namespace) -> int:
 
 
 def _source(asked: argparse.Namespace) -> Path:
-    """The folder with a data set's own files: here, or from the hub."""
+    """Returns the folder with a data set's own files: here, or from the hub."""
     return asked.source if asked.hub is None else downloaded(asked.hub)
 
 
 def downloaded(name: str) -> Path:
-    """The folder with the data files of a data set, from the local cache or the hub. Raises DataError.
+    """Returns the folder with the data files of a data set, from the local cache or the hub. Raises DataError.
 
     HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are honoured.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megagrpo.report.run import RunRead
 
 PAGE, COMPARISON = "report.html", "comparison.html"
-"""In a run's directory: its own page, which its end makes too, and one on which other runs are beside it."""
+"""Files in a run's directory: its own page, which the run's end writes as well, and a comparison with other runs."""
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,7 +76,7 @@ def _text(asked: argparse.Namespace) -> str:
 
 
 def _firings(run: RunRead) -> list[str]:
-    """How far a run is, and a line for each rule that fires; without steps the models that were evaluated there."""
+    """Returns a run's last step, and a line for each rule that fires; without steps, the models evaluated there."""
     from megagrpo.report.rules import RULES, firings
     from megagrpo.report.run import responses_in
 
@@ -93,6 +93,6 @@ def _firings(run: RunRead) -> list[str]:
 
 
 def _rollout(text: str) -> tuple[int, int]:
-    """STEP:NUMBER; the first of a step's rollouts if there is no number."""
+    """Parses STEP:NUMBER; the first of a step's rollouts if there is no number."""
     step, colon, number = text.partition(":")
     return whole_number(0, 10**9)(step), whole_number(0, 10**9)(number) if colon else 0

@@ -1,4 +1,4 @@
-"""`megagrpo track`: what a run's trackers have of it."""
+"""`megagrpo track`: the data that a run's trackers have of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megagrpo train`, `sft`, `eval` and `replay`: what starts processes that compute."""
+"""`megagrpo train`, `sft`, `eval` and `replay`: the commands that start processes that compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megagrpo.progress import progress
 
 EXIT_DIFFERENT = 1
 OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
-"""How an override begins, among models: no path or URL that has a slash before it."""
+"""The beginning of an override, among models: a path or URL has a slash before its `=`."""
 
 
 def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

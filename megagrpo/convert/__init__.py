@@ -1,1 +1,1 @@
-"""How does a model on disk change its format? Hugging Face files, Megatron-LM's torch_dist, and our own checkpoints."""
+"""Conversion of a model on disk between Hugging Face files, Megatron-LM's torch_dist, and our own checkpoints."""

@@ -18,7 +18,7 @@ from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
 
 PIECE_BYTES = 8 * 1024**2
-"""Read, cast and written at once."""
+"""Bytes that are read, cast and written at once."""
 
 
 def to_hugging_face(
@@ -29,7 +29,7 @@ def to_hugging_face(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> Converted:
-    """A model directory for transformers and SGLang from the checkpoint at `path`.
+    """Writes a model directory for transformers and SGLang from the checkpoint at `path`.
 
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
     that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
@@ -42,7 +42,7 @@ class HuggingFaceTarget:
     """safetensors files with their index, the model's config with the dtype, its tokenizer and generation config."""
 
     def __init__(self, source: Source, dtype: str | None) -> None:
-        """`dtype` is that of the model; None keeps each tensor's own."""
+        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
         self._source = source
         self._dtypes = source.dtypes_as(dtype)
         self._files = checkpoint.new_files(source.architecture, self._dtypes)
@@ -75,7 +75,7 @@ class HuggingFaceTarget:
         return None
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
-        """Nothing is left to do: the files had their headers and full sizes from the beginning."""
+        """Does nothing: the files had their headers and full sizes from the beginning."""
 
     def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
         dtype = self._dtypes[tensor.name]

@@ -1,4 +1,4 @@
-"""A conversion: it is done in units, can be continued after a kill, and its result appears all at once.
+"""A conversion in units, which resumes after a kill and whose result appears all at once.
 
 .NAME.partial/          beside the directory NAME that will be made
   journal               what is being made from what; then a line for each unit that is on disk
@@ -40,7 +40,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made. `left_out` are stored tensors of the source that are not of the model."""
+    """The result of a conversion. `left_out` are stored tensors of the source that the model does not have."""
 
     directory: Path
     tensors: int
@@ -51,7 +51,7 @@ class Converted:
 
 
 class Target(Protocol):
-    """What a conversion makes in a directory. Its functions raise OSError if the disk does not take it."""
+    """The writer of a conversion's directory. Its functions raise OSError if the disk does not take it."""
 
     unit_bytes: Sequence[int]
     """Bytes of each unit. A unit is a part of the work, such as a layer, that is done again if it was not finished."""
@@ -74,7 +74,7 @@ def convert(
     options: list[str | int | None],
     target_of: Callable[[Source], Target],
 ) -> Converted:
-    """Makes `output` from all of `source`. `options` are what else decides its bytes.
+    """Converts all of `source` to `output`. `options` are the other settings that decide its bytes.
 
     An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
     an earlier conversion in `output` is replaced at the very end; anything else there is refused. Raises ModelError or
@@ -144,7 +144,7 @@ def _check_output(output: Path, source: Source, overwrite: bool) -> None:
 
 
 def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list[Part]]:
-    """The parts of each layer together, in their order; those outside of layers one by one, by their names."""
+    """Collects the parts of each layer, in their order; parts outside of layers are collected by name."""
     units: dict[int | str, list[Part]] = {}
     for part in parts:
         units.setdefault(name_of(part) if part.layer is None else part.layer, []).append(part)
@@ -162,7 +162,7 @@ def _locked(path: Path, directory: Path) -> Iterator[IO[str]]:
 
 
 def _entries(journal: IO[str], identity: str) -> list[Any]:
-    """The units recorded as done. A last line without its end was being written when the process died."""
+    """Reads the units recorded as done. A last line without its end was being written when the process died."""
     journal.seek(0)
     entries, length = [], 0
     for number, line in enumerate(journal.read().splitlines(keepends=True)):
@@ -184,7 +184,7 @@ def _append(journal: IO[str], entry: Any, number: int) -> None:
 
 
 def _line(text: str, number: int) -> str:
-    """A line of the journal: a checksum of its number and text, and the text."""
+    """Returns a line of the journal: a checksum of its number and text, and the text."""
     return f"{hashlib.blake2b(f'{number} {text}'.encode(), digest_size=8).hexdigest()} {text}\n"
 
 

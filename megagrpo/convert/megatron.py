@@ -31,13 +31,13 @@ ITERATION = "iter_0000000"
 CHUNK_BYTES = 256 * 1024**2
 """Larger parameters are stored in several chunks."""
 PIECE_BYTES = 8 * 1024**2
-"""Read at once."""
+"""Bytes that are read at once."""
 
 
 def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
-    """A torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
+    """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
     target_of = partial(MegatronTarget, dtype=dtype)
     return convert(open_source(path, model), output, overwrite, ["megatron", dtype], target_of)
 
@@ -46,7 +46,7 @@ class MegatronTarget:
     """One .distcp file for each layer, and one for each parameter outside of layers."""
 
     def __init__(self, source: Source, dtype: str | None) -> None:
-        """`dtype` is that of the model; None keeps each tensor's own."""
+        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
         self._source = source
         self._dtypes = source.dtypes_as(dtype)
         self._manifest = torch_dist.manifest(source.architecture, self._dtypes)
@@ -88,7 +88,7 @@ class MegatronTarget:
         (directory / TRACKER).write_text("0", encoding="utf-8")
 
     def _assemble(self, part: Chunk) -> torch.Tensor:
-        """The values of a part: from the source, cast, and fused as Megatron fuses them."""
+        """Returns the values of a part: from the source, cast, and fused as Megatron fuses them."""
         dtype = torch_dtype(self._manifest.storages[part.key].dtype)
         values = torch.empty(part.shape, dtype=dtype)
         for placement in part.placements:
@@ -103,7 +103,7 @@ class MegatronTarget:
 
 
 def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
-    """The chunk as runs of rows of at most CHUNK_BYTES."""
+    """Yields the chunk as runs of rows of at most CHUNK_BYTES."""
     for box in Box(chunk.key, chunk.start, chunk.shape).pieces(CHUNK_BYTES // item_bytes):
         held = (placement.within(box) for placement in chunk.placements)
         placements = tuple(part for part in held if part is not None)
@@ -111,7 +111,7 @@ def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
 
 
 def _arguments(arch: Architecture) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe the model, for --use-checkpoint-args, by its parser's names.
+    """Returns Megatron-LM's arguments that describe the model, for --use-checkpoint-args, by its parser's names.
 
     The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
     """

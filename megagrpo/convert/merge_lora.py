@@ -88,7 +88,7 @@ def merge_lora(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> Converted:
-    """A Hugging Face model from the checkpoint at `path` and a PEFT adapter or training checkpoint of adapters.
+    """Writes a Hugging Face model from the checkpoint at `path` and a PEFT adapter or training checkpoint of adapters.
 
     Sums are computed in float32 and rounded once, to `dtype` (None: that of each tensor). `model` as in
     to_hugging_face. Raises ModelError or CheckpointError; `output` is as it was then.
@@ -100,7 +100,7 @@ def merge_lora(
 
 
 def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:
-    """The same checkpoint with the adapter added to every matrix that is read. Raises ModelError for a wrong adapter.
+    """Returns the source with the adapter added to each matrix as it is read. Raises ModelError for a wrong adapter.
 
     Only the result is rounded: a matrix is read in a dtype no narrower than what is stored or wanted.
     """
@@ -123,7 +123,7 @@ def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Sourc
 
 
 def open_adapter(path: Path) -> Adapter:
-    """The adapters at `path`: a PEFT directory, a training checkpoint, or a run's newest whole checkpoint."""
+    """Opens the adapters at `path`: a PEFT directory, a training checkpoint, or a run's newest whole checkpoint."""
     path = path.absolute()
     if (path / ADAPTER_CONFIG).is_file():
         return _of_peft(path)
@@ -170,13 +170,13 @@ def _of_peft(path: Path) -> Adapter:
 
 
 def _of_module(config: Mapping[str, Any], patterns: str, name: str, module: str) -> Any:
-    """What a config says of a module: the first of its patterns that fits, as for PEFT, or what counts for all."""
+    """Returns a config's value for a module: the first of its patterns that fits, as in PEFT, or the common value."""
     own = (value for pattern, value in (config.get(patterns) or {}).items() if re.match(_of_modules(pattern), module))
     return next(own, config.get(name))
 
 
 def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
-    """Refuses adapters with which the model is not W + s B A."""
+    """Returns problems of adapters with which the model is not W + s B A."""
     fix = "merge it with PEFT (merge_and_unload), if that can"
     problems = [
         Problem(f"{file}: {name}", _shown(config[name]), plain, fix)
@@ -225,7 +225,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_modules(pattern: str) -> str:
-    """PEFT's expression for modules whose name ends with the pattern, from the beginning of one of its parts."""
+    """Returns PEFT's expression for modules whose name ends with the pattern, from the start of one of its parts."""
     return rf"(.*\.)?({pattern})$"
 
 
@@ -257,6 +257,6 @@ def _of_training(path: Path) -> Adapter:
 
 
 def _modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Names of the linear layers that have both A and B."""
+    """Returns the names of the linear layers that have both A and B."""
     modules = [key.removeprefix(PREFIX).removesuffix(SUFFIX_A) for key in shapes if key.endswith(SUFFIX_A)]
     return [module for module in modules if {PREFIX + module + SUFFIX_A, PREFIX + module + SUFFIX_B} <= shapes.keys()]

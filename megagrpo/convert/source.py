@@ -1,4 +1,4 @@
-"""Where a conversion reads: a checkpoint of any kind as boxes of its model's Hugging Face tensors, a part at a time."""
+"""The source of a conversion: a checkpoint of any kind as boxes of its model's Hugging Face tensors, read in parts."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Source:
         return tensors_of(self.architecture)
 
     def dtypes_as(self, dtype: str | None) -> dict[str, str]:
-        """The dtype of each tensor in a model of `dtype`; None: as stored."""
+        """Returns the dtype of each tensor in a model of `dtype`; None: as stored."""
         if dtype is None:
             return dict(self.dtypes)
         return {tensor.name: tensor.stored_as(dtype) for tensor in self.tensors}
 
     def main_dtype(self, dtypes: Mapping[str, str]) -> str:
-        """The dtype of most bytes of a model whose tensors have these dtypes."""
+        """Returns the dtype of most bytes of a model whose tensors have these dtypes."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors:
             sizes[dtypes[tensor.name]] += math.prod(tensor.shape) * ITEM_BYTES[dtypes[tensor.name]]
         return sizes.most_common(1)[0][0]
 
     def read(self, box: Box) -> torch.Tensor:
-        """The values of `box`, in its shape and the dtype dtypes[box.tensor]. Raises CheckpointError."""
+        """Reads the values of `box`, in its shape and the dtype dtypes[box.tensor]. Raises CheckpointError."""
         values = torch.empty(box.shape, dtype=torch_dtype(self.dtypes[box.tensor]))
         for placement, region in self.held[box.tensor]:
             common = placement.box.intersect(box)
@@ -82,7 +82,7 @@ class Source:
         return values
 
     def read_as(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """The values of `box` in this dtype. Raises UnusableCheckpointError if a finite value is too large for it."""
+        """Reads `box` in this dtype. Raises UnusableCheckpointError if a finite value is too large for the dtype."""
         values = self.read(box)
         cast = values.to(dtype)
         if not torch.equal(cast.isfinite(), values.isfinite()):
@@ -95,7 +95,7 @@ class Source:
 
 
 def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None = None) -> Source:
-    """The checkpoint at `path`, of any kind.
+    """Opens the checkpoint at `path`, of any kind.
 
     `model` is the Hugging Face directory with the config, for kinds that have none. By default it is the model that the
     checkpoint was converted or trained from; if that is not there either, `otherwise`. Raises ModelError or
@@ -123,7 +123,7 @@ def open_source(path: Path, model: Path | None = None, *, otherwise: Path | None
 
 
 def training_checkpoint(path: Path) -> Path | None:
-    """`path` if it is a training checkpoint of megagrpo, or the newest whole one in it; None for anything else."""
+    """Returns `path` if it is a training checkpoint of megagrpo, or the newest whole one in it; otherwise None."""
     if (path / TRAINER).is_file() and (path / RANK).is_dir():
         return path
     if not any(path.glob("step_*")):
@@ -133,7 +133,7 @@ def training_checkpoint(path: Path) -> Path | None:
 
 
 def trainer_state(path: Path) -> TrainerState:
-    """What the driver saved in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
+    """Reads the driver's state in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
     if wrong := damage(path, checksums=False):
         raise UnusableCheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
     return TrainerState.from_json((path / TRAINER).read_bytes(), str(path / TRAINER))
@@ -148,7 +148,7 @@ def _make_source(
     files: Sequence[Path],
     forget: Callable[[], None] = lambda: None,
 ) -> Source:
-    """Raises: ModelError for a dtype that is not known, WeightPlanError if parts of tensors are missing."""
+    """Makes a Source. Raises ModelError for an unknown dtype, WeightPlanError if parts of tensors are missing."""
     check_sources(tensors_of(arch), [manifest for manifest, _ in held])
     placements: dict[str, list[tuple[Placement, RegionReader]]] = defaultdict(list)
     found: dict[str, set[str]] = defaultdict(set)
@@ -230,7 +230,7 @@ def _only(tensors: set[str], file: Manifest) -> Manifest:
 
 
 def _model_of(path: Path, model: Path | None, *defaults: Path | None) -> Path:
-    """`model`, or the first of the defaults that is a Hugging Face directory."""
+    """Returns `model`, or the first of the defaults that is a Hugging Face directory. Raises ModelError if none is."""
     for directory in defaults if model is None else (model,):
         if directory is not None and (directory / CONFIG).is_file():
             return directory.absolute()

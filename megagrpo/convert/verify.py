@@ -1,4 +1,4 @@
-"""Are two checkpoints the same model, element by element? Each may be of any kind."""
+"""Compares two checkpoints as models, element by element. Each may be of any kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECE_BYTES = 4 * 1024**2
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same. `largest` is None where values cannot be compared."""
+    """A tensor that differs. `largest` is None where values cannot be compared."""
 
     tensor: str
     what: str
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`left_out`: tensors that only one of them has and that are not of the model, by checkpoint."""
+    """The result of `verify`. `left_out`: tensors that one side stores and the model does not have, by checkpoint."""
 
     tensors: int
     bytes: int
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest difference of two values anywhere; NaN against a number counts as infinite."""
+        """Returns the largest difference of two values anywhere; NaN against a number counts as infinite."""
         return max((found.largest for found in self.differences if found.largest is not None), default=0.0)
 
 

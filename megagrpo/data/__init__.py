@@ -1,1 +1,1 @@
-"""Where do prompts come from? Files to checked rows, rows to token ids, and an order that survives a restart."""
+"""The path of prompts: files to checked rows, rows to token ids, and an order that survives a restart."""

@@ -18,10 +18,10 @@ from megagrpo.errors import DataError, Problem
 
 
 class Cursor(Generic[AnyItem]):
-    """Goes over `prompts` epoch after epoch, each in a permutation drawn from (seed, epoch).
+    """A position in `prompts`, epoch after epoch, each in a permutation drawn from (seed, epoch).
 
-    Invariant: 0 <= position < len(prompts). The constructor's arguments, epoch, position and what is set aside are the
-    whole state.
+    Invariant: 0 <= position < len(prompts). The constructor's arguments, epoch, position and the set-aside flags
+    are the whole state.
     """
 
     def __init__(self, prompts: Sequence[AnyItem], *, seed: int, shuffle: bool = True) -> None:
@@ -37,25 +37,25 @@ class Cursor(Generic[AnyItem]):
         self._aside = np.zeros(len(prompts), bool)
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Returns the number of prompts in one epoch."""
         return len(self._prompts)
 
     @property
     def set_aside_count(self) -> int:
-        """Prompts of an epoch that are never drawn again."""
+        """Returns the number of prompts of an epoch that are never drawn again."""
         return int(self._aside.sum())
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt is set aside."""
+        """Returns whether every prompt is set aside."""
         return bool(self._aside.all())
 
     def next(self, count: int, drawn: Counter[str] | None = None) -> list[AnyItem]:
-        """The next `count` prompts that are not set aside; they may straddle epochs.
+        """Returns the next `count` prompts that are not set aside; they may straddle epochs.
 
-        Ids are unique within the list: a prompt that comes again (it was taken twice, or a new epoch began) has `+1`,
-        `+2`, ... appended, so that its samples have seeds and names of their own. `drawn` counts how often each was
-        drawn before in the same step, and is brought up to date. Raises DataError if every prompt is set aside.
+        Ids are unique within the list: a repeated prompt (it was taken twice, or a new epoch began) has `+1`, `+2`, ...
+        appended to its id, so that its samples have their own seeds and names. `drawn` counts earlier draws of each
+        prompt in the same step, and is updated. Raises DataError if every prompt is set aside.
         """
         if self.exhausted:
             raise DataError(Problem("every prompt is set aside", needed="a prompt to train on"))
@@ -77,33 +77,33 @@ class Cursor(Generic[AnyItem]):
         return unique
 
     def some(self, count: int) -> list[AnyItem]:
-        """So many prompts, or all if there are fewer, spread over the data."""
+        """Returns `count` prompts spread over the data, or all prompts if there are fewer."""
         return [self._prompts[i] for i in np.unique(np.linspace(0, len(self) - 1, count).astype(int)).tolist()]
 
     def set_aside(self, ids: Iterable[str]) -> None:
-        """Never draws these again. Ids are as `next` gave them. If the data hold a prompt twice, both go."""
+        """Excludes prompts from later draws. Ids are as `next` returned them. Excludes every copy of a prompt."""
         for name in ids:
             self._aside[self._rows_of(name)] = True
 
     def is_set_aside(self, name: str) -> bool:
-        """Whether no prompt of this id, as `next` gave it, is drawn again."""
+        """Returns whether every prompt of this id, as `next` returned it, is set aside."""
         return bool(self._aside[self._rows_of(name)].all())
 
     def named(self, name: str) -> AnyItem:
-        """The prompt that `next` gave this id. Raises DataError if there is none."""
+        """Returns the prompt to which `next` gave this id. Raises DataError if there is none."""
         rows = self._rows_of(name)
         if not rows:
             raise DataError(Problem(f"prompt {name}", "not in the data", "the data of the run that is repeated"))
         return replace(self._prompts[rows[0]], id=name)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as plain JSON values."""
+        """Returns the state that `restore` reads, as plain JSON values."""
         packed = b64encode(zlib.compress(np.packbits(self._aside).tobytes())).decode("ascii")  # a bit for each prompt
         aside = packed if self._aside.any() else ""
         return {"epoch": self.epoch, "position": self.position, "set_aside": aside, **self._data}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError, changing nothing, if it was taken over other data."""
+        """Resumes where `state` was taken. Raises DataError, changing nothing, if it was taken over other data."""
         problems = [
             Problem(
                 "the saved place in the data does not fit this run's data",
@@ -127,13 +127,13 @@ class Cursor(Generic[AnyItem]):
 
     @cached_property
     def _ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """A hash of each id, sorted, uint64 [prompts], and the index of each in the data, int64 [prompts]."""
+        """Returns the sorted hashes of the ids, uint64 [prompts], and their indices in the data, int64 [prompts]."""
         hashes = np.fromiter(map(_hash, names(self._prompts)), np.uint64, len(self))
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order
 
     def _rows_of(self, name: str) -> list[int]:
-        """Indices in the data of what `next` gave this id."""
+        """Returns the indices in the data of the prompts to which `next` gave this id."""
         hashes, order = self._ids
         for known in (name, name.rpartition("+")[0]):
             first, last = (int(np.searchsorted(hashes, _hash(known), side)) for side in ("left", "right"))
@@ -148,7 +148,7 @@ class Cursor(Generic[AnyItem]):
 
 
 def fingerprint(items: Sequence[AnyItem]) -> str:
-    """Hash of ids and contents, in order: other files, rows, template or amounts give another one."""
+    """Returns a hash of ids and contents, in order. Other files, rows, template or amounts change it."""
     digest = hashlib.blake2b(digest_size=16)
     for name, content in zip(names(items), contents(items), strict=True):
         digest.update(f"{name}\0".encode() + content)
@@ -160,7 +160,7 @@ def _hash(name: str) -> np.uint64:
 
 
 def _unpacked(text: object, count: int) -> np.ndarray | None:
-    """bool [count] from the text that `state` makes; no flag is set for an empty one. None for any other text."""
+    """Returns the flags, bool [count], that `state` packed: all False for an empty text, None for an invalid one."""
     if text == "":
         return np.zeros(count, bool)
     try:

@@ -26,7 +26,7 @@ BATCH_ROWS = 2048
 LINE_BYTES_MAX = 2**26
 READ_BYTES = 2**20
 ARROW_FILE = b"ARROW1"
-"""How a file of Arrow's file format begins."""
+"""The first bytes of a file in Arrow's file format."""
 
 Record = dict[str, Any]
 
@@ -56,13 +56,13 @@ class Findings:
 
 
 def place(path: str | Path, number: int) -> str:
-    """How an error names one record of a file."""
+    """Returns the name of one record of a file in errors."""
     lines = ".jsonl" in suffix_of(str(path))
     return f"{path} line {number}" if lines else f"{path} row {number} (counting from 0)"
 
 
 def column_problem(path: str, column: str, present: Iterable[str], documentation: str) -> Problem:
-    """`column` is not in the file: names the columns that are, and a likely misspelling among them."""
+    """Returns the problem that `column` is not in the file: the columns present, and a likely misspelling."""
     names = list(present)
     near = difflib.get_close_matches(column, names, n=1)
     given = f"columns {', '.join(names) or '(none)'}"
@@ -71,12 +71,12 @@ def column_problem(path: str, column: str, present: Iterable[str], documentation
 
 
 def has_columns(path: str) -> bool:
-    """Whether a file says itself what columns it has, so that they do not follow from its first record."""
+    """Returns whether a file states its own columns, so that they do not follow from its first record."""
     return is_task(path) or suffix_of(path) in (".parquet", ".arrow")
 
 
 def columns(path: str) -> tuple[str, ...]:
-    """Names of the columns: the schema's, or the keys of the first JSON object (none if it is bad)."""
+    """Returns the names of the columns: the schema's, or the keys of the first JSON object (none if it is bad)."""
     _raise_path_problem(path)
     if is_task(path):
         return COLUMNS
@@ -89,8 +89,8 @@ def columns(path: str) -> tuple[str, ...]:
 
 
 def row_count(path: str) -> int:
-    """Records in a file, good or bad, without decoding more than it must. Raises DataError if it cannot be read as a
-    whole."""
+    """Counts the records of a file, good or bad, with as little decoding as possible. Raises DataError if the file as a
+    whole cannot be read."""
     _raise_path_problem(path)
     if is_task(path):
         return task_at(path).size
@@ -104,7 +104,7 @@ def row_count(path: str) -> int:
 
 
 def records(path: str, wanted: Collection[str] | None = None) -> Iterator[tuple[int, Record | Problem]]:
-    """(row or line number, record), with a Problem in place of a record that cannot be read.
+    """Yields (row or line number, record), with a Problem in place of a record that cannot be read.
 
     `wanted` restricts a parquet file to these columns. Raises DataError if the file as a whole cannot be read.
     """
@@ -160,7 +160,7 @@ def _lines(path: str) -> Iterator[bytes]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> Record:
-    """The object. Raises ValueError if a key is in it twice: which of the values is meant?"""
+    """Returns the object. Raises ValueError if it has a key twice."""
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
     return found
@@ -170,7 +170,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """The first name that is there more than once."""
+    """Returns the first name that occurs more than once."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -191,7 +191,7 @@ def _object(record: Any, where: str) -> Record | Problem:
 
 
 def _array_records(path: str) -> Iterator[tuple[int, Record | Problem]]:
-    """Objects of a JSON file: one array of them, or one alone. An array is decoded piece by piece."""
+    """Yields the objects of a JSON file: one array of them, or one alone. Decodes an array piece by piece."""
     needed = "an array of JSON objects, in UTF-8"
     with closing(open_file(path)) as file:
         import codecs
@@ -287,7 +287,7 @@ def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.R
 
 
 def _open_arrow(path: str) -> pa.RecordBatchReader:
-    """Batches of the stream format, which the `datasets` package writes. Raises DataError."""
+    """Opens a file in the stream format, which the `datasets` package writes. Raises DataError."""
     import pyarrow as pa
 
     if arrow_source(path).read(len(ARROW_FILE)) == ARROW_FILE:

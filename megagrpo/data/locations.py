@@ -1,4 +1,4 @@
-"""Which files a path of the recipe stands for: one file, all of a folder, a pattern, here or where fsspec reaches.
+"""The files that a path of the recipe stands for: one, all of a folder, or a pattern's; local, or through fsspec.
 
 Paths are texts, because pathlib makes s3:/bucket of s3://bucket.
 """
@@ -26,24 +26,24 @@ NEEDED = "a parquet, JSONL, JSON or Arrow file, or a folder of such files"
 POINTER_BYTES_MAX = 1024
 """A Git LFS pointer is smaller."""
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json", "indices.arrow")
-"""What the `datasets` package writes beside its data files."""
+"""Files that the `datasets` package writes beside its data files."""
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is a URL such as s3://bucket/file.parquet."""
+    """Returns whether a path is a URL such as s3://bucket/file.parquet."""
     return "://" in path
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that says how a file is read; "" if none of SUFFIXES is its own."""
+    """Returns the suffix that decides how a file is read; "" if its name ends in none of SUFFIXES."""
     return max((suffix for suffix in SUFFIXES if path.endswith(suffix)), key=len, default="")
 
 
 def files_of(path: str) -> list[str]:
-    """The files that a path stands for, sorted: itself, those below a folder, or those that a pattern fits.
+    """Returns the files that a path stands for, sorted: itself, those below a folder, or the matches of a pattern.
 
-    A folder that `datasets.Dataset.save_to_disk` wrote gives its files in their own order. Hidden files are left out.
-    Raises DataError if there is none, or if the place cannot be reached.
+    Files of a folder that `datasets.Dataset.save_to_disk` wrote keep their own order. Hidden files are left out.
+    Raises DataError if there is no file, or if the place cannot be reached.
     """
     if is_task(path):
         return [path]
@@ -61,7 +61,7 @@ def files_of(path: str) -> list[str]:
 
 
 def path_problem(path: str) -> Problem | None:
-    """What is wrong with the path of one file, as far as it is known without reading its rows."""
+    """Returns the problem with the path of one file, None if there is none. Does not read rows."""
     if is_task(path):
         return task_problem(path)
     if not is_remote(path):
@@ -81,7 +81,7 @@ def path_problem(path: str) -> Problem | None:
 
 
 def near_file(path: Path) -> Path | None:
-    """A file beside a missing one whose name is nearly the same."""
+    """Returns a file beside a missing one with nearly the same name; None if there is none."""
     import difflib
 
     siblings = [p.name for p in path.parent.iterdir() if p.name != path.name] if path.parent.is_dir() else []
@@ -90,8 +90,8 @@ def near_file(path: Path) -> Path | None:
 
 
 def is_absent(path: str) -> bool:
-    """Whether a file may be on another machine: nothing is here under this name or nearly this name, or no filesystem
-    of this machine reaches it."""
+    """Returns whether a file may be on another machine: no file here has this or nearly this name, or no filesystem of
+    this machine reaches it."""
     if is_task(path):
         return False
     if is_remote(path):
@@ -105,7 +105,7 @@ def is_absent(path: str) -> bool:
 
 
 def open_file(path: str) -> BinaryIO:
-    """The bytes of one file, unpacked if its name ends in .gz or .zst. Raises DataError if it cannot be opened."""
+    """Opens one file for reading bytes, unpacked if its name ends in .gz or .zst. Raises DataError if a URL fails."""
     if not is_remote(path):
         opened: Any = open(path, "rb")  # noqa: SIM115  (the reader closes it)
     else:
@@ -121,14 +121,14 @@ def open_file(path: str) -> BinaryIO:
 
 
 def arrow_source(path: str) -> pa.NativeFile:
-    """The same for pyarrow: a local file is mapped, not read."""
+    """Opens one file for pyarrow; a local file is mapped, not read."""
     import pyarrow as pa
 
     return pa.PythonFile(open_file(path), "r") if is_remote(path) else pa.memory_map(path)
 
 
 def size_and_version(path: str) -> tuple[int, str]:
-    """Bytes of a file, and a text that differs if it was written again."""
+    """Returns the size of a file in bytes, and a text that changes when the file is written again."""
     if is_task(path):
         return 0, package_version()
     if not is_remote(path):
@@ -148,14 +148,14 @@ def _missing(path: str) -> Problem:
 
 
 def _below(folder: str) -> Iterator[str]:
-    """All files below a folder."""
+    """Yields all files below a folder."""
     return (os.path.join(directory, name) for directory, files in _walk(folder) for name in files)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, but for hidden ones, each with the names of its files.
+    """Yields a folder and all folders below it except hidden ones, each with the names of its files.
 
-    Links to folders are followed, but no folder is entered twice, and none that is above the first.
+    Follows links to folders, but enters each folder once, and none above the first.
     """
     first = os.path.realpath(folder)
     entered = {first, *map(str, Path(first).parents)}
@@ -169,7 +169,7 @@ def _walk(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """What glob.glob finds, without the loops of links that its `**` walks."""
+    """Yields the matches of glob.glob, without the loops of links that its `**` walks."""
     head, stars, rest = pattern.partition("**/")
     if not stars or head[-1:] not in ("", "/"):
         yield from glob.iglob(pattern)
@@ -181,7 +181,7 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 def _fitting(pattern: str) -> Iterator[str]:
-    """Data files that fit a pattern, and those of folders that do."""
+    """Yields the data files that match a pattern, and those in folders that match it."""
     for name in _glob(pattern):
         if Path(name).is_dir():
             yield from _folder_files(name.rstrip("/"), sorted(_below(name)), _bytes_of)
@@ -190,7 +190,7 @@ def _fitting(pattern: str) -> Iterator[str]:
 
 
 def _once(names: Iterable[str]) -> list[str]:
-    """The names, sorted, without other ways by links to the same folder: the shortest way stays."""
+    """Returns the names, sorted. Of several paths through links to the same folder, keeps the shortest."""
     by_place: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (len(name), name)):
         folder, own = os.path.split(name)
@@ -237,8 +237,8 @@ def _is_data(name: str) -> bool:
 
 
 def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -> list[str]:
-    """Data files among the sorted files below a folder; in the order of their list, if `datasets` wrote one. Raises
-    DataError if one of these is missing, or if the folder has several splits."""
+    """Returns the data files among the sorted files below a folder, in the order of the list that `datasets` wrote, if
+    there is one. Raises DataError if a listed file is missing, or if the folder has several splits."""
     by_name = {
         posixpath.basename(name): name for name in below if posixpath.dirname(name).rstrip("/") == folder.rstrip("/")
     }
@@ -261,7 +261,7 @@ def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -
 
 
 def _listed(path: str, read: Callable[[str], bytes], names_in: Callable[[Any], list[str]]) -> list[str]:
-    """What a file of the `datasets` package lists. Raises DataError."""
+    """Returns the names that a file of the `datasets` package lists. Raises DataError."""
     try:
         return names_in(json.loads(read(path)))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -282,7 +282,7 @@ def _filesystem(path: str) -> tuple[Any, str]:
 
 @contextmanager
 def _reaching(path: str) -> Iterator[None]:
-    """What a filesystem raises, as a DataError."""
+    """Raises the exceptions of a filesystem as DataError."""
     try:
         yield
     except DataError:

@@ -1,7 +1,7 @@
 """Conversations to learn from: rendered by the chat template, with a mask over the assistant's tokens.
 
 messages   list of {role, content}   the first is not the assistant's, the last one is
-tools      list of schemas           optional, for the chat template; as JSON text too, as are calls' arguments
+tools      list of schemas           optional, for the chat template; these and calls' arguments may be JSON text
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Example:
     loss_mask: np.ndarray  # bool [tokens]
 
     def content(self) -> bytes:
-        """What must be the same when a run continues."""
+        """Returns the bytes that must be the same when a run resumes."""
         return f"{len(self.tokens)}\0".encode() + self.tokens.tobytes() + self.loss_mask.tobytes()
 
 
 def load_examples(
     files: Sequence[ConversationFileConfig], tokenizer: PreTrainedTokenizerBase, data: SftDataConfig, seed: int
 ) -> Mixture[Example]:
-    """Examples of all files, rendered and mixed. Amounts count those that are left after over-long ones are dropped.
+    """Loads the examples of all files, rendered and mixed. Amounts count examples after over-long ones are dropped.
 
     Raises DataError with the problems of all files, ModelError if the template is not valid Jinja.
     """
@@ -115,7 +115,7 @@ EXAMPLE_FORM: Form[Example] = Form(
 
 
 class NotAPrefixError(Exception):
-    """The template renders the first messages of a conversation differently when others follow them."""
+    """The error of a template that renders the first messages of a conversation differently when others follow."""
 
     cause = "the chat template changes earlier messages when later ones follow"
     beginning_is = "as it is up to this message"
@@ -138,7 +138,7 @@ class NotAPrefixError(Exception):
 
 
 class PromptNotAPrefixError(NotAPrefixError):
-    """The generation prompt is not how the template begins an assistant's message: R1's prompts end in <think>."""
+    """The error of a generation prompt that is no beginning of an assistant's message: R1's prompts end in <think>."""
 
     cause = "the generation prompt (add_generation_prompt) is not how the chat template writes this message"
     beginning_is = "as the assistant is prompted for it"
@@ -171,9 +171,9 @@ def _render(
 
 
 def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Span]:
-    """The rendered conversation, cut where the assistant's turns begin and end.
+    """Yields the rendered conversation, cut where the assistant's turns begin and end.
 
-    Raises NotAPrefixError unless each prompt that the assistant would be given is a beginning of the whole.
+    Raises NotAPrefixError unless each prompt that the assistant would be given is a prefix of the whole.
     """
 
     def render(until: int, prompt: bool) -> str:
@@ -202,7 +202,7 @@ def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: M
 def _tokens(
     rendered: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens of each conversation, int32 [tokens], and which of them are the assistant's, bool [tokens].
+    """Yields the tokens of each conversation, int32 [tokens], and their loss mask, bool [tokens].
 
     Pieces are encoded one by one, as when the assistant is asked: no token is part prompt and part response.
     """
@@ -217,8 +217,8 @@ def _tokens(
 
 
 def _trained(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:
-    """bool [tokens]: which tokens of an assistant's turn are trained on. The white space that a template puts after the
-    turn's end token is not."""
+    """Returns which tokens of an assistant's turn are trained on, bool [tokens]. Excludes the white space that a
+    template puts after the turn's end token."""
     end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
     after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
     return np.arange(len(ids)) < (len(ids) if after.strip() else end)
@@ -242,7 +242,7 @@ def _row(record: Record, number: int, where: str) -> Conversation | list[Problem
 
 
 def _with_calls(messages: Any, where: str) -> tuple[Any, list[Problem]]:
-    """The messages as chat templates read them: arguments of calls as objects, and "" beside calls without a text."""
+    """Returns the messages as chat templates read them: calls' arguments as objects, "" for no text beside calls."""
     problems: list[Problem] = []
     if not isinstance(messages, list):
         return messages, problems
@@ -261,7 +261,7 @@ def _with_calls(messages: Any, where: str) -> tuple[Any, list[Problem]]:
 
 
 def _read_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any] | Problem:
-    """A call {function: {name, arguments}}, its arguments an object."""
+    """Returns a call {function: {name, arguments}} with its arguments as an object, or its problem."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return Problem(where, brief(call), "a call {function: {name, arguments}}")
@@ -277,7 +277,7 @@ def _read_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any] | Probl
 
 
 def _as_list(value: Any, where: str, needed: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """A list of objects, given so or as JSON text. None is an empty one."""
+    """Reads a list of objects, given as a list or as JSON text. Reads None as an empty list."""
     read = value
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""Several sources, each with an amount, as one sequence: which rows of each an epoch takes, and in what order."""
+"""A sequence of several sources, each with an amount: the rows of each that an epoch takes, and their order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Amount = int | float | Literal["all"]
 
 
 class Item(Protocol):
-    """A prompt or an example: a dataclass whose content must be the same when a run continues."""
+    """A prompt or an example: a dataclass whose content must be the same when a run resumes."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -39,7 +39,7 @@ AnyFact = TypeVar("AnyFact")
 AnyEntry = TypeVar("AnyEntry", bound=EntryConfig)
 OVERLAPS_SHOWN = 100
 REPEATED_MAX = 1e4
-"""How often an epoch may have a row, as the recipe's amounts may say too."""
+"""The most times that an epoch takes a row; amounts in the recipe have the same limit."""
 
 
 class Part(Protocol[Kept]):
@@ -59,9 +59,9 @@ class Part(Protocol[Kept]):
 
 @dataclass(frozen=True, slots=True)
 class FileCount:
-    """What became of one file: its rows, those with a fault, and the items taken for an epoch.
+    """The counts of one file: its rows, those with a fault, and the items taken for an epoch.
 
-    Over-long ones are dropped or truncated, duplicates dropped, contaminated ones dropped or reported.
+    Over-long items are dropped or truncated, duplicates dropped, contaminated ones dropped or reported.
     """
 
     path: str
@@ -70,10 +70,10 @@ class FileCount:
     taken: int
     duplicates: int = 0
     disagreeing: int = 0
-    """Duplicates with a ground truth that none before has."""
+    """Duplicates whose ground truth differs from that of every earlier copy."""
     contaminated: int = 0
     overlaps: tuple[tuple[str, str], ...] = ()
-    """Ids of contaminated prompts, each with that of a held-out one; at most OVERLAPS_SHOWN."""
+    """Ids of contaminated prompts, each with the id of a held-out prompt; at most OVERLAPS_SHOWN."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Marks:
 
 
 class Mixed(Sequence[AnyItem]):
-    """The items of an epoch, in memory only while they are looked at: `taken` are their rows in all parts together."""
+    """The items of an epoch, in memory only while they are read. `taken` holds their rows in the concatenated parts."""
 
     def __init__(self, parts: Sequence[Part[AnyItem]], taken: np.ndarray) -> None:
         self._parts = parts
@@ -121,13 +121,13 @@ class Mixed(Sequence[AnyItem]):
     __hash__ = None  # type: ignore[assignment]
 
     def facts(self, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
-        """What `of` gives for every item of a part, in this order. Parts are read as often as there are passes."""
+        """Yields a fact of each item, in order. `of` yields those of a part; every pass calls it for its parts."""
         passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
         for begin, end in pairwise(passes):
             yield from self._pass(self._taken[begin:end], of)
 
     def _pass(self, rows: np.ndarray, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
-        """The same for rows that ascend."""
+        """Yields the facts of one pass, whose rows ascend."""
         for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
             if len(wanted) == end - start:
@@ -139,12 +139,12 @@ class Mixed(Sequence[AnyItem]):
 
 
 def names(items: Sequence[AnyItem]) -> Iterator[str]:
-    """Ids of all items, in their order."""
+    """Yields the ids of all items, in their order."""
     return items.facts(lambda part: part.names()) if isinstance(items, Mixed) else (item.id for item in items)
 
 
 def contents(items: Sequence[AnyItem]) -> Iterator[bytes]:
-    """What must be the same when a run continues, of all items in their order."""
+    """Yields the bytes of each item that must be the same when a run resumes, in the items' order."""
     return items.facts(lambda part: part.contents()) if isinstance(items, Mixed) else (item.content() for item in items)
 
 
@@ -163,9 +163,9 @@ def mix(
     seed: int,
     mark: Callable[[Sequence[Any]], Sequence[Marks]] | None = None,
 ) -> Mixture[AnyItem]:
-    """Items of all entries. `read` receives an entry, one of its files and a short name for that, and gives its part.
+    """Mixes the items of all entries. `read` receives an entry, one of its files and its label, and returns its part.
 
-    `mark` finds the items of all parts that are left out; amounts count the others. Raises DataError with the problems
+    `mark` marks the items of all parts that are left out; amounts count the others. Raises DataError with the problems
     of all files.
     """
     problems: list[Problem] = []
@@ -231,16 +231,16 @@ def _unmarked(part: Part[Any]) -> Marks:
 
 
 def epoch_rows(entries: Sequence[EntryConfig]) -> int:
-    """Rows of one epoch, over-long ones included, from the files' row counts alone. Raises DataError for a file that
-    cannot be read."""
+    """Counts the rows of one epoch, over-long ones included, from the files' row counts alone. Raises DataError for a
+    file that cannot be read."""
     sizes = [sum(map(row_count, files_of(entry.location))) for entry in entries]
     return sum(map(taken_count, sizes, amounts(entries, sizes)))
 
 
 def amounts(entries: Sequence[EntryConfig], sizes: Sequence[int]) -> list[Amount]:
-    """The amount of each entry, which has so many items: its own, or what its weight comes to.
+    """Returns the amount of each entry, given their `sizes` in items: its own, or the one that follows from its weight.
 
-    Weights are shares of an epoch that has every item at least once, and is no longer than that takes.
+    Weights are shares of the shortest epoch that has every item at least once.
     """
     weights = [entry.weight for entry in entries]
     if any(weight is None for weight in weights):
@@ -252,17 +252,17 @@ def amounts(entries: Sequence[EntryConfig], sizes: Sequence[int]) -> list[Amount
 
 
 def taken_count(available: int, amount: Amount) -> int:
-    """How many items an amount takes from a file that has `available`."""
+    """Returns the number of items that an amount takes from a file of `available` items."""
     if amount == "all":
         return available
     return amount if isinstance(amount, int) else round(amount * available)
 
 
 def take(available: int, amount: Amount, *, path: str | Path, key: tuple[int, ...] = (0,)) -> np.ndarray:
-    """int64 indices of the items taken from a file that has `available`; the choice depends on `key` only.
+    """Returns int64 indices of the items taken from a file of `available` items; the choice depends on `key` only.
 
-    An integer takes that many different ones; a float takes each floor(amount) times and a random share for the rest.
-    They are in the file's order, pass after pass: without shuffling, copies of an item are far from each other.
+    An integer takes that many different items; a float takes each floor(amount) times and a random share for the rest.
+    Indices are in the file's order, pass after pass: without shuffling, copies of an item are far from each other.
     """
     if available == 0:
         given, needed = "every row is over-long, a duplicate or contaminated", "at least one row"
@@ -289,7 +289,7 @@ def take(available: int, amount: Amount, *, path: str | Path, key: tuple[int, ..
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """int64 [size], a permutation of 0..size-1 drawn from `key`: the same on every machine and with every numpy.
+    """Returns a permutation of 0..size-1, int64 [size], drawn from `key`: the same on every machine and numpy version.
 
     Sorts raw 64-bit draws: numpy promises the bit stream of PCG64, but not the algorithm of Generator.permutation.
     """
@@ -297,7 +297,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 
 def file_labels(paths: Sequence[str]) -> list[str]:
-    """A short name for each file: its own, with as many parent folders as tell it from the others."""
+    """Returns a short name for each file: its own, with as many parent folders as tell it from the others."""
     parts = [tuple(path.split("/")) if is_remote(path) else Path(os.path.abspath(path)).parts for path in paths]
     by_end: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for own in set(parts):

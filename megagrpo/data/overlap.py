@@ -1,4 +1,4 @@
-"""Prompts that are there twice, and prompts that an evaluation asks too: the same text, or long runs of the same words.
+"""Duplicate prompts, and prompts shared with an evaluation: the same text, or long runs of the same words.
 
 Runs of 13 words are what GPT-3 was decontaminated by (Brown et al. 2020, arXiv:2005.14165, appendix C).
 """
@@ -24,12 +24,12 @@ _WORDS = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+|[-+*/^=<>]")
 
 
 def question(messages: Iterable[Mapping[str, Any]]) -> str:
-    """The text of a prompt without its system message."""
+    """Returns the text of a prompt without its system message."""
     return "\n".join(str(message["content"]) for message in messages if message["role"] != "system")
 
 
 def same_text(text: str) -> str:
-    """Texts that differ in nothing but case, white space or the encoding of signs have this in common. 2³ is not 23."""
+    """Returns a form shared by texts that differ only in case, white space or encoding of signs. 2³ is not 23."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
@@ -38,13 +38,13 @@ def words(text: str) -> list[str]:
 
 
 def digests(texts: Iterable[str]) -> np.ndarray:
-    """uint64 [texts], equal for texts that are the same."""
+    """Returns digests, uint64 [texts], equal for texts of the same `same_text`."""
     found = (hashlib.blake2b(same_text(text).encode(errors="replace"), digest_size=8).digest() for text in texts)
     return np.frombuffer(b"".join(found), np.uint64)
 
 
 def repeated(of_parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """For the digests of each part, bool: the same digest came before, in this part or an earlier one."""
+    """Returns flags of each part, bool [items]: the same digest occurs before, in this part or an earlier one."""
     together = np.concatenate([*of_parts, np.zeros(0, np.uint64)])
     again = np.ones(len(together), bool)
     again[np.unique(together, return_index=True)[1]] = False
@@ -53,21 +53,21 @@ def repeated(of_parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Questions of an evaluation, to compare others with. Values are the questions' numbers."""
+    """The questions of an evaluation, to match prompts with. Hashes map to the questions' numbers."""
 
     ngram: int
     texts: Mapping[int, int]
     runs: Mapping[int, int]
 
     def match(self, text: str) -> int:
-        """The number of a question that has the same text, or a run of `ngram` words in common; -1 if none has."""
+        """Returns the number of a question with the same text, or with a run of `ngram` words in common; else -1."""
         if (same := self.texts.get(hash(same_text(text)))) is not None:
             return same
         return next((self.runs[run] for run in _runs(words(text), self.ngram) if run in self.runs), -1)
 
 
 def held_out(questions: Sequence[str], ngram: int) -> HeldOut:
-    """What to compare with. Runs of which most words are an instruction that many questions share do not count."""
+    """Hashes the questions for HeldOut. Leaves out runs that are mostly an instruction shared by many questions."""
     texts: dict[int, int] = {}
     for number, text in enumerate(questions):
         texts.setdefault(hash(same_text(text)), number)
@@ -90,5 +90,5 @@ def held_out(questions: Sequence[str], ngram: int) -> HeldOut:
 
 
 def _runs(spelled: Sequence[str], length: int) -> Iterator[int]:
-    """A hash of each run of so many words."""
+    """Yields a hash of each run of `length` words."""
     return (hash(tuple(spelled[start : start + length])) for start in range(len(spelled) - length + 1))

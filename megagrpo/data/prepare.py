@@ -64,14 +64,14 @@ def prepare_gsm8k(source: Path, output: Path) -> Prepared:
 
 
 def final_answer(solution: str) -> str | None:
-    """The number after the last `####`, without thousands separators; None if there is none."""
+    """Returns the number after the last `####`, without thousands separators; None if there is none."""
     match = _FINAL_ANSWER.search(solution[solution.rfind("####") :])
     number = match.group(1).replace(",", "") if match else ""
     return number if _NUMBER.fullmatch(number) else None
 
 
 def split_files(source: Path, split: str, folders: Sequence[str], names: Sequence[str], what: str) -> list[Path]:
-    """The files of a split: those that fit the first of `names` that any fits, in the first of `folders`.
+    """Returns the files of a split: all matches of the first of `names` that has any, in the first of `folders`.
 
     Raises DataError if there is none.
     """
@@ -133,10 +133,10 @@ def prepare_jsonl(
     test_share: float = 0.0,
     seed: int = 0,
 ) -> Prepared:
-    """Turns two columns of `source` into train.parquet and, for `test_share` > 0, test.parquet in `output`.
+    """Converts two columns of `source` into train.parquet and, for `test_share` > 0, test.parquet in `output`.
 
-    The instruction is appended to every prompt after a space. The question as it is and all other columns go to
-    extra_info, with an `index` if they have none. The held-out share is a share of the different prompts, but for case
+    The instruction is appended to every prompt after a space. The unchanged question and all other columns go to
+    extra_info, with an `index` if they have none. `test_share` is a share of the prompts that differ in more than case
     and white space, so that no prompt is in both files. `data_source` defaults to the row's own, else the file's name.
     Raises DataError naming each bad row.
     """
@@ -185,15 +185,15 @@ def prepare_jsonl(
 def _located(
     required: tuple[str, ...], problems: Callable[[Record, str], list[Problem]], documentation: str
 ) -> SchemaOf[tuple[str, Record]]:
-    """The rows of record_schema, each with its place."""
+    """Returns the schema of record_schema with rows (place, record)."""
     return simple_schema(
         required, lambda record, number, where: problems(record, where) or (where, record), documentation
     )
 
 
 def _column_problems(located: Sequence[tuple[str, Record]], answer_column: str) -> Iterator[Problem]:
-    """For each column that parquet cannot hold, the first row whose value does not go with those before it. Answers may
-    be of any kind."""
+    """Yields a problem for each column that parquet cannot hold, at the first row whose value conflicts with those
+    before it. Answers may be of any kind."""
     for name in dict.fromkeys(name for _, record in located for name in record if name != answer_column):
         values = [record.get(name) for _, record in located]
         if _fits(values):
@@ -214,7 +214,7 @@ def _fits(values: Sequence[Any]) -> bool:
 
 
 def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
-    """What the prompts that are held out have in common with others of the same text."""
+    """Returns the `same_text` forms of the prompts that are held out."""
     different = list(dict.fromkeys(map(same_text, questions)))
     count = round(share * len(different))
     if share > 0 and not 0 < count < len(different):
@@ -229,7 +229,7 @@ def record_schema(
     problems: Callable[[Record, str], list[Problem]],
     documentation: str = "docs/data.md",
 ) -> SchemaOf[Record]:
-    """A file whose rows are taken as they are."""
+    """Returns the schema of a file whose rows are kept unchanged."""
     return simple_schema(required, lambda record, number, where: problems(record, where) or record, documentation)
 
 
@@ -242,7 +242,7 @@ def prompt_row(
     system_prompt: str = "",
     extra_info: Mapping[str, Any],
 ) -> PromptRow:
-    """One row of a prompt file."""
+    """Returns one row of a prompt file."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return {
         "data_source": data_source,

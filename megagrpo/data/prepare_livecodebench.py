@@ -1,6 +1,6 @@
 """`megagrpo prepare livecodebench`: LiveCodeBench's own files (Jain et al. 2024, arXiv:2403.07974) to a prompt file.
 
-Their private tests are text that was pickled, packed and encoded. Nothing but text is unpickled here.
+Their private tests are text that was pickled, packed and encoded. Only text is unpickled here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prepare_livecodebench(source: Path, output: Path) -> Prepared:
 
 
 def unpacked_tests(text: str) -> list[dict[str, Any]]:
-    """Test cases, from JSON or from what LiveCodeBench makes of it. Raises ValueError."""
+    """Returns the test cases, from JSON or from LiveCodeBench's packed form of it. Raises ValueError."""
     try:
         cases = json.loads(text)
     except ValueError:

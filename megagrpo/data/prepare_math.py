@@ -20,8 +20,8 @@ NAMES = ("{split}/*/*.json", "{split}.parquet", "{split}.jsonl", "{split}-*-of-*
 
 
 def prepare_math(source: Path, output: Path) -> Prepared:
-    r"""Reads both splits from `source`, writes train.parquet and test.parquet to `output`. The ground truth is what the
-    solution has in its last \boxed{}.
+    r"""Reads both splits from `source`, writes train.parquet and test.parquet to `output`. The ground truth is the
+    content of the last \boxed{} of the solution.
 
     Raises DataError if a split is not found, or naming each row without a problem or a boxed answer.
     """
@@ -46,7 +46,7 @@ def prepare_math(source: Path, output: Path) -> Prepared:
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""What stands in the last \boxed{…} or \fbox{…} of a solution; None if there is none, or if it is empty."""
+    r"""Returns the content of the last \boxed{…} or \fbox{…} of a solution; None if it is missing or empty."""
     return (last_boxed(solution) or "").strip() or None
 
 

@@ -40,12 +40,12 @@ RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
 @dataclass(frozen=True)
 class Reader(Generic[AnyRow, AnyItem]):
-    """How the rows of a file become stored prompts or examples of at most `tokens_max` tokens.
+    """The conversion of a file's rows into stored prompts or examples of at most `tokens_max` tokens.
 
-    `records` receives rows, their path, and the findings, to which it adds rows that the template refuses; it gives a
-    record of the form's columns for each row. `shortened` cuts a record to `tokens_max`; None if that leaves nothing to
-    learn from. `overlong` says what becomes of a longer one: "drop", "error", or `truncate`. `settings` are all else
-    that the records follow from.
+    `records` receives rows, their path, and the findings, to which it adds rows that the template refuses; it yields a
+    record of the form's columns for each row. `shortened` cuts a record to `tokens_max`; it returns None if nothing is
+    left to learn from. `overlong` is the action for a longer record: "drop", "error", or `truncate`. `settings` are
+    the other inputs of the records.
     """
 
     form: Form[AnyItem]
@@ -61,11 +61,11 @@ class Reader(Generic[AnyRow, AnyItem]):
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, path: str, label: str, schema_of: SchemaOf[AnyRow], mapping: Any = None) -> Stored[AnyItem]:
-        """All of one file that can be used. Raises DataError with all that is wrong with it."""
+        """Reads all usable items of one file. Raises DataError with all problems of the file."""
         size, version = size_and_version(path)
         key: list[str] = []
 
-        def key_of() -> str:  # seldom asked for: it takes a look at the whole tokenizer
+        def key_of() -> str:  # rarely called: it reads the whole tokenizer
             if not key:
                 told = [self.tokens_max, self.overlong, self.noun, dict(self.settings), mapping]
                 key.append(digest([os.path.abspath(path), size, version, identity(self.tokenizer), told]))
@@ -91,7 +91,7 @@ class Reader(Generic[AnyRow, AnyItem]):
     def _usable(
         self, rows: Iterator[AnyRow], path: str, findings: Findings, counts: dict[str, int]
     ) -> Iterator[Column]:
-        """Records of rows that are kept. Raises DataError at the end, if anything was wrong."""
+        """Yields the records of rows that are kept. Raises DataError at the end if there are findings."""
         while batch := list(islice(rows, BATCH_ROWS)):
             counts["rows"] += len(batch)
             if findings.count:
@@ -140,7 +140,7 @@ def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
-    """Prompt.content of every row, without making prompts."""
+    """Returns Prompt.content of every row, without making prompts."""
     tokens = batch.column("tokens")
     edges = tokens.offsets.to_numpy()
     flat = tokens.values.to_numpy().astype(np.int64)
@@ -161,12 +161,12 @@ def load_prompts(
     source_problem: Callable[[str, str], Problem | None] = lambda *_: None,
     held_out: Sequence[DataFileConfig] | None = None,
 ) -> Mixture[Prompt]:
-    """Prompts of all entries, rendered and mixed. Amounts count those that are left after others are dropped.
+    """Loads the prompts of all entries, rendered and mixed. Amounts count prompts after others are dropped.
 
-    The id of a prompt is `label:number`. source_problem: what is wrong with a row's data_source, as
-    RewardConfig.source_problem says. held_out: what data.decontaminate compares with by default; None for prompts that
-    are not trained on, of which neither duplicates nor contaminated ones are left out. Raises DataError with the
-    problems of all files, ModelError if the template is not valid Jinja.
+    The id of a prompt is `label:number`. source_problem returns the problem with a row's data_source, like
+    RewardConfig.source_problem. held_out: the default entries that data.decontaminate compares with; None for prompts
+    that are not trained on, which keep their duplicates and contaminated ones. Raises DataError with the problems of
+    all files, ModelError if the template is not valid Jinja.
     """
     system = data.system_prompt
 
@@ -224,7 +224,7 @@ def load_prompts(
 
 
 def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marks]:
-    """Duplicates in these parts, and what is in the held-out prompts too."""
+    """Marks the duplicates in these parts, and the prompts that overlap with held-out ones."""
     none = [np.zeros(len(part), bool) for part in parts]
     duplicate, disagreeing, contaminated = none, none, none
     names: list[list[tuple[str, str]]] = [[] for _ in parts]
@@ -264,7 +264,7 @@ def _truths(part: Stored[Prompt]) -> Iterator[str]:
 
 
 def _questions(entries: Sequence[DataFileConfig]) -> tuple[list[str], list[str]]:
-    """Where each prompt of these entries stands, and its text. Raises DataError."""
+    """Returns the place `label:number` of each prompt of these entries, and its text. Raises DataError."""
     paths = [(path, entry) for entry in entries for path in files_of(entry.location)]
     places: list[str] = []
     questions: list[str] = []
@@ -276,13 +276,13 @@ def _questions(entries: Sequence[DataFileConfig]) -> tuple[list[str], list[str]]
 
 
 def with_system_prompt(messages: Sequence[Mapping[str, Any]], system: str | None) -> list[Mapping[str, Any]]:
-    """The messages, after this system message if they begin with none of their own."""
+    """Returns the messages, with this system message first unless they begin with their own."""
     own = system is None or messages[0]["role"] == "system"
     return list(messages) if own else [{"role": "system", "content": system}, *messages]
 
 
 def cache_of(folder: str | None) -> Cache:
-    """The cache that a recipe's data.cache names."""
+    """Returns the cache in the folder that a recipe's data.cache names, or in the default folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megagrpo"
     return Cache(Path(folder) if folder else default)
 
@@ -290,7 +290,7 @@ def cache_of(folder: str | None) -> Cache:
 def _source_problems(
     stored: Stored[Prompt], path: str, problem_of: Callable[[str, str], Problem | None]
 ) -> Iterator[Problem]:
-    """What is wrong with the data sources of a file, each at its first row."""
+    """Yields the problems with the data sources of a file, each at its first row."""
     seen: set[str] = set()
     for batch in stored.batches:
         column = batch.column("data_source")
@@ -311,7 +311,7 @@ def render(
     path: str,
     findings: Findings,
 ) -> list[str]:
-    """Rendered prompts of all rows; if the template refuses some, nothing, and what it says of each in `findings`."""
+    """Returns the rendered prompts of all rows. If the template refuses some, returns [] and adds them to findings."""
 
     def render_chats(conversation: Any) -> Any:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **arguments)
@@ -337,6 +337,6 @@ def template_error(error: TemplateSyntaxError) -> ModelError:
 
 
 def refusal(where: str, error: BaseException, column: str) -> Problem:
-    """The template raised `error` when it rendered the messages in this column of a row."""
+    """Returns the problem of a row for whose messages, in this column, the template raised `error`."""
     fix = f"correct the row's {column}, or the template"
     return Problem(f"{where}: the chat template refuses the messages", given=first_line(error), fix=fix)

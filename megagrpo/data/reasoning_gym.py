@@ -20,7 +20,7 @@ from megagrpo.recipe.schema.data import TASK
 INSTALL = "pip install 'megagrpo[reasoning-gym]'"
 COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 ARGUMENTS = "reasoning_gym_arguments"
-"""What extra_info has beside the entry's metadata, if the task has arguments."""
+"""The key of the task's arguments, if any, in extra_info, beside the entry's metadata."""
 
 # What reasoning-gym raises for a task's arguments that it does not like.
 REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
@@ -38,7 +38,7 @@ class Task:
 
 
 def task_at(location: str) -> Task:
-    """The task that a location names, as DataFileConfig.location writes it. Raises DataError for anything else."""
+    """Returns the task that a location names, as DataFileConfig.location writes it. Raises DataError for any other."""
     try:
         *own, seed, size, name = location.removeprefix(TASK).split("/")
         arguments = json.loads(unquote(own[0])) if own else {}
@@ -53,7 +53,7 @@ def is_task(location: str) -> bool:
 
 
 def task_problem(location: str) -> Problem | None:
-    """What is wrong with a task before any entry is made."""
+    """Returns the problem with a task, None if there is none. Makes no entry."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return Problem(location, "reasoning-gym is not installed", "the package", INSTALL)
     try:
@@ -64,14 +64,14 @@ def task_problem(location: str) -> Problem | None:
 
 
 def package_version() -> str:
-    """Other versions of the package may make other entries."""
+    """Returns the package's version: other versions may make other entries."""
     from importlib.metadata import version
 
     return version("reasoning-gym")
 
 
 def task_records(location: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(index, row) of every entry, with COLUMNS. Raises DataError."""
+    """Yields (index, row) of every entry, with COLUMNS. Raises DataError."""
     task = task_at(location)
     dataset = _dataset(task)
     own = {ARGUMENTS: dict(task.arguments)} if task.arguments else {}
@@ -93,7 +93,7 @@ def task_records(location: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _dataset(task: Task) -> Any:
-    """The package's data set. Raises DataError."""
+    """Returns the package's data set. Raises DataError."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

@@ -1,4 +1,4 @@
-"""What became of the data's rows: lines for the console, and data.json in the run's directory."""
+"""Counts of the data's rows: lines for the console, and data.json in the run's directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "data.json"
 
 
 def lines(mixtures: Mapping[str, Mixture[Any]], noun: str) -> Iterator[str]:
-    """A line for each file, and one for each contaminated prompt that is named."""
+    """Yields a line for each file, and one for each contaminated prompt that is named."""
     for mixture in mixtures.values():
         for file in mixture.files:
             yield line(file, noun)
@@ -27,7 +27,7 @@ def lines(mixtures: Mapping[str, Mixture[Any]], noun: str) -> Iterator[str]:
 
 
 def line(file: FileCount, noun: str) -> str:
-    """What became of one file."""
+    """Returns the line with the counts of one file."""
     duplicates = "duplicates" + f" ({file.disagreeing} with another ground truth)" * bool(file.disagreeing)
     named = {"over-long": file.overlong, duplicates: file.duplicates, "contaminated": file.contaminated}
     faults = "".join(f", {count} {name}" for name, count in named.items() if count)
@@ -35,7 +35,7 @@ def line(file: FileCount, noun: str) -> str:
 
 
 def write(mixtures: Mapping[str, Mixture[Any]], directory: Path) -> None:
-    """Writes FILE: by section of the recipe, how many items it has, a digest of them (data/cursor.py), and every file
+    """Writes FILE: by section of the recipe, the number of its items, a digest of them (data/cursor.py), and every file
     with its counts. Raises MachineError."""
     report = {
         name: {

@@ -6,7 +6,7 @@ ground_truth  text, number, list or object    what the reward compares with; as 
 ability       text, optional                  kind of task; kept in rollouts/
 extra_info    all other columns               reward functions receive them
 
-Which columns these are is said by the recipe (data.train[].columns). verl's (prompt, reward_model.ground_truth,
+The recipe names these columns (data.train[].columns). verl's (prompt, reward_model.ground_truth,
 data_source) and open-instruct's (messages, ground_truth, dataset) are known.
 """
 
@@ -34,8 +34,8 @@ AnyRow = TypeVar("AnyRow")
 
 @dataclass(frozen=True)
 class RowSchema(Generic[AnyRow]):
-    """How records of one file become rows. `row` receives a record, its number and its place, and gives the row or what
-    is wrong with it; a record has all of `required`."""
+    """The conversion of one file's records into rows. `row` receives a record, its number and its place, and returns
+    the row or its problems. A record has all of `required`."""
 
     required: tuple[str, ...]
     missing: Callable[[str, str, Sequence[str]], Problem]  # the file or record, a column that it lacks, those it has
@@ -43,13 +43,13 @@ class RowSchema(Generic[AnyRow]):
 
 
 SchemaOf = Callable[[Sequence[str]], RowSchema[AnyRow]]
-"""From the names of a file's columns; they are empty if its first record cannot be read."""
+"""A function of the names of a file's columns, which are empty if its first record cannot be read."""
 
 
 def simple_schema(
     required: tuple[str, ...], row: Callable[[Record, int, str], AnyRow | list[Problem]], documentation: str
 ) -> SchemaOf[AnyRow]:
-    """The same for every file, whatever other columns it has."""
+    """Returns the same schema for every file, whatever other columns it has."""
 
     def missing(path: str, column: str, present: Sequence[str]) -> Problem:
         return column_problem(path, column, present, documentation)
@@ -59,7 +59,7 @@ def simple_schema(
 
 
 def read(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[AnyRow]:
-    """All rows of a file. Raises DataError with up to ten of its problems and the count of the others."""
+    """Reads all rows of a file. Raises DataError with up to ten of its problems and the count of the others."""
     findings = Findings(path)
     with progress(f"reading {Path(path).name}", rows_to_read(str(path)), "rows") as work:
         rows = list(counted(stream(str(path), schema_of, findings), work))
@@ -68,19 +68,19 @@ def read(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[AnyRow]:
 
 
 def rows_to_read(path: str) -> int | None:
-    """How many rows a file says that it has; None if only reading it tells."""
+    """Returns the number of rows that a file states; None if it can only be counted."""
     return row_count(path) if has_columns(path) and path_problem(path) is None else None
 
 
 def counted(rows: Iterator[AnyRow], work: Work) -> Iterator[AnyRow]:
-    """The same rows; each is counted as done."""
+    """Yields the same rows, and counts each as done."""
     for row in rows:
         work.done += 1
         yield row
 
 
 def quick_look(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[Problem]:
-    """Problems of the file as a whole, of its columns and of its first rows, whatever its size. Raises nothing."""
+    """Returns the problems of a file as a whole, of its columns and of its first rows, at any size. Raises nothing."""
     if problem := path_problem(str(path)):
         return [problem]
     findings = Findings(path)
@@ -93,7 +93,7 @@ def quick_look(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[Problem]:
 
 
 def stream(path: str, schema_of: SchemaOf[AnyRow], findings: Findings, limit: int | None = None) -> Iterator[AnyRow]:
-    """The good rows of a file (of its first `limit` records), one by one; what is wrong with others goes to `findings`.
+    """Yields the good rows of a file (of its first `limit` records). Adds the problems of others to `findings`.
 
     Raises DataError if the file as a whole cannot be read.
     """
@@ -124,7 +124,7 @@ def stream(path: str, schema_of: SchemaOf[AnyRow], findings: Findings, limit: in
 
 
 def message_problems(messages: object, where: str) -> list[Problem]:
-    """What is wrong with the form of a list of messages."""
+    """Returns the problems with the form of a list of messages."""
     if not isinstance(messages, list):
         fix = "wrap it as [{role: user, content: TEXT}]" if isinstance(messages, str) else ""
         return [Problem(where, given=brief(messages), needed="a list of messages {role, content}", fix=fix)]
@@ -144,7 +144,7 @@ def message_problems(messages: object, where: str) -> list[Problem]:
 
 
 def given_fields(messages: list[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Messages without the fields that only other rows of a parquet file have."""
+    """Returns messages without the fields that only other rows of a parquet file have."""
     return tuple({k: v for k, v in message.items() if v is not None} for message in messages)
 
 
@@ -167,13 +167,13 @@ KNOWN_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "ground_truth": ("reward_model.ground_truth", "ground_truth"),
     "data_source": ("data_source", "dataset"),
 }
-"""What a part of a row is called where the recipe does not say: first as in verl, then as in open-instruct."""
+"""Default columns of a part of a row: first verl's, then open-instruct's."""
 
 MISSING = object()
 
 
 def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
-    """Rows of prompts, with these columns where the recipe names them, and known ones else."""
+    """Returns the schema of prompt rows, with the columns that the recipe names, else known ones."""
     given = mapping or ColumnsConfig()
 
     def schema(present: Sequence[str]) -> RowSchema[Row]:
@@ -200,7 +200,7 @@ PROMPT_ROWS = prompt_schema()
 
 
 def data_sources(path: str, mapping: ColumnsConfig | None = None) -> Iterator[tuple[int, str]]:
-    """Each data source of a file with the number of its first row. Raises DataError if the file cannot be read."""
+    """Yields (number of its first row, name) of each data source of a file. Raises DataError if it cannot be read."""
     column = (mapping or ColumnsConfig()).data_source or _known("data_source", columns(path))
     names = _names(column, columns(path))
     seen: set[str] = set()
@@ -222,7 +222,7 @@ def _known(part: str, present: Sequence[str]) -> str:
 
 
 def _names(column: Any, present: Sequence[str]) -> list[str]:
-    """The file's own columns that a part of a row is made of."""
+    """Returns the file's own columns that a part of a row is made of."""
     return [name if name in present else name.partition(".")[0] for name in _listed(column)]
 
 
@@ -233,7 +233,7 @@ def _listed(column: Any) -> list[str]:
 
 
 def _without(record: Mapping[str, Any], taken: Sequence[str]) -> Record:
-    """A record without these columns, and without these fields of its objects."""
+    """Returns a record without these columns, and without these fields of its objects."""
     rest = dict(record)
     for column in taken:
         first, _, inner = column.partition(".")
@@ -263,7 +263,7 @@ def _missing_column(parts: Mapping[str, Any]) -> Callable[[str, str, Sequence[st
 def _row(
     record: Record, number: int, where: str, parts: Mapping[str, Any], taken: Sequence[str]
 ) -> Row | list[Problem]:
-    """The row, whose other columns are those that are not `taken`, unless its parts name them."""
+    """Returns the row or its problems. extra_info gets the columns not in `taken`, unless `parts` names its columns."""
     found: dict[str, Any] = {}
     problems: list[Problem] = []
     for part, column in parts.items():
@@ -304,7 +304,7 @@ def _called(column: Any) -> str:
 
 
 def _value(record: Record, column: Any) -> Any:
-    """What a record has for a part of a row; MISSING if it is not there, None if the part has no column."""
+    """Returns a record's value for a part of a row; MISSING if it is absent, None if the part has no column."""
     if column is None:
         return None
     if isinstance(column, ConstantColumn):
@@ -327,8 +327,8 @@ def _as_messages(prompt: Any) -> Any:
 
 
 def truth_text(value: Any) -> str | None:
-    """A ground truth as text: numbers, lists and objects as JSON. None for what is none of these, and for numbers that
-    are not finite or longer than Python writes."""
+    """Returns a ground truth as text: numbers, lists and objects as JSON. Returns None for other values, and for
+    numbers that are not finite or longer than Python writes."""
     if isinstance(value, str):
         return value
     if isinstance(value, Decimal):

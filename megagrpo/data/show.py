@@ -1,4 +1,4 @@
-"""`megagrpo data show`: rows as the model will see them, how long they are, and where they come from."""
+"""`megagrpo data show`: rows as the model will see them, their lengths, and their data sources."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megagrpo.tokenizer import encode
 BARS = 12
 BAR_WIDTH = 40
 CHARACTERS_MAX = 4000
-"""The most that is shown of one text."""
+"""The most characters that are shown of one text."""
 
 
 @dataclass(frozen=True)
 class View:
-    """How the rows become prompts. Without a tokenizer, they are shown as messages and measured in characters."""
+    """The settings that make prompts of rows. Without a tokenizer, rows are messages, measured in characters."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Looked:
-    """What was seen of the data. lengths: int64 [rows], tokens, or characters without a tokenizer."""
+    """The rows to show, and statistics of all. lengths: int64 [rows], tokens, or characters without a tokenizer."""
 
     examples: tuple[Example, ...]
     lengths: np.ndarray
@@ -96,7 +96,7 @@ def draw(looked: Looked, view: View, console: Console) -> None:
 
 
 def histogram(lengths: np.ndarray, limit: int | None) -> Text:
-    """A bar for each range of lengths; those above the limit are marked."""
+    """Draws a bar for each range of lengths, and marks those above the limit."""
     counts, edges = np.histogram(lengths, min(BARS, int(lengths.max() - lengths.min()) + 1))
     drawn = Text()
     for count, low, high in zip(counts.tolist(), edges, edges[1:], strict=False):
@@ -132,9 +132,9 @@ def _short(text: str, most: int) -> str:
 
 
 def entry_of(name: str, entries: Sequence[DataFileConfig]) -> DataFileConfig:
-    """The recipe's entry of this path or task, with its columns; a plain one if the recipe has none.
+    """Returns the recipe's entry of this path or task, with its columns; a plain one if the recipe has none.
 
-    A path that is written otherwise, or that is some of the files of an entry, has that entry's columns.
+    A path that is written differently, or that stands for some of the files of an entry, has that entry's columns.
     """
     for entry in entries:
         if name in (entry.path, entry.reasoning_gym):
@@ -147,7 +147,7 @@ def entry_of(name: str, entries: Sequence[DataFileConfig]) -> DataFileConfig:
 
 
 def _places(location: str) -> set[str]:
-    """Absolute paths of the files that are there; none if they cannot be found."""
+    """Returns the absolute paths or URLs of the files at a location; none if they cannot be found."""
     try:
         return {path if is_remote(path) else os.path.abspath(path) for path in files_of(location)}
     except DataError:

@@ -1,7 +1,7 @@
 """Prompts or examples outside of the driver's memory: columns in an Arrow file that is mapped, or in memory if few.
 
-Rows are written once, in batches, and made into objects one by one when they are asked for. A file is kept in the cache
-under a digest of all that its content follows from, so that a run which starts again reads nothing anew.
+Rows are written once, in batches, and made into objects one by one when they are read. A file is kept in the cache
+under a digest of all inputs of its content, so that a restarted run reads the cache alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ IN_MEMORY_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Form(Generic[AnyItem]):
-    """How items are kept: `schema` has the columns number (int64) and tokens (list of int32).
+    """The storage of items: `schema` has the columns number (int64) and tokens (list of int32).
 
-    `item` gets a batch, a row of it and the item's id. `contents` gives what must be the same when a run continues, for
-    every row of a batch (Item.content).
+    `item` receives a batch, a row of it and the item's id. `contents` returns the bytes that must be the same when a
+    run resumes, for every row of a batch (Item.content).
     """
 
     schema: pa.Schema
@@ -59,18 +59,18 @@ class Stored(Generic[AnyItem]):
         return self.starts[-1]
 
     def item(self, row: int) -> AnyItem:
-        """One item, made new."""
+        """Returns one item, made new."""
         index = int(np.searchsorted(self.starts, row, side="right")) - 1
         batch, at = self.batches[index], row - self.starts[index]
         return self.form.item(batch, at, f"{self.label}:{batch.column('number')[at].as_py()}")
 
     def names(self) -> Iterator[str]:
-        """Ids of all items."""
+        """Yields the ids of all items."""
         for batch in self.batches:
             yield from (f"{self.label}:{number}" for number in batch.column("number").to_pylist())
 
     def contents(self) -> Iterator[bytes]:
-        """What a fingerprint reads of all items."""
+        """Yields the bytes that a fingerprint reads of all items."""
         for batch in self.batches:
             yield from self.form.contents(batch)
 
@@ -82,7 +82,7 @@ class Cache:
         self.directory = directory
 
     def find(self, key: str, form: Form[AnyItem], label: str) -> Stored[AnyItem] | None:
-        """What was stored under this key, if it was."""
+        """Returns the items stored under this key, None if there are none."""
         try:
             figures = json.loads((self.directory / f"{key}.json").read_text(encoding="utf-8"))
             stored = _mapped(self.directory / f"{key}.arrow", form, label, figures)
@@ -94,7 +94,7 @@ class Cache:
         return stored
 
     def begin(self) -> Path:
-        """A new temporary file. Raises DataError if the folder cannot be written."""
+        """Creates a temporary file. Raises DataError if the folder cannot be written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.directory)
@@ -106,7 +106,7 @@ class Cache:
         return Path(name)
 
     def publish(self, part: Path, key: str, figures: Mapping[str, int]) -> Path:
-        """Gives a complete file its name."""
+        """Renames a complete file to `key`, with its figures beside it."""
         path, note = self.directory / f"{key}.arrow", part.with_suffix(".note")
         note.write_text(json.dumps(dict(figures)), encoding="utf-8")
         part.replace(path)
@@ -115,7 +115,7 @@ class Cache:
 
 
 def digest(facts: Any) -> str:
-    """The key of what is made from these facts, which are JSON."""
+    """Returns the key of content made from these facts, which are JSON."""
     text = json.dumps([FORMAT, facts], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
@@ -128,7 +128,7 @@ def store(
     key: Callable[[], str],
     figures: Callable[[], Mapping[str, int]],
 ) -> Stored[AnyItem]:
-    """Keeps records: in memory up to IN_MEMORY_BYTES, else in the cache. `figures` is asked for at the end.
+    """Stores records: in memory up to IN_MEMORY_BYTES, else in the cache. Calls `figures` at the end.
 
     Raises DataError if the cache cannot be written.
     """

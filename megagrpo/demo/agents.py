@@ -28,7 +28,7 @@ ORDERS_PER_ITEM = 5
 ROUNDS, GAMES = 2, 2400
 """Rounds of a game, and games to warm up with."""
 BEST = "[1] "
-"""What the tool `search` writes before the best passage."""
+"""The text that the tool `search` writes before the best passage."""
 WORDS = (
     "calculate", "expression", "search", "query", "string", "order ", "item ", "price ", "of ", ": ", BEST, " or ",
 )  # fmt: skip
@@ -37,7 +37,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the kind's tool, and what the tool answers."""
+    """A call of the kind's tool, and the tool's result."""
 
     argument: str
     result: str
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, the calls that it takes, the right answer, and one given after the first call alone."""
+    """A question, the calls that it takes, the right answer, and one given after the first call alone."""
 
     text: str
     calls: tuple[Call, ...]
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Questions of a kind, `number` of them, and the tool that they take: its name and the name of its argument."""
+    """A kind of questions, made by `make` in any number, with their tool: its name and the name of its argument."""
 
     tool: str
     argument: str
@@ -63,14 +63,14 @@ class Kind:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Returns the tool's schema in the form that chat templates read."""
         properties = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
         return {"type": "function", "function": {"name": self.tool, "description": "", "parameters": parameters}}
 
 
 def calculations(maker: random.Random, number: int) -> list[Question]:
-    """A sum of two numbers, half of them with a third number. Careless: without the third."""
+    """Makes sums of two numbers, half of them with a third number. Careless: without the third."""
     made: dict[str, Question] = {}
     while len(made) < number:
         a, b, c = (maker.randint(10, 99) for _ in range(3))
@@ -85,7 +85,7 @@ def calculations(maker: random.Random, number: int) -> list[Question]:
 
 
 def lookups(maker: random.Random, number: int) -> list[Question]:
-    """Orders, of which a corpus tells the item, and of items the price. Half of the questions are about prices.
+    """Makes questions on orders. A corpus tells an order's item and an item's price. Half of them ask for the price.
     Careless: the item."""
     orders = maker.sample(range(1000, 10_000), number)
     items = maker.sample(range(100, 1000), -(-number // ORDERS_PER_ITEM))
@@ -103,7 +103,7 @@ def lookups(maker: random.Random, number: int) -> list[Question]:
 
 
 def choices(maker: random.Random) -> list[list[str]]:
-    """The two digits of each round of a game."""
+    """Draws the two digits of each round of a game."""
     return [maker.sample(string.digits, 2) for _ in range(ROUNDS)]
 
 
@@ -148,7 +148,7 @@ def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> Non
 
 
 def conversation(kind: Kind, question: Question, *, careless: bool = False) -> dict[str, Any]:
-    """A row of docs/sft.md: the question, its calls with their results, and the answer."""
+    """Returns a row of docs/sft.md: the question, its calls with their results, and the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
     for call in question.calls[:1] if careless else question.calls:
         asked = {"name": kind.tool, "arguments": json.dumps({kind.argument: call.argument})}
@@ -159,12 +159,12 @@ def conversation(kind: Kind, question: Question, *, careless: bool = False) -> d
 
 
 def asked(pair: Sequence[str]) -> str:
-    """A player's message of a round of the game."""
+    """Returns a player's message of a round of the game."""
     return f"{pair[0]} or {pair[1]}?"
 
 
 def _game(rounds: Sequence[Sequence[str]], maker: random.Random) -> dict[str, Any]:
-    """A row of docs/sft.md: one player's conversation, with any choices."""
+    """Returns a row of docs/sft.md: one player's conversation, with any choices."""
     messages = []
     for pair in rounds:
         messages += [{"role": "user", "content": asked(pair)}, {"role": "assistant", "content": maker.choice(pair)}]

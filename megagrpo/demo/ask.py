@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 RESPONSE_TOKENS_MAX = 12
-"""As many as the longest of the demos has, `make demo-llm`."""
+"""As many as the demos' longest response has, `make demo-llm`."""
 
 
 def ask(directory: str, questions: Sequence[str], system: str | None = None) -> Iterator[str]:
-    """The model's most likely response to each question: a user message, behind a system message if there is one."""
+    """Yields the model's most likely response to each question: a user message after the system message, if any."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     before = [] if system is None else [{"role": "system", "content": system}]

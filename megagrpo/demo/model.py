@@ -46,7 +46,7 @@ TOOLS_MAX_TOKENS = 256
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Random weights in float32. Heads, query groups, layers and vocabulary are even, for tensor=2 and pipeline=2."""
+    """Makes random float32 weights. Heads, query groups, layers, vocabulary are even, for tensor=2 and pipeline=2."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -66,7 +66,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, without merges, so that any text comes back (in NFC).
+    """Makes a tokenizer with one token per byte, without merges, so that decoding returns any text (in NFC).
 
     AutoTokenizer chooses this class for a Qwen2 model. 262 tokens: an even number, which tensor=2 can split.
     """
@@ -74,8 +74,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tool_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    """`make_tokenizer` with a template that writes tools and their calls, and a token for each part of a call and for
-    each of `words`, which must leave an even number."""
+    """Makes a tokenizer like make_tokenizer's, with a template that writes tools and their calls. Each part of a call
+    and each of `words` is one token; `words` must leave an even number of tokens."""
     tokenizer = _tokenizer(TOOLS_TEMPLATE, TOOLS_MAX_TOKENS)
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*WORDS_OF_CALLS, *words)])
     return tokenizer

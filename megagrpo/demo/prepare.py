@@ -47,12 +47,12 @@ class Sum:
 
     @property
     def careless_answer(self) -> str:
-        """Without the carry from the units to the tens: 72 for 37+45. Right only if there is none."""
+        """Returns the sum without the carry from units to tens: 72 for 37+45. Right only if there is no carry."""
         return str((self.a // 10 + self.b // 10) * 10 + (self.a + self.b) % 10)
 
     @property
     def response(self) -> str:
-        """The answer as in GSM8K, which the gsm8k reward reads."""
+        """Returns the answer in GSM8K's form, which the gsm8k reward reads."""
         return f"#### {self.answer}"
 
     @property
@@ -62,7 +62,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """a+b and b+a are always in the same split, so that a model that knows one cannot answer the other from memory."""
+    """The sums of each split. a+b and b+a share a split: a model that knows one cannot answer the other from memory."""
 
     warm_start: tuple[Sum, ...]
     train: tuple[Sum, ...]
@@ -70,7 +70,7 @@ class Splits:
 
 
 def make_splits() -> Splits:
-    """All 8,100 sums, shuffled by a fixed seed: 520 or so to test, 4,700 to warm up, the others to train."""
+    """Splits all 8,100 sums, shuffled by a fixed seed: about 520 to test, 4,700 to warm up, the others to train."""
     pairs = [(a, b) for a in range(LOWEST, HIGHEST + 1) for b in range(a, HIGHEST + 1)]
     random.Random(SEED).shuffle(pairs)
     warm_start_end = TEST_PAIRS + WARM_START_PAIRS
@@ -87,7 +87,7 @@ def both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
 
 @dataclass(frozen=True)
 class AdderFiles:
-    """What `prepare` leaves in its output directory."""
+    """The files that `prepare` writes to its output directory."""
 
     model: Path  # Hugging Face directory of an untrained model, with the tokenizer
     right: Path  # conversations with right answers
@@ -111,7 +111,7 @@ class AdderFiles:
 
 
 def fingerprint() -> str:
-    """Digest of this package's code, which has all the settings."""
+    """Returns a digest of this package's code, which has all the settings."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -119,7 +119,7 @@ def fingerprint() -> str:
 
 
 def is_prepared(directory: Path) -> bool:
-    """True if the directory holds what this code makes."""
+    """Returns whether the directory holds what this code makes."""
     files = AdderFiles.within(directory)
     return files.fingerprint.is_file() and files.fingerprint.read_text(encoding="utf-8").strip() == fingerprint()
 

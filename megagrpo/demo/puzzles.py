@@ -22,7 +22,7 @@ from megagrpo.demo.prepare import CARELESS_SHARE, SEED
 TEST, TRAIN = 100, 640
 """Puzzles of each kind that are held out, and to train on."""
 INPUTS = (1, 7, 20)
-"""With which a program is called."""
+"""Arguments with which a program is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Puzzle:
 
 
 def tens(maker: random.Random) -> Puzzle:
-    """A number and some tens, for `gsm8k`. Careless: without the hundred, which half of them have."""
+    """Makes a sum of a number and some tens, for `gsm8k`. Careless: without the hundred, which half of them have."""
     a, b = maker.randint(10, 99), maker.randint(1, 9) * 10
     return Puzzle(f"{a}+{b}=", str(a + b), f"#### {a + b}", f"#### {(a + b) % 100}")
 
 
 def larger(maker: random.Random) -> Puzzle:
-    """The larger of two numbers, for `multiple_choice`. Careless: always the first."""
+    """Asks for the larger of two numbers, for `multiple_choice`. Careless: always the first."""
     a, b = maker.sample(range(10, 100), 2)
     right = "A" if a > b else "B"
     return Puzzle(f"Larger? A) {a} B) {b}", right, right, "A")
 
 
 def program(maker: random.Random) -> Puzzle:
-    """A function of two operations, for `code`. Careless: without brackets, which half of them need."""
+    """Asks for a function of two operations, for `code`. Careless: without brackets, which half of them need."""
     (verb, sign), term, factor = maker.choice([("add", 1), ("take", -1)]), maker.randint(2, 9), maker.randint(2, 9)
     signed = f"{sign * term:+}"
     if maker.random() < 0.5:
@@ -63,13 +63,13 @@ def program(maker: random.Random) -> Puzzle:
 
 
 def calculation(maker: random.Random) -> Puzzle:
-    """Three small numbers, as reasoning-gym's basic_arithmetic asks for their sum. Careless: without the third."""
+    """Asks for the sum of three small numbers as reasoning-gym's basic_arithmetic does. Careless: without the third."""
     a, b, c = (maker.randint(0, 10) for _ in range(3))
     return Puzzle(f"Calculate {a} + {b} + {c}.", str(a + b + c), str(a + b + c), str(a + b))
 
 
 def verdict(maker: random.Random) -> Puzzle:
-    """Whether a response to `larger` is right: what yaml_recipes/puzzles_judge_cpu.yaml asks its judge."""
+    """Asks if a response to `larger` is right, as yaml_recipes/puzzles_judge_cpu.yaml asks its judge."""
     truth = maker.choice("AB")
     anything = "".join(maker.choices(string.printable[:95], k=maker.randint(2, 4)))
     given = maker.choice(["A", "B", truth, anything])
@@ -83,12 +83,12 @@ KINDS: dict[str, Maker] = {"tens": tens, "larger": larger, "programs": program}
 WARM_START: list[tuple[Maker, int]] = [
     (tens, 2500), (larger, 1400), (program, 1800), (calculation, 3600), (verdict, 1500),
 ]  # fmt: skip
-"""How many of each there are to warm up with."""
+"""Puzzles of each kind to warm up with."""
 
 
 def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> None:
     """Writes sft_right.parquet and sft_careless.parquet, and KIND/train.parquet and KIND/test.parquet of each kind, to
-    `output`. What is held out is in no other file. `say` receives lines of progress."""
+    `output`. Held-out puzzles are in no other file. `say` receives lines of progress."""
     maker = random.Random(SEED)
     held_out = {kind: _held_out(make, maker) for kind, make in KINDS.items()}
     unseen = {puzzle.question for puzzles in held_out.values() for puzzle in puzzles}
@@ -105,7 +105,7 @@ def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> Non
 
 
 def _held_out(make: Maker, maker: random.Random) -> list[Puzzle]:
-    """Different ones."""
+    """Makes TEST different puzzles."""
     found: dict[str, Puzzle] = {}
     while len(found) < TEST:
         puzzle = make(maker)

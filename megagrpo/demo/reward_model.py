@@ -19,8 +19,8 @@ STEPS, PUZZLES_PER_STEP, LR = 150, 32, 5e-4
 
 
 def train(model: str, output: str) -> float:
-    """Makes the Hugging Face directory `output`; the share of the last ten steps' answers that it had on the right side
-    of 0."""
+    """Writes the Hugging Face directory `output`. Returns the share of the last ten steps' answers scored on the right
+    side of 0."""
     torch.manual_seed(SEED)
     maker = random.Random(SEED)
     tokenizer = AutoTokenizer.from_pretrained(model)

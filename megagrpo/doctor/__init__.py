@@ -1,1 +1,1 @@
-"""What is installed, what works, and what is missing on this machine?"""
+"""The examination of this machine: packages and devices that are installed, work, or are missing."""

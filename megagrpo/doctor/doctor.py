@@ -131,7 +131,7 @@ def _launchers() -> Finding:
 
 
 def sandbox_finding(kind: Kind | None, refused: Sequence[str]) -> Finding:
-    """Where the reward `code` runs programs."""
+    """Reports the sandbox in which the reward `code` runs programs."""
     part = "sandbox"
     remedy = "apt-get install bubblewrap libseccomp2, where namespaces may be made; for the reward code"
     if kind is None:
@@ -183,7 +183,7 @@ def gpu_findings() -> Iterator[Finding]:
 
 
 def layers_finding(card: Capability, here: Installed) -> Finding:
-    """What train.layer_spec: auto takes for heads of 128 elements, as most models have."""
+    """Reports the layers that train.layer_spec: auto takes for heads of 128 elements, as most models have."""
     found = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
     part, text = f"layers on sm{card[0]}{card[1]}", f"{found.spec}, attention by {found.kernel}"
     wanting = here.transformer_engine and found.spec == "local"
@@ -191,7 +191,7 @@ def layers_finding(card: Capability, here: Installed) -> Finding:
 
 
 def _compiler() -> Finding:
-    """SGLang compiles kernels when it first starts."""
+    """Looks for nvcc: SGLang compiles kernels when it first starts."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     if nvcc := shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc"))):
         return Finding("CUDA compiler", "ok", nvcc)
@@ -210,7 +210,7 @@ MARKS = {"ok": "ok", "absent": "-", "doubtful": "?", "wrong": "WRONG"}
 
 
 def examine(say: Callable[[str], None]) -> bool:
-    """Prints each chapter as it is examined; whether nothing is wrong."""
+    """Prints each chapter as it is examined. Returns whether nothing is wrong."""
     found = []
     for title, look in CHAPTERS.items():
         say(f"{title}:")

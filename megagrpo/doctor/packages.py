@@ -1,4 +1,4 @@
-"""Which packages that setup.py asks for are installed, in which versions, and whether they fit one another."""
+"""Checks of the packages that setup.py asks for: installed or not, their versions, and whether they fit one another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/a
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part of the environment.
+    """The state of one part of the environment.
 
     absent: an optional part that is not here; `remedy` says what it is for. doubtful: it may fail in some uses. wrong:
     it must be repaired before anything runs.
@@ -62,7 +62,7 @@ def package_findings(
     version_of: Callable[[str], str | None] | None = None,
     extras: Collection[str] = tuple(WITHOUT),
 ) -> Iterator[Finding]:
-    """One finding for each requirement of megagrpo and of these extras."""
+    """Yields one finding for each requirement of megagrpo and of these extras."""
     version_of = version_of or installed_version
     if requirements is None and installed_version("megagrpo") is None:
         yield Finding("megagrpo", "doubtful", "not installed, so nothing says what it requires", "pip install .")
@@ -77,7 +77,7 @@ def package_findings(
 def fit_findings(
     requirements_of: Callable[[str], list[str]] | None = None, version_of: Callable[[str], str | None] | None = None
 ) -> Iterator[Finding]:
-    """For each installed cornerstone, which of its requirements are installed in versions that it does not accept."""
+    """Yields a finding for each installed cornerstone: requirements installed in versions that it does not accept."""
     requirements_of, version_of = requirements_of or _requirements, version_of or installed_version
     for name in CORNERSTONES:
         version = version_of(name)
@@ -100,7 +100,7 @@ def fit_findings(
 
 
 def working_findings() -> Iterator[Finding]:
-    """Whether the installed optional packages can be used. SGLang is asked in a process of its own."""
+    """Checks whether the installed optional packages can be used. Asks SGLang in a process of its own."""
     yield _apex()
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
@@ -124,7 +124,7 @@ def _requirements(name: str) -> list[str]:
 
 
 def _is_of(requirement: Requirement, extra: str) -> bool:
-    """Whether an extra asks for it, on the Python that it is for."""
+    """Returns whether an extra asks for the requirement, on Python 3.13."""
     marker = requirement.marker
     newest = {"python_version": "3.13", "python_full_version": "3.13.0"}
     return marker is not None and marker.evaluate(newest | {"extra": extra}) and not marker.evaluate({"extra": ""})
@@ -144,7 +144,7 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
 
 
 def missing_to_compile() -> list[str]:
-    """What torch needs to compile a function in C++ and this machine lacks."""
+    """Returns the parts that torch needs to compile a function in C++ and this machine lacks."""
     beside = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
     compiler, headers = os.environ.get("CXX", "c++").split()[0], Path(sysconfig.get_path("include"), "Python.h")
     needed = {
@@ -156,7 +156,7 @@ def missing_to_compile() -> list[str]:
 
 
 def _apex() -> Finding:
-    """NVIDIA's apex has compiled modules beside it; the package apex on PyPI is something else."""
+    """Finds NVIDIA's apex by the compiled modules beside it; the package apex on PyPI is something else."""
     if find_spec("amp_C") is not None:
         fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
         return Finding("apex", "ok", f"NVIDIA's, {'with' if fused else 'without'} fused accumulation of gradients")

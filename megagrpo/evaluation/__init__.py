@@ -1,1 +1,1 @@
-"""How good is a model on held-out prompts, and how sure is that? Responses as files, metrics of them, comparisons."""
+"""The quality of a model on held-out prompts, and its uncertainty: responses as files, their metrics, comparisons."""

@@ -1,4 +1,4 @@
-"""Two models on the same prompts: by how much they differ, and whether that could be chance."""
+"""The comparison of two models on the same prompts: the size of each difference, and whether it could be chance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Difference:
 
 
 def compare(first: Sequence[Response], second: Sequence[Response], samples_per_prompt: int) -> list[Difference]:
-    """Each metric of one set. A metric that no prompt has a value for, because rewards failed, is left out."""
+    """Compares each metric of one set. Leaves out a metric that no prompt has a value for, because rewards failed."""
     values = [prompt_values(responses, samples_per_prompt) for responses in (first, second)]
     row_of = [{prompt: row for row, prompt in enumerate(of_model.prompts)} for of_model in values]
     both = [prompt for prompt in values[0].prompts if prompt in row_of[1]]

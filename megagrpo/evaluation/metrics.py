@@ -17,7 +17,7 @@ from megagrpo.recipe.schema.eval import evaluation_metric_names
 
 @dataclass(frozen=True)
 class PromptValues:
-    """What each prompt's responses give to each metric; the metric is the mean over prompts."""
+    """The value that each prompt's responses give to each metric; the metric is the mean over prompts."""
 
     prompts: tuple[str, ...]
     sources: tuple[str, ...]
@@ -28,7 +28,7 @@ class PromptValues:
 
 
 def prompt_values(responses: Sequence[Response], samples_per_prompt: int) -> PromptValues:
-    """The values of one set's prompts, in the order in which they first occur. With n = samples_per_prompt:
+    """Returns the values of one set's prompts, in the order in which they first occur. With n = samples_per_prompt:
 
     - `mean@n`: mean score.
     - `pass@k` for k = 1, 2, 4, … and n: probability that one of k responses is solved, without bias. pass@1 is the
@@ -73,7 +73,7 @@ def _answer(response: Response) -> str:
 
 
 def evaluation_metrics(responses: Sequence[Response], samples_per_prompt: int) -> dict[str, float]:
-    """Metrics of one set's responses.
+    """Computes the metrics of one set's responses.
 
     The means of `prompt_values`, each with the ends of its interval (`mean@4/low`, `mean@4/high`); the mean of each
     part of the scores (`reward/PART`); and if there are several data sources, the same of each without intervals, such

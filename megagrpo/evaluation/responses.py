@@ -40,9 +40,9 @@ class Response:
     """None: no reward, for the reason in `error` or in `masked`. 0 with an error: its agent was late or failed."""
     solved: bool
     answer: str | None
-    """What the first reward function that says so has read as the answer."""
+    """The answer that was read by the first reward function that reports one."""
     parts: Mapping[str, float | None]
-    """What each reward function gave; None for a number that is not finite."""
+    """The number that each reward function gave; None for one that is not finite."""
     notes: Mapping[str, str]
     error: str
     """Why its reward failed, or its agent."""
@@ -51,7 +51,7 @@ class Response:
 
 
 def responses_of(held_out_set: str, groups: Iterable[Group]) -> list[Response]:
-    """Responses of scored groups, in their order."""
+    """Returns the responses of scored groups, in their order."""
     return [
         Response(
             set=held_out_set,
@@ -81,7 +81,7 @@ def to_line(response: Response) -> bytes:
 
 
 def from_line(line: bytes) -> Response:
-    """The inverse of to_line. Raises ValueError for anything else, such as a line that was cut off."""
+    """Reads a line of to_line. Raises ValueError for anything else, such as a line that was cut off."""
     values: Any = json.loads(line)
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Response)}:
         raise ValueError("not a response of an evaluation")
@@ -89,7 +89,7 @@ def from_line(line: bytes) -> Response:
 
 
 def write_responses(path: Path, responses: Sequence[Response]) -> None:
-    """The whole file appears at once, when all of it is on disk. Raises OSError; an older file is then as it was."""
+    """Writes a file that appears whole, once all of it is on disk. Raises OSError; an older file is then as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -103,7 +103,7 @@ def write_responses(path: Path, responses: Sequence[Response]) -> None:
 
 
 def read_responses(path: Path) -> Iterator[Response]:
-    """All whole lines. A last one that was cut off, by a process that was killed while writing, is left out."""
+    """Yields the responses of all whole lines. Skips a last one that a killed process has cut off while writing."""
     with path.open("rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
@@ -112,11 +112,11 @@ def read_responses(path: Path) -> Iterator[Response]:
 
 
 class ResponseFiles:
-    """A run's evaluations/step_000010.jsonl, ..., each written by a thread while the run goes on. What cannot be
-    written is reported, and the run goes on."""
+    """A run's evaluations/step_000010.jsonl, ..., each written by a thread while the run continues. A file that cannot
+    be written is reported, and the run continues."""
 
     def __init__(self, directory: Path, resumed_step: int, say: Callable[[str], None]) -> None:
-        """Removes the files of later steps than `resumed_step`: they come again. say: called by the run's own
+        """Removes the files of steps after `resumed_step`: they are written again. say: called by the run's own
         thread."""
         self._directory, self._say = directory, say
         self._thread = ThreadPoolExecutor(1, "responses of evaluations")
@@ -131,7 +131,7 @@ class ResponseFiles:
         self._job = self._thread.submit(self._write, self._directory / f"step_{step:06d}.jsonl", responses)
 
     def wait(self) -> None:
-        """Until what was begun is on disk."""
+        """Waits until the file that was begun is on disk."""
         job, self._job = self._job, None
         try:
             if job is not None:
@@ -150,11 +150,11 @@ class ResponseFiles:
 
 
 class ResponseLog:
-    """A file of responses that grows while they come. `there`: those that an earlier process has written; a line that
-    was cut off when it was killed is removed."""
+    """A file of responses that grows as they arrive. `there`: responses of an earlier process. A line that was cut off
+    when that process was killed is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError, naming the line, if the file has others than responses."""
+        """Reads `there`. Raises DataError, naming the line, if a line is not a response."""
         self._file = path.open("a+b")
         self._file.seek(0)
         self.there: list[Response] = []
@@ -172,7 +172,7 @@ class ResponseLog:
         self._file.truncate(whole)
 
     def append(self, responses: Sequence[Response]) -> None:
-        """They are in the file when it returns."""
+        """Appends responses: they are in the file when it returns."""
         self._file.writelines(map(to_line, responses))
         self._file.flush()
 

@@ -1,4 +1,4 @@
-"""Estimates from several samples of each prompt, how sure they are, and whether two models differ. Pure numpy."""
+"""Estimates from several samples of each prompt, their intervals, and tests of two models' difference. Pure numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 0
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
-    """Expected best of k scores drawn from these without replacement; 1 <= k <= len(scores).
+    """Returns the expected best of k scores drawn from these without replacement; 1 <= k <= len(scores).
 
     Unbiased for the best of k independent samples. On scores of 0 and 1 it is pass@k of Chen et al.
     (arXiv:2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k) for c ones among n.
@@ -33,13 +33,13 @@ def best_of(scores: Sequence[float], k: int) -> float:
 
 @lru_cache(maxsize=256)
 def _weights_of_best(n: int, k: int) -> np.ndarray:
-    """float64 [n]. The i-th smallest (from 0) is the best of those C(i, k - 1) draws whose others are among the i below
-    it."""
+    """Returns each score's share of the draws whose best it is, float64 [n]. The i-th smallest (from 0) is the best of
+    those C(i, k - 1) draws whose others are among the i below it."""
     return np.array([comb(i, k - 1) / comb(n, k) for i in range(n)])
 
 
 def majority(scores: Sequence[float], answers: Sequence[str]) -> float:
-    """Mean score of the samples that give the most frequent answer (arXiv:2203.11171); tied answers are averaged."""
+    """Averages the scores of samples with the most frequent answer (arXiv:2203.11171); tied answers are averaged."""
     by_answer: dict[str, list[float]] = defaultdict(list)
     for score, answer in zip(scores, answers, strict=True):
         by_answer[answer].append(score)
@@ -48,7 +48,7 @@ def majority(scores: Sequence[float], answers: Sequence[str]) -> float:
 
 
 def means(values: np.ndarray) -> np.ndarray:
-    """Mean of each column over the prompts that have a value; NaN if none has. values: float64 [prompts, columns], NaN
+    """Averages each column over the prompts that have a value; NaN if none has. values: float64 [prompts, columns], NaN
     where a prompt has no value."""
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
@@ -60,7 +60,7 @@ def resamples_of(prompts: int) -> int:
 
 
 def intervals(values: np.ndarray, resamples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper ends of percentile bootstrap intervals of `means` over prompts, each float64 [columns].
+    """Returns lower and upper ends of percentile bootstrap intervals of `means` over prompts, each float64 [columns].
 
     Prompts, not responses, are drawn anew: responses to one prompt are alike. Prompts without a value of a column are
     left out of it; NaN if all are. `resamples`: by default as resamples_of says.
@@ -79,7 +79,7 @@ def intervals(values: np.ndarray, resamples: int | None = None) -> tuple[np.ndar
 
 
 def _resamples(prompts: int, resamples: int) -> Iterator[np.ndarray]:
-    """How often each prompt is drawn in each resample: float64 [some resamples, prompts], until there are enough."""
+    """Yields counts of each prompt's draws in each resample: float64 [some resamples, prompts], until all are made."""
     generator = np.random.default_rng(SEED)
     at_once = max(1, NUMBERS_AT_ONCE // max(prompts, 1))
     for first in range(0, resamples, at_once):
@@ -89,8 +89,8 @@ def _resamples(prompts: int, resamples: int) -> Iterator[np.ndarray]:
 
 
 def paired_p_value(differences: np.ndarray) -> tuple[float, str]:
-    """Two-sided p-value of no difference between two models, and the test's name. differences: float64 [prompts], of
-    the same prompt.
+    """Returns the two-sided p-value of no difference between two models, and the test's name. differences: float64
+    [prompts], paired by prompt.
 
     If neither model is better, the sign of each difference is a coin's. Where all differences other than 0 are of one
     size, as with one response of score 0 or 1 to each prompt, the sum's distribution is binomial: McNemar's exact test.

@@ -12,7 +12,7 @@ from megagrpo.recipe.schema.eval import EvalSet, evaluation_metric_names
 
 
 def metrics_table(held_out: EvalSet, prompts: int, sources: Sequence[str], metrics: Mapping[str, float]) -> Table:
-    """One set: a row for each metric, its interval, and a column for each data source if there are several."""
+    """Draws one set: a row for each metric with its interval, a column for each data source if there are several."""
     each = f"{prompts} prompts x {held_out.samples_per_prompt}"
     shown = sources if len(sources) > 1 else ()
     table = Table("metric", "mean", "95 % interval", *shown, title=f"{held_out.name}: {each}", title_justify="left")
@@ -37,7 +37,7 @@ def metrics_table(held_out: EvalSet, prompts: int, sources: Sequence[str], metri
 
 
 def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
-    """One set: a row for each metric of two models."""
+    """Draws one set: a row for each metric of two models."""
     headings = ("metric", "first", "second", "difference", "95 % interval", "p", "test")
     prompts = max((one.prompts for one in differences), default=0)
     table = Table(*headings, title=f"{held_out}: the same {prompts} prompts", title_justify="left")

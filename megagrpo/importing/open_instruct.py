@@ -60,7 +60,7 @@ def is_program(word: str) -> bool:
 
 
 def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """A script that runs grpo_fast.py, itself or through another command. Raises RecipeError if none does."""
+    """Reads a script that runs grpo_fast.py, itself or through another command. Raises RecipeError if it does not."""
     words, notes = command_line(path, is_program, set_to, environment, "python open_instruct/grpo_fast.py ...")
     given = flags(words)
     for name, one in list(given.items()):
@@ -105,7 +105,7 @@ def amounts(value: Any) -> list[tuple[str, int | float]]:
 
 
 def entries(pairs: list[tuple[str, int | float]]) -> list[dict[str, Any]]:
-    """A data set of the hub is a folder there; an amount with a dot is a share of its rows."""
+    """Returns entries of data. A data set of the hub is a folder there; an amount with a dot is a share of rows."""
 
     def place(name: str) -> str:
         return name if name.startswith((".", "/")) or "." in Path(name).suffix else f"hf://datasets/{name}"

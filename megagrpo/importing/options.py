@@ -1,4 +1,4 @@
-"""What a configuration gives: options with their values and places, from command lines and YAML files."""
+"""The options of a configuration with their values and places, from command lines and YAML files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 ELSEWHERE = re.compile(UNKNOWN + r"\$\{\w+\[[@*]\]\}")
 """Arguments in an array that another file sets, or a branch that cannot be chosen here."""
 REFERENCES_MAX = 20
-"""References to references that are followed."""
+"""Most references to references that are followed."""
 SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm")
 
 
@@ -32,13 +32,13 @@ class Given:
 
     @property
     def unknown(self) -> str:
-        """What only a shell, or another file, could tell about its value; empty if the value is known."""
+        """Returns the part of its value that only a shell, or another file, could tell; empty if the value is known."""
         return unknown_in(self.value)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """All that a file gives. notes: what a reader of the recipe must know about how it was read."""
+    """The options that a file gives. notes: for a reader of the recipe, about how the file was read."""
 
     path: Path
     given: Mapping[str, Given]
@@ -53,7 +53,7 @@ def unknown_in(value: Any) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Raises RecipeError if there is no such file, or it is no text."""
+    """Reads a text file. Raises RecipeError if there is no such file, or it is no text."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -69,7 +69,7 @@ def read_text(path: Path) -> str:
 def command_line(
     path: Path, is_program: Callable[[str], bool], set_to: Mapping[str, str], environment: Mapping[str, str], what: str
 ) -> tuple[list[Word], list[str]]:
-    """The arguments of the last command of a script that runs the program, and notes. what: the command, for errors.
+    """Returns the arguments of a script's last command that runs the program, and notes. what: the command, for errors.
 
     Raises RecipeError if there is none.
     """
@@ -107,7 +107,7 @@ def _arguments(
 
 
 def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:
-    """`key=value`, `+key=value`, `++key=value`, `~key` and `--config-name=...` as options."""
+    """Reads `key=value`, `+key=value`, `++key=value`, `~key` and `--config-name=...` as options."""
     given: dict[str, Given] = {}
     for word in words:
         name, equals, text = word.text.strip().partition("=")
@@ -120,8 +120,8 @@ def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:
 
 
 def flags(words: Sequence[Word]) -> dict[str, Given]:
-    """`--name value ...`, `--name=value` and `--name` (true) as options, named with underscores. `--no_name` is another
-    option. What stands before all flags is an option of its own."""
+    """Reads `--name value ...`, `--name=value` and `--name` (true) as options, named with underscores. `--no_name` is
+    another option. Each word before all flags is an option of its own."""
     given: dict[str, Given] = {}
     name = ""
     for word in words:
@@ -141,8 +141,8 @@ def flags(words: Sequence[Word]) -> dict[str, Given]:
 
 
 def value_of(text: str) -> Any:
-    """The value that YAML 1.2, and so Hydra, gives a text: a number, true, false, null, a list or a mapping; else the
-    text."""
+    """Returns the value that YAML 1.2, and so Hydra, gives a text: a number, true, false, null, a list or a mapping;
+    else the text."""
     if text in ("True", "False"):
         return text == "True"
     if re.fullmatch(r"\d+(_\d+)+", text):
@@ -162,7 +162,7 @@ def value_of(text: str) -> Any:
 
 
 def yaml_options(path: Path) -> dict[str, Given]:
-    """The values of a YAML file by their dotted paths; `${...}` that refer to the same file are resolved.
+    """Reads the values of a YAML file by their dotted paths; `${...}` that refer to the same file are resolved.
 
     Raises RecipeError if it is no YAML, or no mapping.
     """
@@ -205,8 +205,8 @@ def _resolved(value: Any, name: str, tree: Mapping[str, Any], depth: int = 0) ->
 
 
 def _referred(expression: str, name: str, tree: Mapping[str, Any], depth: int) -> Any:
-    """`a.b`, `.b` beside this option (`..b` one above), `oc.select:a.b,default`, and the default of
-    `oc.env:NAME,default`; else it stays, as not known."""
+    """Resolves `a.b`, `.b` beside this option (`..b` one above), `oc.select:a.b,default`, and the default of
+    `oc.env:NAME,default`. Any other expression stays, marked as unknown."""
     resolver, _, rest = expression.rpartition(":")
     path, comma, default = (rest if resolver else expression).partition(",")
     path = path.strip()

@@ -21,7 +21,7 @@ from megagrpo.importing.verl import VERL
 from megagrpo.importing.verl import read as read_verl
 
 Read = Callable[[Path, Mapping[str, str], Mapping[str, str]], Configuration]
-"""From a file, variables that a user sets, and those of the environment. Raises RecipeError."""
+"""Reads a file with variables that a user sets, and those of the environment. Raises RecipeError."""
 
 FRAMEWORKS: dict[str, tuple[Framework, Read]] = {
     "verl": (VERL, read_verl),
@@ -41,8 +41,8 @@ class Imported:
 
 
 def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Imported:
-    """set_to: values of a script's variables, or of options by their names. Raises RecipeError if the file cannot be
-    read, or has nothing of that framework."""
+    """Translates a file. set_to: values of a script's variables, or of options by their names. Raises RecipeError if
+    the file cannot be read, or has nothing of that framework."""
     known, read = FRAMEWORKS[framework]
     configuration = read(path, set_to, environment)
     options = {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}

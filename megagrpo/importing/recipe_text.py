@@ -32,7 +32,7 @@ TITLES: dict[Kind, str] = {
 
 
 def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
-    """YAML: the fields, each with what it comes from; below them, what has not been translated."""
+    """Returns YAML: the fields, each with its source; below them, options that have not been translated."""
     source, title = translation.configuration.path.name, translation.framework.title
     lines = [
         "# yaml-language-server: $schema=recipe.schema.json",
@@ -51,7 +51,7 @@ def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
 
 
 def recipe_problems(translation: Translation) -> list[Problem]:
-    """What is wrong with the recipe by itself, without its model and data, each with the options that it comes from."""
+    """Returns problems of the recipe by itself, without model and data, each with the options that it comes from."""
     tree = tree_of({field.path: field.value for field in translation.fields})
     try:
         found = broken_rules(Recipe.model_validate(tree))
@@ -61,7 +61,7 @@ def recipe_problems(translation: Translation) -> list[Problem]:
 
 
 def _origin(path: str, translation: Translation) -> str:
-    """The options that give a field, or those that would if their values were known."""
+    """Returns the options that give a field, or those that would if their values were known."""
 
     def among(other: str) -> bool:
         return other != "" and f"{path}.".startswith(f"{other}.")
@@ -79,7 +79,7 @@ def _in_a_line(problem: Problem) -> str:
 
 
 def report(translation: Translation) -> str:
-    """What became of the options, for a terminal."""
+    """Returns the report of the options' outcomes, for a terminal."""
     counts = {kind: len(translation.of_kind(kind)) for kind in TITLES}
     path = translation.configuration.path
     lines = [
@@ -96,7 +96,7 @@ def report(translation: Translation) -> str:
 
 
 def shown(outcome: Outcome) -> str:
-    """OPTION=VALUE, without the values of what looks like a secret; an array of another file is its name alone."""
+    """Returns OPTION=VALUE, without values of apparent secrets; of an array from another file, the name alone."""
     if UNKNOWN in outcome.option:
         return outcome.option.replace(UNKNOWN, "")
     value = "..." if SECRET.search(outcome.option.lower()) else outcome.value

@@ -1,4 +1,4 @@
-"""What a row of a framework's table says of one option, and the shapes that rows have."""
+"""Rows of a framework's table: the answer about one option, and the shapes of rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megagrpo.importing.options import Given, unknown_in
 ABSENT = object()
 """In place of a default: the option does nothing unless it is given."""
 OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled")
-"""What says that a thing is off."""
+"""Values that turn a feature off."""
 
 
 @dataclass(frozen=True)
 class Write:
     """Fields of the recipe, by dotted paths; `*` in one stands for the option's last name. note: how they differ from
-    what the option means there. source: what they are from, if not from this option alone."""
+    what the option means there. source: their origin, if not this option alone."""
 
     fields: Mapping[str, Any]
     note: str = ""
@@ -26,21 +26,21 @@ class Write:
 
 @dataclass(frozen=True)
 class Nothing:
-    """There is nothing to write, because it is so here already or the option has no effect."""
+    """The answer for an option that writes nothing, because it is so here already or the option has no effect."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Missing:
-    """There is nothing like it here: why, and what to do."""
+    """The answer for an option without counterpart here: why, and what to do."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Together:
-    """It is in what other options write: those that read it."""
+    """The answer for an option that is part of what other options write: those that read it."""
 
 
 Answer = Write | Nothing | Missing | Together
@@ -68,7 +68,7 @@ class Options:
         return any(name.startswith(prefix) for name in self.given)
 
     def __getitem__(self, name: str) -> Any:
-        """None if it is neither given nor has a default. Raises NotKnownError if its value is not known."""
+        """Returns the option's value or default, else None. Raises NotKnownError if its value is not known."""
         self.read.add(name)
         found = self.given.get(name)
         value = found.value if found else self.defaults.get(name)
@@ -92,8 +92,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One option. answer: from its value and all options. fields: of the recipe, as pages name them; default: theirs,
-    which stands where the option is not given; said: what differs, for pages."""
+    """One option. answer: from its value and all options. fields: of the recipe, as pages name them; default: the
+    framework's, for an option that is not given; said: the difference, for pages."""
 
     answer: Callable[[Any, Options], Answer]
     fields: str = ""
@@ -102,7 +102,7 @@ class Row:
 
 
 Table = Mapping[str, Row]
-"""Rows by options; `prefix.*` stands for all options that begin so and have no row of their own."""
+"""Rows by options; `prefix.*` is the row of all options that begin so and have no row of their own."""
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ def whole(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """An integer stays one, so that recipes are read as they were written."""
+    """Returns a number. An integer stays one, so that recipes are read as written. Raises NotKnownError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotKnownError(f"{value!r} is no number")
     return value
@@ -139,7 +139,7 @@ def texts(value: Any) -> list[str]:
 
 
 def picked(choices: Mapping[Any, Any], value: Any) -> Any:
-    """What the value chooses; None if it is none of the choices, or no single value at all."""
+    """Returns the choice for a value; None if the value is none of the choices, or a list or mapping."""
     return None if isinstance(value, list | dict) else choices.get(value)
 
 
@@ -147,7 +147,7 @@ def picked(choices: Mapping[Any, Any], value: Any) -> Any:
 
 
 def to(field: str, of: Callable[[Any], Any], default: Any = ABSENT, said: str = "", off: Collection[Any] = ()) -> Row:
-    """The field gets the value. off: values that write nothing."""
+    """Makes a row that writes the value into the field. off: values that write nothing."""
 
     def answer(value: Any, _: Options) -> Answer:
         return Nothing("not set") if _among(value, off) else Write({field: of(value)})
@@ -158,7 +158,7 @@ def to(field: str, of: Callable[[Any], Any], default: Any = ABSENT, said: str = 
 def chosen(
     field: str, choices: Mapping[Any, Any], otherwise: str, default: Any = ABSENT, said: str = "", notes: Any = None
 ) -> Row:
-    """The field gets what is chosen by the value. otherwise: why there is no counterpart to other values."""
+    """Makes a row that writes the choice for the value. otherwise: why other values have no counterpart."""
 
     def answer(value: Any, _: Options) -> Answer:
         found = picked(choices, value)
@@ -171,12 +171,12 @@ def chosen(
 
 
 def together(fields: str, default: Any = ABSENT, said: str = "") -> Row:
-    """Other options read it."""
+    """Makes the row of an option that other options read."""
     return Row(lambda value, _: Together(), fields, default, said)
 
 
 def always(why: str, besides: str = "", values: Collection[Any] = (True, None)) -> Row:
-    """So it is here always. Values other than `values`, if `besides` says why, have no counterpart."""
+    """Makes the row of what always holds here. Others than `values`, if `besides` says why, have no counterpart."""
 
     def answer(value: Any, _: Options) -> Answer:
         return Nothing(why) if not besides or _among(value, values) else Missing(besides)
@@ -185,7 +185,7 @@ def always(why: str, besides: str = "", values: Collection[Any] = (True, None)) 
 
 
 def missing(why: str, off: Collection[Any] = OFF) -> Row:
-    """No counterpart, unless the value is among `off`."""
+    """Makes the row of an option without counterpart, unless its value is among `off` or an empty list or mapping."""
 
     def answer(value: Any, _: Options) -> Answer:
         empty = isinstance(value, list | dict) and not value
@@ -195,5 +195,5 @@ def missing(why: str, off: Collection[Any] = OFF) -> Row:
 
 
 def _among(value: Any, values: Collection[Any]) -> bool:
-    """True is not 1, and False is not 0."""
+    """Returns whether a value is among others. True is not 1, and False is not 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)

@@ -1,8 +1,8 @@
 """The commands that a shell script would run, found without running anything: it is followed through its branches,
 loops and functions, with its variables, arrays and arithmetic.
 
-What only a shell could tell is not known (UNKNOWN): variables that are not set here, and the output of most commands.
-Where a branch depends on that, all of its sides are followed, and variables that they leave with different values are
+Values that only a shell could tell are UNKNOWN: variables that are not set here, and the output of most commands.
+If a branch depends on one, all of its sides are followed, and variables that they leave with different values are
 not known either. Programs that look for chips find NVIDIA's.
 """
 
@@ -37,7 +37,7 @@ from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unkno
 
 CHARACTERS_MAX = 1024 * 1024
 COMMANDS_MAX = 20_000
-"""Commands that are followed: a loop may have no end."""
+"""Most commands that are followed: a loop may have no end."""
 CALLS_MAX = 20
 OTHER_CHIPS = re.compile(r"\b(torch_npu|npu-smi|rocm-smi|rocminfo|amd-smi|xpu-smi|hl-smi|torch_xla)\b")
 SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
@@ -67,8 +67,8 @@ class Script:
 def read_script(
     text: str, variables: Mapping[str, str], fixed: Mapping[str, str], *, exits: bool = True, line: int = 1
 ) -> Script:
-    """The commands of a script. variables: those that are set before it begins, such as HOME; fixed: those whose values
-    stand whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
+    """Reads the commands of a script. variables: those that are set before it begins, such as HOME; fixed: those that
+    keep their values whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
     script = Script(variables={**variables, **fixed})
     run = _Run(script, fixed, exits)
     try:
@@ -101,9 +101,9 @@ class _Run:
         self.shell = Shell(script.variables, self._output, self._set)
         self.functions: dict[str, Node] = {}
         self.written: list[str] | None = None
-        """What commands write, where that is kept."""
+        """Output of commands; None if it is not kept."""
         self.cause = ""
-        """What the last status that is not known depends on."""
+        """Cause of the last status that is not known."""
         self.doubts: list[str] = []
         """Causes of the branches around this command."""
         self.outside: list[dict[str, Value | None]] = []
@@ -160,8 +160,8 @@ class _Run:
         return self.block(body) if status else self._if(node, at + 1)
 
     def _case(self, node: Case, at: int) -> Status:
-        """The first branch that fits. A subject that is not known may fit all, and those that fall through are read as
-        if it were not known."""
+        """Follows the first branch that fits. An unknown subject may fit all branches. A case that falls through
+        is read as if its subject were unknown."""
         subject = self.shell.text(node.subject)
         for patterns, body in node.branches[at:]:
             at += 1
@@ -205,7 +205,7 @@ class _Run:
                 self.shell.number(node.each, 0)
 
     def _turn(self, body: Block) -> bool:
-        """False if the loop ends with it."""
+        """Follows one turn of a loop. Returns False if the loop ends with it."""
         try:
             self.block(body)
         except _LeaveError as left:
@@ -218,7 +218,7 @@ class _Run:
         return self.count <= COMMANDS_MAX
 
     def _either(self, *sides: Callable[[], Status]) -> Status:
-        """Follows all sides, each from here. What they leave different is not known."""
+        """Follows all sides, each from this state. Variables, output and status in which they differ become unknown."""
         before, written, cause = self.shell.variables, self.written, self.cause
         ends: list[tuple[dict[str, Value], Status, list[str] | None]] = []
         left: _LeaveError | None = None
@@ -244,7 +244,7 @@ class _Run:
         return ends[0][1] if all(status is ends[0][1] for _, status, _ in ends) else None
 
     def _apart(self, body: Block) -> Status:
-        """As _either, for what has variables of its own."""
+        """Follows commands with variables of their own, and then restores the variables."""
         before = self.shell.variables
         self.shell.variables = dict(before)
         try:
@@ -309,7 +309,7 @@ class _Run:
         raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
 
     def _builtin(self, name: str, arguments: Sequence[str], line: int) -> Status:
-        """What it changes, and its status."""
+        """Applies a builtin's changes and returns its status."""
         command = " ".join([name, *arguments]).replace(UNKNOWN, "")
         if name == "cd" and arguments:
             path = os.path.join(str(self.shell.variables.get("PWD", UNKNOWN + "$PWD")), arguments[-1])
@@ -342,7 +342,7 @@ class _Run:
         return True if name in SUCCEEDING else name != "false" and self._doubt(f"`{command}`")
 
     def _printed(self, name: str, arguments: list[str]) -> str:
-        """What it writes, as far as it is known."""
+        """Returns the output of a command, as far as it is known."""
         words = [one for one in arguments if one != "--"]
         if any(UNKNOWN in one for one in words) and name != "echo":
             return UNKNOWN
@@ -398,7 +398,7 @@ class _Run:
             self.shell.variables[name] = value
 
     def _assign(self, one: Assignment) -> str:
-        """The text that was assigned."""
+        """Assigns a value. Returns its text, "" for an array."""
         before = self.shell.variables.get(one.name)
         if isinstance(one.value, Word):
             text = self.shell.text(one.value)
@@ -429,7 +429,7 @@ class _Run:
     # --- tests --------------------------------------------------------------------------------------------------------
 
     def _tested(self, words: list[Word], *, raw: bool = True) -> Status:
-        """[ ... ], or [[ ... ]] (raw: its words are as they were written): || of && of ! of a comparison."""
+        """Evaluates [ ... ], or [[ ... ]] (raw: its words are as they were written): || of && of ! of a comparison."""
         either, both = ("||", "&&") if raw else ("-o", "-a")
         return self._any(words, raw, either, both)
 
@@ -478,7 +478,7 @@ class _Run:
         return self.shell.text(word) if raw else word.text
 
     def _is(self, sign: str, text: str) -> Status:
-        """Of one word. Files are not looked at: they are another machine's."""
+        """Evaluates a test of one word. Files are not looked at: they are another machine's."""
         if sign == "-v":
             return True if text in self.shell.variables else self._doubt(f"${text}")
         if sign not in ("-n", "-z"):
@@ -513,7 +513,7 @@ def _compare(left: str, sign: str, right: str, raw: bool) -> Status:
 
 
 def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | None:
-    """The value that all have. Of arrays that begin alike, the beginning, and the rest as not known."""
+    """Returns the value that all sides share. Of arrays that begin alike, the beginning, and the rest as unknown."""
     first = values[0]
     texts = [[word.text for word in value] if isinstance(value, list) else value for value in values]
     if all(text == texts[0] for text in texts):

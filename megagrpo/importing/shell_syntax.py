@@ -1,5 +1,5 @@
-"""The grammar of shell scripts: commands as a tree, whose words are as they were written. Whatever the text, there is a
-tree: what no grammar has is passed over."""
+"""The grammar of shell scripts: commands as a tree, whose words are as they were written. Any text gives a tree:
+parts that no grammar has are passed over."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class If:
-    """Tests with what they decide about; the last has none, or is `else`."""
+    """Tests, each with its block. otherwise: the block of `else`, empty if there is none."""
 
     branches: Sequence[tuple[Block, Block]]
     otherwise: Block
@@ -99,7 +99,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Case:
-    """A word against patterns; the first that fits decides. falls: behind ;& or ;;&."""
+    """A word against patterns; the first that fits decides. falls: a branch ends with ;& or ;;&."""
 
     subject: Word
     branches: Sequence[tuple[Sequence[Word], Block]]
@@ -139,7 +139,7 @@ Block = Sequence[Node]
 
 
 def span(text: str, at: int, quoted: bool = False) -> int:
-    """The place behind what begins here: a quotation, an expansion, an escaped or a plain character."""
+    """Returns the index behind the quotation, the expansion, or the escaped or plain character that begins at `at`."""
     here = text[at]
     if here == "\\":
         return min(at + 2, len(text))
@@ -170,13 +170,13 @@ class Parser:
     line: int = 1
     at: int = 0
     documents: list[str] = field(default_factory=list)
-    """Ends of here-documents that begin on the next line."""
+    """End markers of here-documents that begin on the next line."""
 
     def __post_init__(self) -> None:
         self.newlines = [at for at, character in enumerate(self.text) if character == "\n"]
 
     def block(self, ends: Collection[str] = ()) -> Block:
-        """Commands up to a reserved word, or to a sign, of `ends`."""
+        """Reads commands up to a reserved word, or to a sign, of `ends`."""
         found: list[Node] = []
         while self._blanks(lines=True):
             if any(self._sees(end) for end in ends):
@@ -241,7 +241,7 @@ class Parser:
         return self._case() if self._takes("case") else None
 
     def _until(self, *ends: str) -> Block:
-        """Commands up to one of the ends, which is passed over."""
+        """Reads commands up to one of the ends, which is passed over."""
         found = self.block(ends)
         _ = any(self._takes(end) for end in ends)
         return found
@@ -315,7 +315,7 @@ class Parser:
         return found
 
     def _in_double(self) -> str | None:
-        """The text in ((...)), which is passed over; None if it is no arithmetic."""
+        """Passes over ((...)) and returns its text; None if it is no arithmetic."""
         end = span(f"${self.text[self.at :]}", 0) - 1 + self.at
         if not self.text.startswith("))", end - 2):
             return None
@@ -356,7 +356,7 @@ class Parser:
         return found
 
     def _redirection(self) -> bool | None:
-        """Passes over a redirection: True if it is of the output; None if there is none."""
+        """Passes over a redirection. Returns whether it is of the output; None if there is no redirection."""
         found = REDIRECTION.match(self.text, self.at)
         if not found:
             return None
@@ -404,7 +404,7 @@ class Parser:
         self.documents.clear()
 
     def _sees(self, word: str) -> bool:
-        """A sign, or a reserved word with nothing behind it."""
+        """Returns whether the sign, or the reserved word as a whole word, is next."""
         end = self.at + len(word)
         whole = not (word[0].isalpha() or word in ("{", "}", "!", "[[", "]]")) or self.text[end : end + 1] in (
             "",

@@ -1,6 +1,6 @@
 """Words of a shell script after expansion: variables, arrays, arithmetic, patterns, and the output of commands.
 
-What is not known stays in a word as it was written, behind UNKNOWN.
+An expansion whose value is not known stays in a word as it was written, behind UNKNOWN.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from megagrpo.importing.shell_syntax import Word, span
 
 UNKNOWN = "\ue000"
-"""Before each expansion in a word whose value is not known. No script has this character (it is for private use)."""
+"""Prefix of each expansion in a word whose value is not known. No script has this character (it is for private use)."""
 EXPANSION = re.compile(UNKNOWN + r"(\$\(.*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|.*)", re.DOTALL)
 BLANKS = re.compile(r"[ \t\n]+")
 PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]]*)\])?")
 SEQUENCE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 EMPTY_LIST = re.compile(r'"\$(@|\{[^}]*\[@\][^}]*\}|\{@[^}]*\})"')
-"""What stands for no word at all if there is nothing in it."""
+"""Words that expand to no word at all if the list in them is empty."""
 ITEMS_MAX = 10_000
 TOKEN = re.compile(
     r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|&&|\|\||[-+*/%<>=!]=|\+\+|--|[-+*/%<>=!~?:(),&|^])"
@@ -60,13 +60,13 @@ Value = str | list[Word]
 
 
 def unknown_part(text: str) -> str:
-    """The first expansion in it that is not known, as it was written; empty if all are."""
+    """Returns the first expansion in a text that is not known, as it was written; empty if all are known."""
     found = EXPANSION.search(text)
     return found[1] if found else ""
 
 
 def glob(pattern: str) -> str:
-    """A shell's pattern as a regular expression; a backslash stands before what is itself."""
+    """Returns a shell's pattern as a regular expression; a backslash escapes the next character."""
     found, at = "", 0
     while at < len(pattern):
         here, at = pattern[at], at + 1
@@ -92,7 +92,7 @@ def matches(pattern: str, text: str) -> bool:
 
 @dataclass
 class Shell:
-    """What words are expanded from. arguments: of the script or function; output: of a command, as it was written."""
+    """The state that words are expanded from. arguments: of the script or function; output: of a command's text."""
 
     variables: dict[str, Value]
     output: Callable[[str, int], str]
@@ -100,19 +100,19 @@ class Shell:
     arguments: list[str] = field(default_factory=list)
 
     def values(self, word: Word) -> list[str]:
-        """The word; several, or none, where it is a variable that holds several, or blanks."""
+        """Expands a word to one word; to several or none, if it is a variable that holds several, or blanks."""
         return [text for one in braces(word.text) for text in _Expansion(one, word.line, self).words()]
 
     def text(self, word: Word) -> str:
-        """The word as one, as it is in an assignment."""
+        """Expands a word to one text, as in an assignment."""
         return " ".join(_Expansion(word.text, word.line, self).pieces(split=False))
 
     def pattern(self, word: Word) -> str:
-        """The word as one, with a backslash before what was quoted."""
+        """Expands a word to one pattern, with a backslash before quoted signs."""
         return " ".join(_Expansion(word.text, word.line, self, pattern=True).pieces(split=False))
 
     def number(self, expression: str, line: int) -> int | None:
-        """None if it needs what is not known, or is no arithmetic."""
+        """Evaluates arithmetic; None if it needs an unknown value, or is no arithmetic."""
         text = " ".join(_Expansion(expression.replace('"', ""), line, self).pieces(split=False))
         try:
             return None if UNKNOWN in text else _Number(text, self).whole()
@@ -121,7 +121,7 @@ class Shell:
 
 
 def braces(text: str) -> list[str]:
-    """{a,b} and {1..3} in a word, without quotes or expansions, as words."""
+    """Expands {a,b} and {1..3} in a word, without quotes or expansions, to words."""
     found = re.fullmatch(r"([^\\\"'$`{}]*)\{([^\\\"'$`{}\s]*)\}([^\\\"'$`]*)", text)
     if not found:
         return [text]
@@ -147,7 +147,7 @@ class _Expansion:
     pattern: bool = False
     at: int = 0
     quoted: bool = False
-    """A quotation was in it, so that it is a word even if it is empty."""
+    """It has a quotation, so that it is a word even if it is empty."""
 
     def words(self) -> list[str]:
         pieces = self.pieces(split=True)
@@ -155,7 +155,7 @@ class _Expansion:
         return [] if empty_list else [piece for piece in pieces if piece or self.quoted]
 
     def pieces(self, *, split: bool, end: str = "") -> list[str]:
-        """Up to the quotation mark `end`, or to the end. split: at blanks in what is not quoted."""
+        """Expands up to the quotation mark `end`, or to the end. split: at blanks outside quotations."""
         found = [""]
         if not end and re.match(r"~(/|$)", self.raw[self.at :]) and isinstance(self.shell.variables.get("HOME"), str):
             found, self.at = [str(self.shell.variables["HOME"])], self.at + 1
@@ -186,7 +186,7 @@ class _Expansion:
         return re.sub(r"([*?\[\]\\])", r"\\\1", text) if self.pattern else text
 
     def _add(self, pieces: list[str], values: list[str], *, split: bool, plain: bool = False) -> None:
-        """Several values begin words of their own; so do blanks in a value that is split."""
+        """Appends values: the first to the last piece, others as words of their own. split: splits values at blanks."""
         if split:
             values = [part for one in values for part in (BLANKS.split(one) if UNKNOWN not in one else [one])]
         if plain:
@@ -196,7 +196,7 @@ class _Expansion:
         pieces += values[1:]
 
     def _named(self, quoted: bool) -> tuple[int, list[str]]:
-        """$NAME, or a dollar sign."""
+        """Expands $NAME, or a dollar sign. Returns the index behind it, and its values."""
         found = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\d-])").match(self.raw, self.at)
         if not found:
             return self.at + 1, ["$"]
@@ -216,7 +216,7 @@ class _Expansion:
         return [UNKNOWN + piece if UNKNOWN in found else found]
 
     def _value(self, name: str, index: str | None, whole: str, quoted: bool = False) -> list[str]:
-        """Of a variable, or of all or one in an array; [] if it holds nothing, what was written if it is not known."""
+        """Returns a variable's value, or all or one of an array's; [] if empty, the written text if unknown."""
         arguments = self.shell.arguments
         if name in ("@", "*"):
             return [" ".join(arguments)] if name == "*" and quoted else list(arguments)
@@ -266,11 +266,11 @@ class _Expansion:
         return self._changed(values, rest, several=found[1] in ("@", "*") or found[2] in ("@", "*"), whole=whole)
 
     def _inner(self, text: str) -> list[str]:
-        """The words of a default, with its own quotes and expansions."""
+        """Expands a default, with its own quotes and expansions."""
         return _Expansion(text, self.line, self.shell, self.pattern).pieces(split=False)
 
     def _changed(self, values: list[str], rest: str, *, several: bool, whole: str) -> list[str]:
-        """Each value without a prefix or suffix, with something replaced, in another case, or a part of it."""
+        """Returns each value without a prefix or suffix, with a replacement, in another case, or a part of it."""
         if case := {"^^": str.upper, ",,": str.lower}.get(rest):
             return [case(value) for value in values]
         if rest in ("^", ","):
@@ -317,7 +317,7 @@ def _without(value: str, sign: str, pattern: str, new: str) -> str:
 
 
 class _Number:
-    """Arithmetic of whole numbers, with names and assignments. Raises ValueError for what is not known, or is none."""
+    """Arithmetic of whole numbers, with names and assignments. Raises ValueError for an unknown value or other text."""
 
     def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
         self.tokens, self.shell, self.depth, at = list[str](), shell, depth, 0

@@ -56,7 +56,7 @@ def is_program(word: str) -> bool:
 
 
 def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """A script that runs train.py or train_async.py, itself or by `ray job submit`. Raises RecipeError if none does."""
+    """Reads a script that runs train.py or train_async.py, or `ray job submit` of one. Raises RecipeError otherwise."""
     words, notes = command_line(path, is_program, set_to, environment, "python3 train.py ...")
     return Configuration(path, flags(words), notes)
 

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 
 
 def with_tables(page: str, framework: Framework) -> str:
-    """The page with the framework's tables between BEGIN and END. Raises ValueError if it does not have both."""
+    """Returns the page with the framework's tables between BEGIN and END. Raises ValueError if it lacks one of them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -28,7 +28,7 @@ def with_tables(page: str, framework: Framework) -> str:
 
 
 def tables(framework: Framework) -> str:
-    """Markdown: a table for each group of options; in it, those that become fields come first."""
+    """Returns Markdown: a table for each group of options; in it, those that become fields come first."""
     lines, groups = [""], _groups(framework)
     for prefix, options in groups.items():
         if len(groups) > 1:
@@ -43,7 +43,7 @@ def tables(framework: Framework) -> str:
 
 
 def _groups(framework: Framework) -> dict[str, list[str]]:
-    """Options by the longest prefix that at least GROUP_MIN options have."""
+    """Splits options by the longest prefix that at least GROUP_MIN options have."""
     parts = {option: option.split(".") for option in framework.table}
     prefixes = [".".join(names[:length]) for names in parts.values() for length in range(1, len(names))]
     common = {prefix for prefix, count in Counter(prefixes).items() if count >= GROUP_MIN} | {""}

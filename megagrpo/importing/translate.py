@@ -1,4 +1,4 @@
-"""From a configuration to the fields of a recipe, with an outcome for every option that it gives."""
+"""The translation of a configuration to the fields of a recipe, with an outcome for every option that it gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["translated", "same", "missing", "unknown"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one option that was given."""
+    """The outcome of one option that was given."""
 
     option: str
     value: Any
@@ -30,7 +30,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the recipe, by its dotted path. source: where its value is from."""
+    """One field of the recipe, by its dotted path. source: the origin of its value."""
 
     path: str
     value: Any
@@ -39,7 +39,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Framework:
-    """What is known of one framework. rest: fields that no single option gives, from all options and the fields so far,
+    """The options of one framework. rest: fields that no single option gives, from all options and the fields so far,
     each with its reason."""
 
     name: str
@@ -57,7 +57,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class Translation:
-    """A recipe's fields in the order of its schema, and what became of every option."""
+    """A recipe's fields in the order of its schema, and the outcome of every option."""
 
     framework: Framework
     configuration: Configuration
@@ -80,7 +80,7 @@ class _Written:
     notes: list[str] = field(default_factory=list)
 
     def put(self, path: str, value: Any, source: str) -> str:
-        """Writes it, unless another value is there: then what that is from."""
+        """Writes the value and returns "", unless the field has another value: then returns that value's sources."""
         before = self.values.get(path)
         if path not in self.values:
             self.values[path] = value
@@ -93,7 +93,7 @@ class _Written:
 
 
 def translate(framework: Framework, configuration: Configuration, name: str) -> Translation:
-    """name: the recipe's, where the configuration gives none."""
+    """Translates a configuration. name: the recipe's, if the configuration gives none."""
     given, written, answers = configuration.given, _Written(), dict[str, Write | Together | Outcome]()
     defaults = {option: row.default for option, row in framework.table.items() if row.default is not ABSENT}
     options = Options(given, defaults)
@@ -138,7 +138,7 @@ def translate(framework: Framework, configuration: Configuration, name: str) -> 
 
 
 def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings from dotted paths."""
+    """Returns nested mappings from dotted paths."""
     tree: dict[str, Any] = {}
     for path, value in fields.items():
         *above, last = path.split(".")
@@ -189,7 +189,7 @@ def _outcome(
 
 
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those without which another recipe would be read. All, if they are none yet."""
+    """Drops fields without which the same recipe would be read. Keeps all if they are no valid recipe yet."""
     whole = _recipe(fields)
     kept = dict(fields)
     if whole is None:
@@ -209,7 +209,7 @@ def _recipe(fields: Mapping[str, Any]) -> Recipe | None:
 
 
 def _in_order(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """By the schema's order of sections, and of the fields in each."""
+    """Sorts by the schema's order of sections, and of the fields in each."""
 
     def place(path: str) -> list[int]:
         places, model = list[int](), cast(Any, Recipe)

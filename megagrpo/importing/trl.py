@@ -61,7 +61,7 @@ def is_program(word: str) -> bool:
 
 
 def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """A Python file, a script that runs `trl grpo`, or YAML. Raises RecipeError if the file is none of them."""
+    """Reads a Python file, a script that runs `trl grpo`, or YAML. Raises RecipeError if the file is none of them."""
     if path.suffix in SCRIPT_SUFFIXES:
         words, notes = command_line(path, is_program, set_to, environment, "trl grpo ...")
         return Configuration(path, flags(words), notes)
@@ -70,7 +70,7 @@ def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) 
 
 
 def python_options(path: Path) -> dict[str, Given]:
-    """What GRPOConfig(...) and GRPOTrainer(...) are called with in a Python file; nothing is run."""
+    """Reads the arguments of GRPOConfig(...) and GRPOTrainer(...) in a Python file; nothing is run."""
     try:
         tree = ast.parse(read_text(path))
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -104,7 +104,7 @@ def devices(options: Options) -> int:
 
 
 def batch(options: Options) -> int:
-    """Responses of a step: what is generated at once."""
+    """Returns the number of responses of a step, which are generated at once."""
     if options["generation_batch_size"] is not None:
         return options.whole("generation_batch_size")
     return options.whole("per_device_train_batch_size") * devices(options) * generations(options)

@@ -1,4 +1,4 @@
-"""What several frameworks say in the same way: names, entries of data, layouts, microbatches, warm-ups."""
+"""Options that several frameworks share: names, entries of data, layouts, microbatches, warm-ups."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megagrpo.importing.rows import ABSENT, Answer, Missing, Options, Row, Write
 
 FULL_RECOMPUTE = "full"
 MICROBATCH_TOKENS = 16384
-"""Most tokens that a number of responses in a microbatch becomes: results do not depend on it, memory does."""
+"""Most tokens of a microbatch that is given in responses: results do not depend on it, memory does."""
 CHECKPOINTS_KEPT = 2
-"""checkpoint.keep_last of a recipe that does not say it."""
+"""checkpoint.keep_last of a recipe that does not set it."""
 PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
 
 
 def run_name(value: Any) -> str:
-    """A name that a run may have: others' characters become underscores."""
+    """Returns a name that a run may have: other characters become underscores."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip("._-")[:100] or "imported"
 
 
 def set_name(path: str) -> str:
-    """A name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
+    """Returns a name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
     file = PurePosixPath(path)
     stem = file.name.split(".")[0]
     named = file.parent.name if stem.lower() in PLAIN_NAMES and file.parent.name else stem
@@ -31,7 +31,7 @@ def set_name(path: str) -> str:
 
 
 def data_entries(paths: Sequence[str], columns: Mapping[str, Any], amount: Any = None) -> list[dict[str, Any]]:
-    """Entries of data.train, or of a set's files. amount: rows of each; none or below 0: all."""
+    """Returns entries of data.train, or of a set's files. amount: rows of each; None, 0 or below: all."""
     own: dict[str, Any] = {"columns": dict(columns)} if columns else {}
     if amount is not None and (isinstance(amount, float) or whole(amount) > 0):
         own["amount"] = amount
@@ -39,8 +39,8 @@ def data_entries(paths: Sequence[str], columns: Mapping[str, Any], amount: Any =
 
 
 def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | None = None) -> Answer:
-    """Data ranks and engines on `gpus` GPUs that both use in turn. sizes: of tensor, pipeline and context; engine: GPUs
-    of one engine. engines: if they have GPUs of their own."""
+    """Returns data ranks and engines on `gpus` GPUs that both use in turn. sizes: of tensor, pipeline and context;
+    engine: GPUs of one engine. engines: their number, if they have GPUs of their own."""
     each = 1
     for size in sizes.values():
         each *= size
@@ -53,7 +53,7 @@ def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | N
 
 
 def kept(default: Any = ABSENT, said: str = "") -> Row:
-    """Checkpoints that are kept: all, where it is none or below 0."""
+    """Makes the row of the number of checkpoints that are kept: all of them if it is None or below 1."""
 
     def answer(value: Any, _: Options) -> Answer:
         if value is None or whole(value) < 1:
@@ -64,12 +64,12 @@ def kept(default: Any = ABSENT, said: str = "") -> Row:
 
 
 def microbatches(longest: int) -> tuple[int, str]:
-    """Tokens of a microbatch that holds the longest sequence, and why."""
+    """Returns the tokens of a microbatch that holds the longest sequence, and why."""
     return max(longest, 8192), "as many as the longest sequence, at least"
 
 
 def warmup(share: float, steps: Any) -> Answer:
-    """Steps of a warm-up that is a share of all. steps: None if they are not known before the data is counted."""
+    """Returns the steps of a warm-up that is a share of all. steps: None if unknown before the data is counted."""
     if not share:
         return Write({"train.optimizer.warmup_steps": 0})
     if steps is None:

@@ -1,1 +1,1 @@
-"""Which rank holds what? The arithmetic of parallel sizes, without torch or processes."""
+"""The arithmetic of parallel sizes: each rank's part of the model. No torch, no processes."""

@@ -1,4 +1,4 @@
-"""Parallel sizes and what follows from them: where ranks stand, which layers stages hold. No torch, no processes."""
+"""Parallel sizes and what follows from them: coordinates of ranks, layers of stages. No torch, no processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How the policy is split over training ranks.
+    """The split of the policy over training ranks.
 
     `tensor * pipeline * context * data` ranks hold the dense weights. Expert weights are split over the same ranks
     another way: `expert_tensor * expert * pipeline * expert_data`, where expert_data follows from the others.
@@ -32,16 +32,16 @@ class ParallelLayout:
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same expert shard. Whole only if `problems` found nothing."""
+        """Returns the number of ranks that hold the same expert shard. Exact only if `problems` is empty."""
         return self.ranks // (self.pipeline * self.expert * self.expert_tensor)
 
     @property
     def sequence_parallel(self) -> bool:
-        """Always on with tensor parallelism: it costs nothing and Megatron's experts need it."""
+        """Returns tensor > 1: sequence parallelism costs nothing then, and Megatron's experts need it."""
         return self.tensor > 1
 
     def problems(self) -> list[str]:
-        """Why no model could be split so; an empty list if one could."""
+        """Returns the reasons why no model can be split this way; an empty list if there are none."""
         given = [*self.sizes(), *self.stage_lengths()]
         found = [f"{name} must be at least 1, not {size}" for name, size in given if size < 1]
         if found:
@@ -63,12 +63,12 @@ class ParallelLayout:
         return found
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """The parallel sizes by name."""
+        """Yields the parallel sizes by name."""
         lengths = ("first_stage_layers", "last_stage_layers")
         yield from ((name, size) for name, size in vars(self).items() if name not in lengths)
 
     def stage_lengths(self) -> Iterator[tuple[str, int]]:
-        """The lengths that are given for the first and the last pipeline stage, in layers, by name."""
+        """Yields the given lengths of the first and the last pipeline stage, in layers, by name."""
         for name in ("first_stage_layers", "last_stage_layers"):
             length: int | None = getattr(self, name)
             if length is not None:
@@ -81,7 +81,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one training rank stands on every axis."""
+    """The coordinates of one training rank on every axis."""
 
     rank: int
     tensor: int
@@ -94,7 +94,7 @@ class RankCoordinates:
 
 
 def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
-    """Coordinates of every rank, in Megatron's default order: tensor fastest, then context, data, pipeline.
+    """Returns coordinates of every rank, in Megatron's default order: tensor fastest, then context, data, pipeline.
 
     Expert axes are laid over the same ranks: expert_tensor fastest, then expert, expert_data, pipeline
     (megatron.core.parallel_state.RankGenerator with order "tp-cp-ep-dp-pp"). A test compares it with Megatron's groups.
@@ -112,11 +112,11 @@ def rank_grid(layout: ParallelLayout) -> tuple[RankCoordinates, ...]:
 
 
 def layers_of_chunk(layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
-    """Global indices (from 0) of the layers of model chunk `chunk` on pipeline rank `stage`.
+    """Returns global indices (from 0) of the layers of model chunk `chunk` on pipeline rank `stage`.
 
     Interleaved as in Megatron (megatron.core.transformer: get_num_layers_to_build, get_transformer_layer_offset): the
     chunks of a stage are equally long, and the model passes through all stages once for each chunk. `stage_problems`
-    found nothing.
+    must be empty.
     """
     counts = layers_of_stages(layers, layout)
     per_chunk = counts[stage] // layout.virtual_pipeline
@@ -125,7 +125,7 @@ def layers_of_chunk(layers: int, layout: ParallelLayout, stage: int, chunk: int)
 
 
 def layers_of_stages(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
-    """Layers of each pipeline stage, in all its chunks. Stages without a given length share the rest equally."""
+    """Returns each pipeline stage's layer count, all chunks. Stages without a given length share the rest equally."""
     rest, stages = _rest(layers, layout)
     share = rest // stages if stages else 0
     counts = [share] * layout.pipeline
@@ -137,7 +137,7 @@ def layers_of_stages(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def stage_problems(layers: int, layout: ParallelLayout) -> list[str]:
-    """Why these stages cannot hold `layers` layers; an empty list if they can. `layout.problems()` found nothing."""
+    """Returns reasons why stages cannot hold `layers` layers; [] if they can. `layout.problems()` must be empty."""
     rest, stages = _rest(layers, layout)
     if rest < stages or (rest and not stages):
         return [f"{rest} layers are left for the {stages} other pipeline stages"]
@@ -149,6 +149,6 @@ def stage_problems(layers: int, layout: ParallelLayout) -> list[str]:
 
 
 def _rest(layers: int, layout: ParallelLayout) -> tuple[int, int]:
-    """Layers left for the stages without a given length, and the number of these stages."""
+    """Returns the number of layers left for the stages without a given length, and the number of these stages."""
     given = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
     return layers - sum(given), layout.pipeline - len(given)

@@ -39,7 +39,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def plan(self) -> AttentionPlan:
-        """Made when a layer first reads it: transformer-engine's attention never does, and masks take memory."""
+        """Plans attention on first read: transformer-engine's attention never reads it, and masks take memory."""
         local = self.padded // self.context
         sequence = np.repeat(np.arange(len(local)), local)
         positions = [positions_on(self.padded, sequence, self.context, rank) for rank in range(self.context)]
@@ -47,7 +47,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def positions_on(padded: np.ndarray, sequence: np.ndarray, context: int, context_rank: int) -> np.ndarray:
-    """Position within its sequence of every token on `context_rank`."""
+    """Returns the position of every token on `context_rank` within its sequence: int64 [tokens]."""
     local = padded // context
     index = np.arange(len(sequence)) - (np.cumsum(local) - local)[sequence]
     if context == 1:
@@ -85,9 +85,9 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> torch.Tensor:
-        """query [tokens, heads / tensor, head_dim], key and value [tokens, groups / tensor, head_dim] -> like query.
-
-        Latent attention: key like query, value [tokens, heads / tensor, value_dim] -> like value.
+        """Computes attention; the result is like query.
+        query: [tokens, heads / tensor, head_dim]; key, value: [tokens, groups / tensor, head_dim].
+        Latent attention: key like query, value [tokens, heads / tensor, value_dim]; the result is like value.
         """
         query, key = self.rotated(query, key, packed_seq_params)
         key, value = gather_context(key, value, self.context_group)
@@ -114,7 +114,7 @@ class PackedLatentAttention(PackedAttention):
         return query, self.with_whole_gradient(key)
 
     def with_whole_gradient(self, key: torch.Tensor) -> torch.Tensor:
-        """The same keys; the gradient of their rotary part is summed over the heads of all tensor ranks.
+        """Returns the same keys; the gradient of their rotary part is summed over the heads of all tensor ranks.
 
         All heads share the rotary part. Megatron gathers it from the column-parallel linear_kv_down_proj and silently
         takes the gradient from each rank's own heads for the whole gradient.
@@ -127,7 +127,7 @@ class PackedLatentAttention(PackedAttention):
 def gather_context(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the tokens of all context ranks, one rank after another."""
+    """Gathers keys and values of the tokens of all context ranks, one rank after another."""
     if group.size() == 1:
         return key, value
     both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
@@ -138,7 +138,7 @@ def gather_context(
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention within each sequence. Shapes as in PackedAttention.forward; keys of all context ranks."""
+    """Computes causal attention within each sequence. Shapes as in PackedAttention.forward; all context ranks' keys."""
     query = _spread(query, plan.query_slots, plan.queries)
     key = _spread(key, plan.key_slots, plan.keys)
     value = _spread(value, plan.key_slots, plan.keys)
@@ -158,8 +158,8 @@ def attend(
 def _attend_batch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None, groups: bool
 ) -> torch.Tensor:
-    """q [sequences, heads, queries, dim], k and v [sequences, groups, keys, dim] -> like q. Without a mask, causal.
-    With `groups` torch takes them as they are; without, every head gets keys and values of its own."""
+    """Maps q [sequences, heads, queries, dim], k, v [sequences, groups, keys, dim] to a result like q. No mask: causal.
+    With `groups` torch broadcasts k and v over query heads; without, they are repeated for every head."""
     if not groups:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(
@@ -172,7 +172,7 @@ def _spread(tokens: torch.Tensor, slots: torch.Tensor | None, size: int) -> torc
 
 
 class Spread(torch.autograd.Function):
-    """padded[slots] = tokens, 0 elsewhere. Its gradient is Collect, because slots are distinct."""
+    """The operation padded[slots] = tokens, 0 elsewhere. Its gradient is Collect, because slots are distinct."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Spread(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """tokens = padded[slots]. Its gradient is Spread; torch's own accumulates row by row."""
+    """The operation tokens = padded[slots]. Its gradient is Spread; torch's own accumulates row by row."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ class LengthBucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Where each token goes in the padded batches of all buckets, which lie one after the other in one buffer.
+    """The slot of each token in the padded batches of all buckets, which lie end to end in one buffer.
 
     `query_slots` are for this rank's tokens, `key_slots` for the tokens of all context ranks, in rank order.
     None: the tokens are in that order already, without padding.
@@ -232,7 +232,7 @@ class AttentionPlan:
 def plan_attention(
     lengths: np.ndarray, positions: list[np.ndarray], context_rank: int, device: torch.device | str
 ) -> AttentionPlan:
-    """The plan for sequences of `lengths` tokens per context rank.
+    """Plans the attention for sequences of `lengths` tokens per context rank.
 
     positions[rank]: int64 [tokens], the position of each of that rank's tokens in its sequence.
     """
@@ -273,7 +273,7 @@ def plan_attention(
 
 
 def _split(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """`order` (longest first) cut into buckets."""
+    """Cuts `order` (longest first) into buckets."""
     cuts = []
     longest = int(lengths[order[0]])
     for at, length in enumerate(lengths[order].tolist()):
@@ -305,15 +305,15 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def cosine_and_sine(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors [tokens, 1, head_dim] for `rotate`, float32."""
+    """Returns two tensors [tokens, 1, head_dim] for `rotate`, float32."""
     angles = torch.outer(positions.to(frequencies.dtype), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """`heads` [tokens, heads, head_dim], rotated by each token's position. In float32 between its first element and
-    its last, as transformer-engine and SGLang do."""
+    """Rotates `heads` [tokens, heads, head_dim] by each token's position. Computes in float32 and rounds once at the
+    end, as transformer-engine and SGLang do."""
     wide = heads.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cosine + torch.cat([-second, first], dim=-1) * sine).to(heads.dtype)

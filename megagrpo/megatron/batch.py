@@ -84,7 +84,7 @@ def pack(
     device: torch.device | str,
     tokens: int | None = None,
 ) -> PackedTensors:
-    """The tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only.
+    """Returns the tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only.
 
     `tokens`: its size on this rank with padding, if it is not the only one (padded_tokens).
     """
@@ -142,7 +142,7 @@ def pack(
 
 
 def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Real and padded lengths of all sequences; a last one of real length 0 is the dummy."""
+    """Returns real and padded lengths of all sequences; the dummy is the last, with real length 0."""
     padded = padded_lengths(lengths, context)
     if dummy := tokens * context - int(padded.sum()):
         lengths, padded = np.append(lengths, 0), np.append(padded, dummy)
@@ -180,7 +180,7 @@ class Minibatch:
     split: tuple[SplitRow, ...]  # those of them with several sequences
 
     def own(self, values: TokenTensors) -> TokenTensors:
-        """What `values`, of the whole batch, has for this minibatch's microbatches."""
+        """Returns the `values` of this minibatch's microbatches, out of those of the whole batch."""
         return values[self.first : self.first + len(self.responses)]
 
 
@@ -211,7 +211,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Passes:
-    """What passes over the batch found, float32. None: the pass was not made."""
+    """The results of the passes over the batch, float32. None: the pass was not made."""
 
     before_update: TokenTensors | None = None  # the trainer's logprobs before the update
     entropies: TokenTensors | None = None  # of the policy, as the update first saw each microbatch
@@ -229,7 +229,7 @@ def as_tensors(
     has_logits: bool,
     at_once: int,
 ) -> Batch:
-    """A data rank's batch as tensors on `device`. Passes without gradients join up to `at_once` microbatches."""
+    """Puts a data rank's batch on `device` as tensors. Passes without gradients join up to `at_once` microbatches."""
 
     def tensors(micros: Sequence[Microbatch]) -> Iterator[tuple[PackedTensors, list[ResponseTokens]]]:
         for micro, size in zip(micros, padded_tokens(micros, layout, device.type), strict=True):
@@ -254,7 +254,7 @@ def as_tensors(
 
 
 def of_tokens(batch: Batch, values: Tensor, offsets: Tensor | None) -> TokenTensors:
-    """What the driver made for each row of the step, `values` [rows]; or for each response token.
+    """Selects the driver's `values`, [rows] of the step or one per response token, for the batch's response tokens.
 
     offsets: None, or int64 [rows + 1]: values[offsets[r] : offsets[r + 1]] are those of row r's response tokens.
     """
@@ -274,7 +274,7 @@ def sum_over_ranks(sums: Tensor) -> None:
 
 
 def over_context_ranks(sums: Tensor) -> Tensor:
-    """Sum over the ranks that hold the other parts of the same sequences."""
+    """Sums over the ranks that hold the other parts of the same sequences."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return sums
     total = sums.clone()

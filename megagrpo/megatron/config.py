@@ -36,7 +36,7 @@ OF_TRANSFORMER_ENGINE = (
 
 
 def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str) -> LayerSpec:
-    """What `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run there.
+    """Returns the layers that `train.layer_spec` means on `device` (cpu or cuda). Raises RecipeError if it cannot run.
 
     Adapters need the linear layers of the local spec, so auto is local with adapters. Else the card decides.
     """
@@ -56,7 +56,7 @@ def layer_spec(arch: Architecture, train: TrainConfig, dtype: torch.dtype, devic
 def transformer_config(
     arch: Architecture, train: TrainConfig, dtype: torch.dtype, device: str, planned: LayerSpec | None = None
 ) -> TransformerConfig:
-    """Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
+    """Returns Megatron's config for `arch` in the recipe's layout, with the recipe's `train.megatron` options on top.
 
     `dtype` is float32 or bfloat16; `device` is cpu or cuda. planned: the layers of machines with Transformer Engine,
     whether it is installed here or not. Raises RecipeError if Megatron refuses the combination.
@@ -392,7 +392,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with each entry of `train.megatron`."""
+    """Returns a problem for each entry of `train.megatron` that is not allowed."""
     return [problem for name, value in options.items() if (problem := _problem(name, value)) is not None]
 
 

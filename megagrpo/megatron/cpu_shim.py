@@ -58,7 +58,7 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def _absent(*modules: str) -> Iterator[None]:
-    """Megatron imports trackers that its timers are never given: seconds of every rank's start."""
+    """Skips the import of trackers that Megatron's timers never use: it takes seconds of every rank's start."""
     missing = [name for name in modules if name not in sys.modules]
     sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]
     try:
@@ -109,7 +109,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type() answers 'torch.cuda.FloatTensor' to Megatron's optimizers, which refuse any other type."""
+    """Makes Tensor.type() answer 'torch.cuda.FloatTensor' to Megatron's optimizers, which refuse any other type."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -122,7 +122,7 @@ def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A CPU does everything in order, so waiting for a stream is never needed."""
+    """A stream that is never waited for: a CPU runs all operations in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -140,7 +140,7 @@ class _Stream:
 
 
 def _define_names_of_transformer_engine() -> None:
-    """A module uses names that only transformer-engine defines: an error on any machine without it."""
+    """Defines names that one module uses and only transformer-engine defines: without it they are an error."""
     from megatron.core.tensor_parallel import random
 
     # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.
@@ -165,7 +165,7 @@ def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _patch_expert_dispatch() -> None:
-    """The all-to-all dispatcher needs split sizes as numbers, and collectives of unequal parts, which gloo lacks."""
+    """Patches the all-to-all dispatcher: split sizes as numbers, and collectives of unequal parts, which gloo lacks."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -49,13 +49,13 @@ class Critic:
         self.model = TrainedModel(critic_of(read_architecture(directory)), train, where, directory, dtype, device.type)
 
     def compute_values(self, batch: Batch) -> TokenTensors:
-        """Values of the response tokens by the critic as it is now, float32."""
+        """Computes the values of the response tokens by the critic's current weights, float32."""
         return self.model.read_tokens(batch, _values)
 
     def update(
         self, batch: Batch, values: TokenTensors, returns: TokenTensors, epochs: int, lr: float
     ) -> CriticMetrics | None:
-        """An optimizer step on each minibatch, `epochs` times over.
+        """Takes an optimizer step on each minibatch, `epochs` times over.
 
         values: the critic's before the update; returns: what it learns to predict; float32. Ranks of earlier pipeline
         stages return None. Raises RankError as TrainedModel.optimizer_step does.
@@ -74,7 +74,7 @@ class Critic:
     def compute_gradients(
         self, minibatch: Minibatch, values: TokenTensors, returns: TokenTensors, sums: CriticSums
     ) -> None:
-        """Gradients of the mean loss over a minibatch's response tokens, on all ranks, in the chunks' buffers."""
+        """Computes gradients of a minibatch's mean loss over response tokens, on all ranks, in the chunks' buffers."""
         old_values, targets = minibatch.own(values), minibatch.own(returns)
 
         def loss(index: int, output: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Critic:
 
 
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:
-    """float32 [tokens] from the last stage's output [positions, 1]."""
+    """Selects float32 [tokens] from the last stage's output [positions, 1]."""
     return output[response.positions, 0]
 
 
@@ -107,7 +107,7 @@ class CriticSums:
         self._trained += per_token.sum(1, dtype=torch.float64)
 
     def reduce(self, values: TokenTensors, returns: TokenTensors, grad_norms: Sequence[float]) -> CriticMetrics:
-        """Means over all ranks' tokens. Collective over the ranks that hold them.
+        """Computes means over all ranks' tokens. Collective over the ranks that hold them.
 
         values: the critic's before its update; returns: what it learns to predict; both for the whole batch.
         """

@@ -32,7 +32,7 @@ from megagrpo.megatron.attention import Collect
 
 
 class OutputLayer(torch.nn.Module):
-    """Replaces a GPTModel's output layer: keeps its weight, under its name, but does not multiply by it.
+    """A replacement for a GPTModel's output layer that keeps its weight, under its name, but does not multiply by it.
 
     It returns the hidden states of all tokens of this context rank, equal on all tensor ranks. Each tensor rank
     computes with its own rows of the weight, so the gradients of the ranks are summed.
@@ -48,14 +48,14 @@ class OutputLayer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[tokens, or tokens / tensor with sequence parallelism, 1, hidden] -> [tokens, 1, hidden]."""
+        """Maps [tokens, 1, hidden], with sequence parallelism [tokens / tensor, 1, hidden], to [tokens, 1, hidden]."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.group), None
         return copy_to_tensor_model_parallel_region(hidden, group=self.group), None
 
 
 def output_weight(chunk: GPTModel) -> Tensor:
-    """The rows of the output matrix that this rank holds, [padded vocab / tensor, hidden]; `chunk` is the last."""
+    """Returns this rank's rows of the output matrix, [padded vocab / tensor, hidden]; `chunk` is the last."""
     own: Tensor | None = chunk.output_layer.weight
     return chunk.embedding.word_embeddings.weight if own is None else own
 
@@ -78,7 +78,7 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """hidden: [tokens of this rank, 1, hidden]. Values [tokens, 1, 1] float32, on all tensor ranks alike."""
+        """Maps hidden [tokens of this rank, 1, hidden] to values [tokens, 1, 1], float32, equal on all tensor ranks."""
         values = F.linear(hidden.float(), self.weight)
         if self.sequence_parallel:
             # All tensor ranks compute the same loss of all tokens: each needs only its own tokens' gradient back.
@@ -118,7 +118,7 @@ def vocabulary_logprobs(
     entropy: bool,
     chunk_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden weight^T / temperature) at `labels`, and the entropy of that softmax, at `positions` only.
+    """Returns log softmax(hidden weight^T / temperature) at `labels`, and that softmax's entropy, at `positions` only.
 
     hidden: [tokens, hidden], equal on all tensor ranks; positions: int64 [n], distinct rows of it; labels: int64 [n],
     in the whole vocabulary; weight: [rows of this rank, hidden], float32 or bfloat16 as `hidden`. Returns two float32
@@ -207,7 +207,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
 
 def _on(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Elementwise operations in a row, as one kernel on CUDA; op by op elsewhere, or with TORCHDYNAMO_DISABLE=1."""
+    """Compiles elementwise operations to a kernel on CUDA. They run op by op elsewhere or if TORCHDYNAMO_DISABLE=1."""
     return _compiled(function) if tensor.is_cuda else function
 
 
@@ -217,7 +217,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums(logits: Tensor, top: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The highest scaled logit x of each row and `top`; sums over the row of e^y and y e^y, y = x - highest.
+    """Returns the highest scaled logit x of each row and `top`; sums over the row of e^y and y e^y, y = x - highest.
 
     Op by op it reuses the memory of `logits`; compiled it leaves them alone, because writing them takes time.
     """
@@ -243,7 +243,7 @@ def _gradient(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The loss's gradient for `logits`, in `dtype`; memory as in `_sums`.
+    """Returns the loss's gradient for `logits`, in `dtype`; memory as in `_sums`.
 
     label_grad: logprob_grad where `column` is the label's, else 0.
     d logprob / d x_j = [j is the label] - p_j;  d entropy / d x_j = -p_j (log p_j + entropy)
@@ -267,7 +267,7 @@ def _gradient(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left right in float32, of matrices that are both in float32 or in bfloat16."""
+    """Multiplies two matrices, both in float32 or both in bfloat16. The product is in float32."""
     if left.dtype == torch.float32:
         return left @ right
     if left.is_cuda:
@@ -276,7 +276,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of the output matrix's rows (columns of the logits), `columns` each at most and of about equal size.
+    """Yields slices of the output matrix's rows (columns of the logits), at most `columns` each, of about equal size.
 
     On GPUs products of matrices that do not begin at multiples of 16 bytes are slow: ends are multiples of ALIGNED.
     """
@@ -288,13 +288,13 @@ def _parts(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _labels_in(part: slice, local: Tensor) -> tuple[Tensor, Tensor]:
-    """Which labels lie in `part`, bool [n], and their columns in it, int64 [n, 1], 0 for the others."""
+    """Returns a mask of the labels in `part`, bool [n], and their columns in it, int64 [n, 1], 0 for other labels."""
     here = (local >= part.start) & (local < part.stop)
     return here, (local - part.start).where(here, 0)[:, None]
 
 
 def _lower(total: Tensor, weighted: Tensor, by: Tensor) -> None:
-    """Turns sums of e^x and of x e^x into the sums for x + by, in place. `by` is finite and <= 0."""
+    """Lowers sums of e^x and of x e^x to the sums for x + by, in place. `by` is finite and <= 0."""
     weighted += total * by
     factor = by.exp()
     total *= factor

@@ -28,7 +28,7 @@ from megagrpo.weights.files.adapters import FusedLinear
 
 
 class LoraLinear(torch.nn.Module):
-    """What is added to the output of one of Megatron's linear layers: scale x B A x for each matrix fused in the layer.
+    """The term added to the output of one of Megatron's linear layers: scale x B A x for each matrix fused in it.
 
     Only the [tokens, r] products travel between tensor ranks. A layer cut by rows has all of every A and its rows of
     the B's; one cut by columns has its columns of A and all of B. A parameter that all tensor ranks have whole sees
@@ -52,7 +52,7 @@ class LoraLinear(torch.nn.Module):
         self.register_buffer("_owners", owners, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [tokens, 1, in] as the layer gets it, to [tokens, 1, out] as the layer returns it."""
+        """Maps hidden [tokens, 1, in], the layer's input, to [tokens, 1, out], the shape of its output."""
         low = F.linear(hidden, self.lora_A) * self.scale
         if self._tensor_group.size() > 1:
             if self._by_rows:
@@ -74,7 +74,7 @@ class LoraLinear(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A copy of the layer's weight with the adapters added."""
+        """Returns a copy of the layer's weight with the adapters added."""
         result = weight.clone()
         for run in self.held.runs:
             if run.part is not None:
@@ -119,7 +119,7 @@ class Adapters:
             layer.begin(seed)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The storages of `manifest`: the adapters' weights themselves, not copies."""
+        """Returns the storages of `manifest`: the adapters' weights themselves, not copies."""
         found = {}
         for layer in self._layers.values():
             found[layer.held.a] = layer.lora_A.data
@@ -127,7 +127,7 @@ class Adapters:
         return found
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's weights by storage, with copies in place of those that have adapters."""
+        """Returns the model's weights by storage, with merged copies of those that have adapters."""
         return {
             name: self._layers[name].merged(weight) if name in self._layers else weight
             for name, weight in weights.items()

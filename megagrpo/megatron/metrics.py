@@ -61,7 +61,7 @@ class MetricSums:
             self._correction = sums if self._correction is None else self._correction + sums
 
     def reduce(self, grad_norms: Sequence[float], mismatch: Mismatch) -> StepMetrics:
-        """Means over all ranks' tokens. Collective over the ranks that hold them."""
+        """Computes means over all ranks' tokens. Collective over the ranks that hold them."""
         sums = torch.cat([self._loss[None], self._tokens])
         sum_over_ranks(sums)
         if self._correction is not None:
@@ -85,7 +85,7 @@ class MetricSums:
 
 
 def steps_taken(grad_norms: Sequence[float]) -> tuple[float, int]:
-    """Mean norm of the optimizer steps that were taken (NaN if all were skipped), and the number of the others."""
+    """Returns the mean norm of the optimizer steps taken (NaN if all were skipped), and the number of skipped steps."""
     taken = [norm for norm in grad_norms if math.isfinite(norm)]
     skipped = len(grad_norms) - len(taken)
     return (math.nan if skipped and not taken else sum(taken) / max(len(taken), 1)), skipped

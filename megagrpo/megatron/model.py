@@ -30,7 +30,7 @@ from megagrpo.weights.families.architecture import Architecture
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, layout: ParallelLayout) -> list[GPTModel]:
-    """This rank's model chunks, one unless virtual_pipeline > 1. The caller loads their weights.
+    """Builds this rank's model chunks, one unless virtual_pipeline > 1. The caller loads their weights.
 
     Collective over all ranks, after process.start_parallel.
     """
@@ -73,7 +73,7 @@ def _build_chunk(
 
 
 def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
-    """Hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else what the next chunk receives.
+    """Returns hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else the next chunk's input.
 
     The hidden states are in the model's dtype, after the last norm, for all tokens of this context rank, also with
     sequence parallelism. A critic's last chunk returns values instead: float32 [tokens, 1].
@@ -88,14 +88,14 @@ def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
 
 
 def unwrapped(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DistributedDataParallel and the like."""
+    """Returns the GPTModel inside DistributedDataParallel and other wrappers."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module  # type: ignore[assignment]
     return chunk
 
 
 def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every weight of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}.
+    """Returns every weight of this rank by its name in the weights manifest: chunk{c}.{name in that GPTModel}.
 
     Weights are all parameters but the adapters', and the routers' biases, which are buffers.
     """
@@ -111,15 +111,15 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def hide_flash_attn_4() -> None:
-    """Keeps Transformer Engine from it. Called as 2.17.1 does, 4.0.0b36 returns zeros for causal attention, without an
-    error (Transformer Engine's issue 3528), and it has no backward pass before sm90. SGLang brings it along."""
+    """Hides flash-attn 4, which SGLang installs, from Transformer Engine (TE). Called as TE 2.17.1 does, its 4.0.0b36
+    returns zeros for causal attention, without an error (TE's issue 3528). It has no backward pass before sm90."""
     from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
 
     FlashAttentionUtils.v4_is_installed, FlashAttentionUtils.v4_warning_printed = False, True
 
 
 def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """What the layers of one model chunk are made of, by config.transformer_impl."""
+    """Returns the modules of one model chunk's layers, by config.transformer_impl."""
     if config.transformer_impl == "transformer_engine":
         hide_flash_attn_4()
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
@@ -135,7 +135,7 @@ def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | No
 
 
 def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: bool) -> ModuleSpec:
-    """Megatron's local layer with our norm and our attention over packed sequences."""
+    """Returns Megatron's local layer with our norm and our attention over packed sequences."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -156,7 +156,7 @@ def _local_layer(config: TransformerConfig, arch: Architecture, has_experts: boo
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's, made of what its spec names, with values of their own size, as before 0.19.
+    """Megatron's latent attention, made of the modules in its spec, with values of their own size, as before 0.19.
 
     Megatron 0.19 decides once more where norms are, and asks queries without a latent to have one before their
     projection: such models have none there. It pads the values of packed sequences to the size of keys, which makes
@@ -206,7 +206,7 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """A pass without gradients. On the last stage `loss` is called with every microbatch's output."""
+    """Runs a pass without gradients. On the last stage `loss` is called with every microbatch's output."""
     if not microbatches:  # Megatron's schedules need one
         return
     with torch.no_grad():
@@ -214,7 +214,7 @@ def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTens
 
 
 def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """A pass with gradients: adds those of the sum of all losses to the chunks' buffers and reduces them over ranks."""
+    """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
     _run(chunks, microbatches, loss, forward_only=False)
 
 
@@ -242,5 +242,5 @@ def _forward_step(loss: Loss, iterator: Any, chunk: torch.nn.Module) -> tuple[Te
 
 
 def _loss_of_output(loss: Loss, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Megatron's triple: loss, token count, report. The count is not used (sum_gradients)."""
+    """Returns Megatron's triple: loss, token count, report. The count is not used (sum_gradients)."""
     return loss(index, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None

@@ -1,4 +1,4 @@
-"""What every training rank is: a process among others, the policy, and the policy's weights.
+"""The base of every training rank: its process in the group, the policy, and the policy's weights.
 
 Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
 """
@@ -79,7 +79,7 @@ class ModelRank:
         )
 
     def logprobs(self, output: Tensor, response: ResponseTokens, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Logprobs of the response tokens from the last stage's output, and entropies if wanted: float32 [tokens]."""
+        """Returns the response's logprobs and entropies (0 if unwanted): float32 [tokens]. output: the last stage's."""
         architecture, tensor = self.policy.architecture, self.layout.tensor
         shard = VocabularyShard(
             architecture.vocab,
@@ -98,27 +98,27 @@ class ModelRank:
 
     @property
     def has_logits(self) -> bool:
-        """Whether this rank is on the last pipeline stage, which computes logits and the loss."""
+        """Returns whether this rank is on the last pipeline stage, which computes logits and the loss."""
         return self.where.pipeline == self.layout.pipeline - 1
 
     @property
     def answers(self) -> bool:
-        """Whether this rank answers the driver for all: it is the first rank of the last pipeline stage."""
+        """Returns whether this rank answers the driver for all: it is the first rank of the last pipeline stage."""
         where = self.where
         return self.has_logits and not (where.tensor or where.context or where.data)
 
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def manifest(self) -> Manifest:
-        """What this rank holds of the policy, in coordinates of the Hugging Face checkpoint."""
+        """Returns this rank's part of the policy, in coordinates of the Hugging Face checkpoint."""
         return self.policy.manifest()
 
     def adapter_manifest(self) -> Manifest:
-        """What this rank holds of the policy's adapters, in coordinates of a PEFT checkpoint."""
+        """Returns this rank's part of the policy's adapters, in coordinates of a PEFT checkpoint."""
         return self.policy.trained_adapters.manifest
 
     def tensors(self) -> dict[str, Tensor]:
-        """The storages of `manifest`: the policy's weights themselves; copies where adapters are added to them."""
+        """Returns the storages of `manifest`: the policy's weights themselves; merged copies of those with adapters."""
         return self.policy.tensors()
 
     def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
@@ -144,13 +144,13 @@ class ModelRank:
             write_copies(export, index, copies)
 
     def broken(self) -> dict[str, str]:
-        """What is wrong with weights that are not finite, by their names in checkpoints."""
+        """Returns a description of each weight that is not finite, by its name in checkpoints."""
         return self.policy.broken()
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 
     def models(self) -> Mapping[str, TrainedModel]:
-        """What is trained, by its directory in a checkpoint's."""
+        """Returns the trained models, by their directories inside a checkpoint's directory."""
         return {"": self.policy}
 
     def take_snapshot(self) -> None:
@@ -159,7 +159,7 @@ class ModelRank:
             model.take_snapshot()
 
     def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
-        """Writes what was copied: files with checksums, and what is where in them, by model, for finish_snapshot.
+        """Writes the copied state. Returns files with checksums, and their contents by model, for finish_snapshot.
 
         Not collective, and for any thread: training goes on meanwhile. Raises CheckpointError.
         """
@@ -192,7 +192,7 @@ class ModelRank:
             offload.restore(own)
 
     def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
-        """Whose memory these parts are."""
+        """Yields each model's Offload with its own parts of these."""
         yield self.policy.offload, [part for part in parts if part != "critic"]
 
     def close(self) -> None:

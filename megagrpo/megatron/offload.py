@@ -46,10 +46,10 @@ class HostMemory:
 
 
 class Offload:
-    """Which parts of a rank are on its device. `reference` are the tensors of the reference policy, if there is one.
+    """The device memory of a rank's parts. `reference` are the tensors of the reference policy, if there is one.
 
     Nothing may touch a part between its release and its restore; `require` checks it before work. Release gradients
-    only after the optimizer step that uses them, because they come back as zeros; no other number changes.
+    only after the optimizer step that uses them, because they are restored as zeros; no other number changes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host memory that parts are moved to."""
+        """Returns the bytes of the host memory that parts are moved to."""
         return sum(len(memory.bytes) for memory in self._host.values())
 
     def release(self, parts: Iterable[Part]) -> None:
@@ -114,7 +114,7 @@ class Offload:
         return list(dict.fromkeys(tensor.untyped_storage() for tensor in tensors))
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Moments, and main weights of bfloat16 parameters; a float32 parameter is its own main weight."""
+        """Yields moments, and main weights of bfloat16 parameters; a float32 parameter is its own main weight."""
         parameters = {parameter.untyped_storage() for parameter in parameters_of(self._chunks).values()}
         for part in parts_of(self._optimizer):
             for group in part.optimizer.param_groups:
@@ -131,7 +131,7 @@ class Offload:
 
 
 def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:
-    """Contents go to `host`, one after the other; without it they are forgotten."""
+    """Empties storages. Copies their contents to `host`, one after the other; without `host` they are lost."""
     released, start = [], 0
     for storage in storages:
         content = None

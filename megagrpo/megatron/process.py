@@ -53,7 +53,7 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
 
 
 def cuda_index(device: str) -> int:
-    """N for cuda:N, 0 for cuda. torch.cuda.set_device needs an index."""
+    """Returns N for cuda:N, 0 for cuda. torch.cuda.set_device needs an index."""
     return torch.device(device).index or 0
 
 
@@ -125,7 +125,7 @@ def _silence_harmless_warnings() -> None:
 
 
 def _use_loopback_if_local(meeting: StoreAddress | str) -> None:
-    """gloo looks its own address up by host name, which fails on machines whose name does not resolve."""
+    """Sets gloo's loopback interface for a local meeting: gloo looks up its host name, which may not resolve."""
     host = urlparse(meeting).hostname if isinstance(meeting, str) else meeting.host
     if host in (None, "localhost", LOOPBACK):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

@@ -1,4 +1,4 @@
-"""What one training rank computes over time, by torch's profiler, and where its CUDA memory went."""
+"""Profiles of one training rank: its computations over time, by torch's profiler, and its CUDA memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MEMORY_EVENTS_MAX = 200_000
 
 
 class Profiler:
-    """Records from its construction to `end`: operations of all threads of this process, and CUDA's kernels. What
-    cannot be recorded is said by `end`, and ends no run."""
+    """A recording from construction to `end`: operations of all threads of this process, and CUDA's kernels.
+    `end` reports a failure to record; the run continues."""
 
     def __init__(self, memory: bool) -> None:
-        """memory: also each block of CUDA memory, with where it was allocated; nothing without CUDA."""
+        """Starts the profile. memory: records each block of CUDA memory and its allocation; ignored without CUDA."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._memory = memory and torch.cuda.is_available()
@@ -32,7 +32,7 @@ class Profiler:
             self._problem = str(error)
 
     def end(self, directory: Path, rank: int) -> str:
-        """Writes rank_0.trace.json.gz, and rank_0.memory.pickle if memory was recorded; why it could not, or ""."""
+        """Writes rank_0.trace.json.gz, and rank_0.memory.pickle if memory was recorded. Returns the failure, or ""."""
         if self._problem:
             return self._problem
         try:

@@ -39,7 +39,7 @@ RowOrTokenValues = np.ndarray | Ragged
 
 @dataclass(frozen=True)
 class Update:
-    """What the losses of one update share: their inputs, made before the first gradient, and the metrics' sums."""
+    """The inputs that the losses of one update share, made before the first gradient, and the metrics' sums."""
 
     minibatches: list[tuple[Minibatch, TokenWeights]]
     advantages: TokenTensors
@@ -48,14 +48,14 @@ class Update:
     before_update: dict[int, Tensor] = field(default_factory=dict)
     """The trainer's logprobs of each microbatch before the update, [response tokens]."""
     entropies: dict[int, Tensor] = field(default_factory=dict)
-    """The policy's entropies of each microbatch when the update first saw it, [response tokens]; none: not computed."""
+    """The policy's entropies of each microbatch at the update's first pass, [response tokens]; none: not computed."""
 
 
 class TrainRank(ModelRank):
     def __init__(
         self, recipe: Recipe, rank: int, meeting: StoreAddress | str, model_directory: str, device: str
     ) -> None:
-        """Also keeps the reference policy if the recipe has a KL penalty."""
+        """Joins the other ranks, loads the policy, and keeps a copy as the reference if the recipe has a KL penalty."""
         super().__init__(recipe, rank, meeting, model_directory, device)
         self.recipe = recipe
         self.passes = Passes()
@@ -83,22 +83,22 @@ class TrainRank(ModelRank):
         self.passes = Passes()
 
     def compute_old_logprobs(self) -> None:
-        """Logprobs of the batch under the policy as it is now; they stay here."""
+        """Computes logprobs of the batch under the policy's current weights; they stay on this rank."""
         found = self._compute_logprobs("policy")
         self.passes = replace(self.passes, before_update=found, old_logprobs=found)
 
     def use_rollout_logprobs_as_old(self) -> None:
-        """Takes what the engines sampled from as old logprobs: ratios will be to these."""
+        """Uses the engines' logprobs as old logprobs: ratios will be relative to these."""
         rollout = tuple(response.rollout_logprobs for response in self.batch.responses)
         self.passes = replace(self.passes, old_logprobs=rollout)
 
     def compute_reference_logprobs(self) -> None:
-        """Logprobs of the batch under the reference; they stay here."""
+        """Computes logprobs of the batch under the reference; they stay on this rank."""
         with self._reference_here() as reference, reference.in_place_of(self.policy.chunks):
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
 
     def token_kl(self) -> TokenNumbers | None:
-        """KL estimates of the batch's response tokens. Old and reference logprobs must be there."""
+        """Returns KL estimates of the batch's response tokens. Raises RankError without old and reference logprobs."""
         old = _computed("old_logprobs", self.passes.old_logprobs)
         reference = _computed("reference_logprobs", self.passes.reference_logprobs)
         estimator = self.recipe.algorithm.kl.estimator
@@ -157,7 +157,7 @@ class TrainRank(ModelRank):
         return Update(weighed, of_token, settings, metrics, dict(enumerate(passes.before_update or ())))
 
     def compute_gradients(self, minibatch: Minibatch, weights: TokenWeights, update: Update) -> None:
-        """Gradients of one minibatch's loss in the chunks' buffers, summed over all ranks and not clipped."""
+        """Computes gradients of one minibatch's loss in the chunks' buffers, summed over all ranks and not clipped."""
         computes_entropy = self.recipe.algorithm.computes_entropy
 
         def loss(index: int, output: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class TrainRank(ModelRank):
 
     @contextmanager
     def _reference_here(self) -> Iterator[Reference]:
-        """Inside, the reference is on the device; afterwards in host memory if train.offload has it, in updates too."""
+        """Puts the reference on the device in the block. Else, even in updates, it may be offloaded (train.offload)."""
         away = "reference" in self.recipe.train.offload
         if away:
             self.policy.offload.restore(["reference"])
@@ -206,7 +206,7 @@ class TrainRank(ModelRank):
 
     @property
     def reference(self) -> Reference:
-        """Raises RankError if there is none, or while its memory or the policy's is released."""
+        """Returns the reference. Raises RankError if there is none, or while its memory or the policy's is released."""
         if self.policy.reference is None:
             raise RankError(Problem("the reference", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
         self.policy.offload.require(["parameters", "reference"])
@@ -221,11 +221,11 @@ class TrainRank(ModelRank):
         return self._critic
 
     def compute_values(self) -> None:
-        """The critic's estimates for the batch; they stay here."""
+        """Computes the critic's estimates for the batch; they stay on this rank."""
         self.passes = replace(self.passes, values=self.critic.compute_values(self.batch))
 
     def token_values(self) -> TokenNumbers | None:
-        """What compute_values found."""
+        """Returns the values that compute_values found."""
         return self.token_numbers(_computed("values", self.passes.values))
 
     def update_critic(self, returns: RowOrTokenValues, lr: float) -> CriticMetrics | None:
@@ -258,7 +258,7 @@ class TrainRank(ModelRank):
             self._critic.load(directory)
 
     def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
-        """Whose memory these parts are; `critic` is all of the critic."""
+        """Yields each model's Offload with its own parts of these; `critic` is all of the critic."""
         yield from super().memory(parts)
         if self._critic and "critic" in parts:
             yield self._critic.model.offload, ("parameters", "gradients", "optimizer")
@@ -266,7 +266,7 @@ class TrainRank(ModelRank):
     # --- numbers by token ---------------------------------------------------------------------------------------------
 
     def _compute_logprobs(self, of: str) -> TokenTensors:
-        """A pass over the batch: logprobs of its response tokens under the weights in the policy's chunks, float32.
+        """Runs a pass over the batch: its response tokens' logprobs under the weights in the policy's chunks, float32.
 
         Raises RankError, naming tokens, if one is not finite: in a KL of the reward it would only mask its sample.
         """
@@ -281,14 +281,14 @@ class TrainRank(ModelRank):
         return found
 
     def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
-        """What the driver made for the rows or tokens of the step, by response token of the batch, float32."""
+        """Spreads the driver's numbers for rows or tokens of the step over the batch's response tokens, float32."""
         flat = values.values if isinstance(values, Ragged) else values
         on_device = torch.tensor(flat, dtype=torch.float32, device=self.device)  # a copy: Ray's arrays are read-only
         offsets = torch.tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
         return of_tokens(self.batch, on_device, offsets)
 
     def token_figures(self, rows: int) -> TokenFigures | None:
-        """What the update says of the tokens of the step's first rows; None on ranks that others answer for."""
+        """Returns the update's figures for tokens of the step's first rows; None on ranks that others answer for."""
         responses, seen, entropies = self.batch.responses, self.passes.before_update, self.passes.entropies
         if not responses or self.where.tensor:
             return None
@@ -309,7 +309,7 @@ class TrainRank(ModelRank):
         )
 
     def token_numbers(self, values: TokenTensors) -> TokenNumbers | None:
-        """`values` for the driver. Each token comes from one rank; ranks that have none return None."""
+        """Returns `values` for the driver. Each token comes from one rank; ranks without tokens return None."""
         responses = self.batch.responses
         if not responses or self.where.tensor:  # tensor ranks of one last stage all have the same values
             return None

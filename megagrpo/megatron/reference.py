@@ -12,7 +12,7 @@ from megagrpo.megatron.state import parameters_of
 
 
 class Reference:
-    """Copies the trained weights that `chunks` have now. Costs their bytes in the model's dtype and nothing else.
+    """A copy of the trained weights of `chunks` at its construction. Costs their bytes in the model's dtype.
 
     With adapters it copies the adapters alone, which add nothing to the model before the first step. An average then
     averages the A's and the B's apart, not their products.
@@ -31,17 +31,17 @@ class Reference:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that it holds, some twice."""
+        """Returns all tensors that the reference holds, some twice."""
         return [*self.weights, *self._exact]
 
     @property
     def follows(self) -> bool:
-        """Whether it moves, and so is part of checkpoints."""
+        """Returns whether the reference follows the policy, and so is part of checkpoints."""
         return self._share is not None
 
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Inside, the chunks are the reference. Only for passes without gradients."""
+        """Puts the reference's weights into the chunks inside the block. Only for passes without gradients."""
         parameters = _parameters(chunks)
         policy = [parameter.data for parameter in parameters]
         try:
@@ -62,18 +62,18 @@ class Reference:
                 weight.copy_(exact)
 
     def named(self, chunks: Sequence[torch.nn.Module]) -> Mapping[str, Tensor]:
-        """What a checkpoint holds of it, by the parameters' names in the rank's manifest."""
+        """Returns the reference's tensors for a checkpoint, by the parameters' names in the rank's manifest."""
         return dict(zip(_trained(chunks), self._exact, strict=True))
 
     def restored(self) -> None:
-        """Call it after a checkpoint has filled the tensors of `named`."""
+        """Updates the reference's weights in the model's dtype after a checkpoint has filled the tensors of `named`."""
         for exact, weight in zip(self._exact, self.weights, strict=True):
             if exact is not weight:
                 weight.copy_(exact)
 
 
 def _trained(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Trained parameters by name in the rank's manifest. Policy and reference share all others."""
+    """Returns trained parameters by name in the rank's manifest. Policy and reference share all others."""
     return {name: parameter for name, parameter in parameters_of(chunks).items() if parameter.requires_grad}
 
 

@@ -13,7 +13,7 @@ from megagrpo.rank_results import SftUpdate, TokenLoss
 
 class SftRank(ModelRank):
     def update(self, lr: float) -> SftUpdate | None:
-        """One optimizer step on the loaded batch. One rank returns loss and gradient norm, the others None.
+        """Takes one optimizer step on the loaded batch. One rank returns loss and gradient norm, the others None.
 
         Raises RankError as TrainedModel.optimizer_step does.
         """
@@ -23,7 +23,7 @@ class SftRank(ModelRank):
         return None if loss is None else SftUpdate(loss, grad_norm)
 
     def evaluate(self) -> TokenLoss | None:
-        """Loss of the loaded batch. One rank returns it, the others None."""
+        """Returns the loss of the loaded batch on one rank, None on the others."""
         batch, total = self._minibatch, self._zero()
         forward(
             self.policy.chunks,
@@ -48,7 +48,7 @@ class SftRank(ModelRank):
         return total
 
     def _nats(self, output: Tensor, response: ResponseTokens) -> Tensor:
-        """-log p of each of the assistant's tokens of one microbatch, float32 [tokens]."""
+        """Returns -log p of each of the assistant's tokens of one microbatch, float32 [tokens]."""
         return -self.logprobs(output, response, entropy=False)[0]
 
     @property
@@ -60,7 +60,7 @@ class SftRank(ModelRank):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _over_ranks(self, total: Tensor) -> TokenLoss | None:
-        """The loss of all ranks' tokens, on the rank that answers."""
+        """Returns the loss of all ranks' tokens on the rank that answers, None on the others."""
         if self.has_logits:
             sum_over_ranks(total)
         return TokenLoss(total.item(), self._minibatch.tokens) if self.answers else None

@@ -53,14 +53,14 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Contents:
-    """What one rank has written: the tensors of the checkpoint that it has parts of, and where these lie."""
+    """The contents of one rank's file: the tensors of the checkpoint that it has parts of, and where these lie."""
 
     tensors: Mapping[str, Storage]
     written: Sequence[Written]
 
 
 class Snapshot:
-    """What one rank writes of a training state. Its memory is kept: pinning takes longer than copying."""
+    """One rank's part of a training state in host memory. The memory is kept: pinning takes longer than copying."""
 
     def __init__(self) -> None:
         self._own: frozenset[Key] | None = None
@@ -77,7 +77,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, state: TrainingState) -> None:
-        """Copies this rank's part. Every rank calls it. Waits until what was taken before is written.
+        """Copies this rank's part. Every rank calls it. Waits until the snapshot before is written.
 
         Raises CheckpointError, on every rank if the plan cannot be made.
         """
@@ -115,7 +115,7 @@ class Snapshot:
             torch.cuda.synchronize()
 
     def write(self, directory: Path) -> tuple[tuple[SavedFile, ...], Contents]:
-        """Writes this rank's file into `directory`: the file, and what is where in it, for `finish`.
+        """Writes this rank's file into `directory`. Returns the file, and its contents for `finish`.
 
         Raises CheckpointError; what the directory then holds is worthless.
         """
@@ -149,7 +149,7 @@ class Snapshot:
 
 
 def _plan(state: TrainingState) -> frozenset[Key]:
-    """Key and start of each box that this rank writes. Collective."""
+    """Returns key and start of each box that this rank writes. Collective."""
     ranks = _DistWrapper(None, True, 0)
 
     def own() -> SavePlan:

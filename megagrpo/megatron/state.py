@@ -47,7 +47,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What this rank trains, and where each part of it lies in the checkpoint.
+    """The trained state of this rank, and where each part of it lies in the checkpoint.
 
     With adapters, `manifest` and `tensors` are the adapters', and the frozen weights are not part of the state.
     Parameters, gradients and optimizer must be on the device (offload.py) when the state is saved or loaded.
@@ -67,18 +67,18 @@ class TrainingState:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """Tensors that have no moments."""
+        """Returns the names of tensors without moments."""
         return frozenset(tensor.name for tensor in self.tensors if not tensor.trained)
 
     @cached_property
     def by_muon(self) -> frozenset[str]:
-        """Tensors of this rank that Muon trains."""
+        """Returns the names of this rank's tensors that Muon trains."""
         own = parameters_of(self.chunks) if self.kind == "muon" else {}
         matrices = {name for name, parameter in own.items() if is_managed_by_layer_wise_optimizer(parameter)}
         return frozenset(its.box.tensor for its in self.manifest.placements if its.storage in matrices)
 
     def kept_of(self, tensor: str) -> tuple[str, ...]:
-        """What checkpoints keep of a tensor of this rank."""
+        """Returns the kinds of state that checkpoints keep of a tensor of this rank."""
         if tensor in self.untrained:
             return ("param",)
         moments = MUON_MOMENTS if tensor in self.by_muon else ADAM_MOMENTS
@@ -120,7 +120,7 @@ def load(state: TrainingState, directory: Path) -> None:
 
 
 def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
-    """This rank's placements of buffers, and of parameters that have state on this rank."""
+    """Yields this rank's placements of buffers, and of parameters that have state on this rank."""
     shards, parameters = shards_of(state.optimizer), parameters_of(state.chunks)
     weights = named_tensors(state.chunks)
     for placement in state.manifest.placements:
@@ -137,7 +137,7 @@ def _held(state: TrainingState) -> Iterator[tuple[Placement, StateShard]]:
 
 
 def views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """(key, box, view of a shard) of each box that this rank's shards hold, for each kind of state."""
+    """Yields (key, box, view of a shard) for each box that this rank's shards hold, for each kind of state."""
     for placement, shard in _held(state):
         shape = state.manifest.storages[placement.storage].shape
         for part in boxes_in_range(placement, shape, shard.start, shard.stop):
@@ -146,7 +146,7 @@ def views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
 
 
 def sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
-    """What `views` gives, as Megatron's tensors to be saved."""
+    """Returns the boxes of `views` as Megatron's tensors to be saved."""
     return {
         f"{key}@{box.start}": ShardedTensor(
             key=key,
@@ -178,7 +178,7 @@ def _fill_padding(state: TrainingState) -> None:
 
 
 def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchCheckpoint]:
-    """What rank 0 saved for all ranks, and the tensors.
+    """Reads what rank 0 saved for all ranks, and opens the tensors.
 
     Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or if a tensor that it needs
     is missing or has another shape.
@@ -241,7 +241,7 @@ def _set_generators(saved: Mapping[str, Any]) -> None:
 
 
 def generators_entry(data: Any) -> ShardedObject:
-    """One object for each rank, because no other layout can use them."""
+    """Returns an object of this rank alone, because no other layout can use its generators."""
     return ShardedObject("generators", data, (dist.get_world_size(),), (dist.get_rank(),))
 
 
@@ -252,7 +252,7 @@ MAIN = "master_param"
 """A precision-aware Adam's name for its main weights; others update these themselves."""
 ADAM_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum",)
 MOMENTS: Mapping[str, str] = {**{name: name for name in ADAM_MOMENTS}, "momentum_buffer": "momentum"}
-"""What optimizers keep of a parameter, by their names for it: the name in checkpoints."""
+"""Names in checkpoints of a parameter's optimizer state, by the optimizers' names."""
 
 
 @dataclass(frozen=True)
@@ -269,12 +269,12 @@ class StateShard:
 
 
 def parameters_of(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """All parameters by the names of their storages in the rank's manifest: chunk{c}.{name in that GPTModel}."""
+    """Returns all parameters by their storages' names in the rank's manifest: chunk{c}.{name in that GPTModel}."""
     return {f"chunk{c}.{name}": p for c, chunk in enumerate(chunks) for name, p in unwrapped(chunk).named_parameters()}
 
 
 def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateShard]:
-    """The state that this rank holds, by model parameter. Parameters whose state lies only on other ranks are absent.
+    """Returns this rank's state, by model parameter. Parameters whose state lies only on other ranks are absent.
 
     Before the first step it makes the moments, as zeros, as the first step would.
     """
@@ -289,14 +289,14 @@ def shards_of(optimizer: MegatronOptimizer) -> dict[torch.nn.Parameter, StateSha
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers inside that have parameters: one each for experts and dense weights, and for Adam and Muon."""
+    """Returns the inner optimizers that have parameters: one each for experts and dense weights, for Adam and Muon."""
     if isinstance(optimizer, ChainedOptimizer):
         return [part for inner in optimizer.chained_optimizers for part in parts_of(inner)]
     return [] if optimizer.is_stub_optimizer else [optimizer]
 
 
 def adam_steps(optimizer: MegatronOptimizer) -> set[int]:
-    """Adam's step counts on this rank: one number unless something is wrong, none before the first step."""
+    """Returns Adam's step counts on this rank: one number unless something is wrong, none before the first step."""
     steps: set[int] = set()
     for part in parts_of(optimizer):
         if _counts_by_parameter(part):
@@ -332,8 +332,8 @@ def publish_main_weights(chunks: Sequence[DistributedDataParallel], optimizer: M
 
 
 def _main_weights(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
-    """(model parameter, what the optimizer updates for it, start, stop): its float32 main weights, or the model's own,
-    whose main weights are then in the optimizer's state."""
+    """Yields (model parameter, tensor that the optimizer updates for it, start, stop). The tensor is the float32 main
+    weights, or the model's own, whose main weights are then in the optimizer's state."""
     if isinstance(part, DistributedOptimizer):
         # model_param_group_index_map is wrong where a bfloat16 model has a float32 parameter (a value head).
         models = [*part.model_fp32_groups, *part.model_float16_groups]

@@ -82,17 +82,17 @@ class TrainedModel:
         self.snapshot = Snapshot()
 
     def manifest(self) -> Manifest:
-        """What this rank holds, in coordinates of the Hugging Face checkpoint."""
+        """Returns this rank's part of the model, in coordinates of the Hugging Face checkpoint."""
         return self._side.manifest(self.architecture, self.layout, self.where, self._dtype_name)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The storages of `manifest`: the weights themselves; copies where adapters are added to them."""
+        """Returns the storages of `manifest`: the weights themselves; merged copies where there are adapters."""
         self.offload.require(["parameters"])
         weights = named_tensors(self.chunks)
         return self.adapters.merged(weights) if self.adapters else weights
 
     def broken(self) -> dict[str, str]:
-        """What is wrong with weights and adapters that are not finite, by their names in checkpoints."""
+        """Returns a description of each weight or adapter that is not finite, by its name in checkpoints."""
         self.offload.require(["parameters"])
         weights = named_tensors(self.chunks)
         found = {}
@@ -104,13 +104,13 @@ class TrainedModel:
 
     @property
     def trained_adapters(self) -> Adapters:
-        """Raises RankError if the weights themselves are trained."""
+        """Returns the adapters. Raises RankError if the weights themselves are trained."""
         if self.adapters is None:
             raise RankError(Problem("adapters", "none", "a recipe with train.lora"))
         return self.adapters
 
     def read_tokens(self, batch: Batch, read: Callable[[Tensor, ResponseTokens], Tensor]) -> TokenTensors:
-        """A pass over the batch without gradients: what `read` finds for each response token.
+        """Runs a pass over the batch without gradients. Returns the result of `read` for each response token.
 
         `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens].
         """
@@ -134,7 +134,7 @@ class TrainedModel:
         self.optimizer.zero_grad()
 
     def compute_gradients(self, microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-        """Gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, not clipped.
+        """Computes gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, unclipped.
 
         A loss that is not finite makes all of them NaN, also where its own gradient is a number.
         """
@@ -166,7 +166,7 @@ class TrainedModel:
         return float(grad_norm)
 
     def keep_reference(self, share: float | None) -> None:
-        """Makes the weights as they are now the reference. One that follows (see Reference) is in checkpoints."""
+        """Makes a copy of the current weights the reference. A reference that follows the policy is in checkpoints."""
         self.reference = Reference(self.chunks, share)
         self.offload = Offload(self.chunks, self.optimizer, self.reference.tensors)
         if self.reference.follows:
@@ -226,7 +226,7 @@ def wrap_chunks(chunks: list[GPTModel], config: TransformerConfig, train: TrainC
 
 
 def _layer_wise_layout(chunk: GPTModel, ddp_config: DistributedDataParallelConfig, index: int) -> FullParamLayout:
-    """Where parameters lie in the buffers if each of Muon's matrices belongs to one data rank as a whole.
+    """Lays parameters out in the buffers so that each of Muon's matrices belongs to one data rank as a whole.
 
     Buckets are as large as the wrapper's own: a layout that is given decides, not the wrapper.
     """
@@ -243,7 +243,7 @@ def _layer_wise_layout(chunk: GPTModel, ddp_config: DistributedDataParallelConfi
 
 
 class FiniteSteps(ChainedOptimizer):
-    """Megatron's optimizer, which takes no step with gradients that are not finite: their norm is that of all ranks.
+    """Megatron's optimizer, which skips steps with gradients that are not finite: their norm is that of all ranks.
 
     Megatron itself looks for them only with a loss scale, as float16 has: in bfloat16 and float32 one NaN would reach
     every weight and every moment.
@@ -258,7 +258,7 @@ class FiniteSteps(ChainedOptimizer):
 
 
 def make_optimizer(wrapped: list[DistributedDataParallel], train: TrainConfig, dtype: torch.dtype) -> MegatronOptimizer:
-    """Adam, with transformer-engine's or apex's kernels where Megatron finds them, or Muon; decoupled weight decay.
+    """Makes Adam, with kernels of transformer-engine or apex if Megatron finds them, or Muon; decoupled weight decay.
 
     bfloat16 weights get float32 main weights. Call `set_learning_rate` before every step.
     """
@@ -308,7 +308,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 
 
 def broken_storages(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors with a value that is NaN, infinite or beyond LARGEST.
+    """Returns the names of tensors with a value that is NaN, infinite or beyond LARGEST.
 
     One pass over each tensor, without a copy; one number of each goes to the host, all of them together.
     """
@@ -321,7 +321,7 @@ def broken_storages(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def broken_weights(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What is wrong, by name in the Hugging Face checkpoint, in the manifest's storages of these names."""
+    """Describes broken elements of the manifest's storages with these names, by name in the Hugging Face checkpoint."""
     found = {}
     for placement in manifest.placements:
         if placement.storage in tensors:

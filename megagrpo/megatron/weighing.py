@@ -1,4 +1,4 @@
-"""What the loss must know of a whole minibatch before its first backward pass: how much each token weighs.
+"""Computes each token's weight in the loss, from the whole minibatch, before its first backward pass.
 
 A rollout of several branches weighs as one response, wherever these lie: in other microbatches, on other data ranks.
 """
@@ -23,7 +23,7 @@ from megagrpo.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """For the microbatches of one minibatch."""
+    """The weights of one minibatch's tokens, by microbatch."""
 
     weights: TokenTensors  # float32, in the loss; 0 for tokens that a correction rejects
     importance: TokenTensors | None  # float32, of the policy's loss; None: 1
@@ -79,7 +79,7 @@ def weigh(
 
 
 def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], device: torch.device) -> Sequences:
-    """The rows of several microbatches, their tokens laid end to end: all branches of a rollout are one response.
+    """Returns the rows of several microbatches, their tokens end to end: all branches of a rollout are one response.
 
     Rows in `split` are summed over all ranks that may hold a part of them, if there are any; others over context ranks.
     """
@@ -99,7 +99,7 @@ def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], d
     at = torch.searchsorted(known, row).clamp(max=len(known) - 1)
 
     def over_ranks(sums: Tensor) -> Tensor:
-        """Sums of sequences (whose slots are empty if their row is split), then of split rows."""
+        """Sums over ranks: sequences (whose slots are empty if their row is split), then split rows."""
         of_split = sums[count:].clone()
         sum_over_ranks(of_split)
         return torch.cat([over_context_ranks(sums[:count]), of_split])

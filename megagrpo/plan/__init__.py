@@ -1,1 +1,1 @@
-"""What does a recipe come to? The sizes that follow from it, without starting anything."""
+"""The sizes that follow from a recipe, computed without starting anything."""

@@ -25,7 +25,7 @@ LOGIT_CHUNK_ELEMENTS, LOGIT_CHUNK_COLUMNS = 2**22, {"cpu": 2048, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Pass:
-    """How one microbatch goes through the layers of one rank."""
+    """The pass of one microbatch through the layers of one rank."""
 
     architecture: Architecture
     layout: ParallelLayout
@@ -42,45 +42,45 @@ class Pass:
     """cpu or cuda. On CPUs, norms and gates are made of several operations, which keep their intermediate results."""
 
     transformer_engine: bool
-    """Its layers, with flash attention and fused norms; else Megatron's local ones with PackedAttention."""
+    """True: its layers, with flash attention and fused norms. False: Megatron's local ones with PackedAttention."""
 
     recompute: Recomputed = NOTHING_AGAIN
-    """What train.recompute means."""
+    """The layers and modules that train.recompute recomputes."""
 
     adapters: bool = False
     """Weights are frozen, and have low-rank adapters (train.lora)."""
 
     outputs_freed: bool = False
-    """What a stage hands on is freed once it is sent (train.megatron.deallocate_pipeline_outputs)."""
+    """A stage's outputs are freed once they are sent (train.megatron.deallocate_pipeline_outputs)."""
 
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
 
     @property
     def tokens_of_rank(self) -> int:
-        """Tokens between the parallel parts of a layer, where sequence parallelism splits them."""
+        """Returns the tokens of one rank between a layer's parallel parts, where sequence parallelism splits them."""
         return -(-self.tokens // self.layout.tensor)
 
     @property
     def hidden_bytes(self) -> int:
-        """Hidden states [tokens_of_rank, hidden]."""
+        """Returns the bytes of hidden states [tokens_of_rank, hidden]."""
         return self.tokens_of_rank * self.architecture.hidden * self.element_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """Hidden states [tokens, hidden]."""
+        """Returns the bytes of hidden states [tokens, hidden]."""
         return self.tokens * self.architecture.hidden * self.element_bytes
 
     @property
     def expert_tokens(self) -> int:
-        """Tokens that pass the experts of one rank; ranks that share an expert's matrices see each other's too."""
+        """Returns the tokens that pass one rank's experts. Ranks that share an expert's matrices pool their tokens."""
         experts = self.architecture.experts
         each = experts.per_token if experts else 0
         return int(self.tokens_of_rank * each * self.layout.expert_tensor * self.expert_imbalance)
 
     @property
     def score_bytes(self) -> int:
-        """Float32 scores of all heads here, of every token with all of its sequence; 0 where nothing keeps them.
+        """Returns the bytes of float32 scores of all heads here, of every token with its sequence; 0 if none are kept.
 
         PackedLatentAttention has heads of unequal size for values: torch then keeps the scores of whole sequences.
         """
@@ -93,10 +93,10 @@ class Pass:
 
 
 def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
-    """All that the layers of stage `index` keep at the fullest moment, with several microbatches on the way.
+    """Returns the peak bytes that the layers of stage `index` keep, with several microbatches in flight.
 
-    The first layer keeps what the embedding or the stage before gave. What a stage hands on stays too, until its
-    gradient comes, unless `outputs_freed`.
+    The first layer keeps the output of the embedding or of the previous stage. A stage keeps its own output until the
+    gradient arrives, unless `outputs_freed`.
     """
     again = work.recompute.layers
     kinds = [layer_bytes(work, experts) for experts in (False, True)]
@@ -113,7 +113,7 @@ def stage_bytes(work: Pass, stage: Stage, index: int, microbatches: int) -> int:
 
 
 def passes_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> tuple[int, ...]:
-    """For each model chunk, the most microbatches whose backward pass is still to come, as the last one goes forward.
+    """Returns, for each model chunk, the most microbatches that await their backward pass, with the one going forward.
 
     1F1B keeps `pipeline - stage` of them; interleaved, a stage first runs (pipeline - stage - 1) * 2 +
     (virtual_pipeline - 1) * pipeline passes of chunks, in turns of `pipeline` microbatches for each chunk
@@ -133,12 +133,12 @@ def passes_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> t
 
 
 def layer_bytes(work: Pass, experts: bool) -> int:
-    """All that one layer keeps which is not recomputed whole."""
+    """Returns the bytes that one layer keeps unless it is recomputed whole."""
     return sum(_halves(work, experts))
 
 
 def _halves(work: Pass, experts: bool) -> tuple[int, int]:
-    """What a layer keeps of attention with its norm, and of its MLP or experts with theirs."""
+    """Returns the bytes that a layer keeps of attention with its norm, and of its MLP or experts with theirs."""
     arch, modules = work.architecture, work.recompute.modules
     attention = _grouped_attention(work) if arch.latent is None else _latent_attention(work, arch.latent)
     mlp = _experts(work, arch.experts) if experts and arch.experts else _mlp(work, arch.ffn)
@@ -157,13 +157,13 @@ def _halves(work: Pass, experts: bool) -> tuple[int, int]:
 
 
 def _norm(work: Pass, width: int, rows: int) -> int:
-    """Input, output and the reciprocal root (float32); on CPUs also what lies between."""
+    """Returns the bytes of input, output and reciprocal root (float32), plus the intermediate results on CPUs."""
     return rows * (width * (2 * work.element_bytes + _between_bytes(work)) + 4)
 
 
 def _between_bytes(work: Pass) -> int:
-    """Bytes for each element of a norm made of several operations, as on CPUs: the scaled input, if the norm's weight
-    has a gradient, and the input in float32 if it is not."""
+    """Returns the intermediate bytes for each element of a norm on CPUs; 0 elsewhere. They are the scaled input, if the
+    norm's weight has a gradient, and a float32 copy of a narrower input."""
     if work.device != "cpu":
         return 0
     return (0 if work.adapters else work.element_bytes) + (4 if work.element_bytes < 4 else 0)
@@ -195,7 +195,7 @@ def _grouped_attention(work: Pass) -> int:
 
 
 def _latent_attention(work: Pass, latent: LatentAttention) -> int:
-    """Down projections with their norms, then queries, keys, values and the output by head."""
+    """Returns the bytes kept: down projections with their norms, then queries, keys, values and the output by head."""
     arch, element = work.architecture, work.element_bytes
     heads = arch.heads / work.layout.tensor
     held = float(_norm(work, latent.key_value_rank, work.tokens_of_rank))
@@ -211,13 +211,13 @@ def _latent_attention(work: Pass, latent: LatentAttention) -> int:
 
 
 def _mlp(work: Pass, ffn: int) -> int:
-    """The first product (gate and up), and what the second one takes; on CPUs three intermediate results more."""
+    """Returns the bytes of the first product (gate and up) and of the second's input; CPUs keep two tensors more."""
     tensors = 5 if work.device == "cpu" else 3
     return int(work.tokens * ffn / work.layout.tensor * tensors * work.element_bytes)
 
 
 def _experts(work: Pass, experts: Experts) -> int:
-    """Router and dispatch of this rank's tokens, and the tokens that pass the experts here."""
+    """Returns the bytes of router and dispatch for this rank's tokens, of the experts here, and of shared experts."""
     held = work.tokens_of_rank * (experts.count * ROUTER_BYTES + experts.per_token * DISPATCH_BYTES)
     tensors = (6 if work.device == "cpu" else 3) - ("moe_act" in work.recompute.modules)
     columns = work.architecture.hidden + tensors * experts.ffn // work.layout.expert_tensor
@@ -229,22 +229,22 @@ def _experts(work: Pass, experts: Experts) -> int:
 
 
 def working_bytes(work: Pass, stage: Stage) -> int:
-    """The most that the backward pass of one of the stage's layers holds besides what was kept.
+    """Returns the peak bytes that the backward pass of one of the stage's layers takes besides the kept ones.
 
-    What is recomputed is made again first. Some whole layers are the first ones, whose turn comes when all others are
-    free again. A weight's gradient lies beside the buffer that it is added to.
+    It first recomputes what was not kept. If only some layers are recomputed whole, they are the first ones: their
+    backward pass starts when all others are free again. A weight's gradient lies beside the buffer that it is added to.
     """
     whole = any(len(chunk) <= work.recompute.layers for chunk in stage.chunks)
     return max((_working(work, experts, whole) for experts in _kinds(work, stage)), default=0)
 
 
 def forward_bytes(work: Pass, stage: Stage) -> int:
-    """The most that a pass without gradients holds in one of the stage's layers."""
+    """Returns the peak bytes that a pass without gradients takes in one of the stage's layers."""
     return max((_forward(work, experts) for experts in _kinds(work, stage)), default=0)
 
 
 def _kinds(work: Pass, stage: Stage) -> list[bool]:
-    """Whether layers have experts: each kind that the stage has."""
+    """Returns the kinds of layers in the stage: False for an MLP, True for experts."""
     return [bool(kind) for kind, count in enumerate(layer_counts(work.architecture, stage.layers)) if count]
 
 
@@ -266,8 +266,8 @@ def _working(work: Pass, experts: bool, whole: bool) -> int:
 
 
 def _forward(work: Pass, experts: bool) -> int:
-    """Hidden states before, between and after, and between stages; the product of gate and up, and what follows, or
-    queries that are rotated."""
+    """Returns the bytes of a layer without gradients: its hidden states, and the largest of MLP or experts, scores and
+    rotation. Hidden states lie before, between and after the halves, and between stages."""
     arch, element = work.architecture, work.element_bytes
     hidden = (4 if work.layout.pipeline == 1 else 6) * work.hidden_bytes
     gathered = work.gathered_bytes if work.layout.tensor > 1 else 0
@@ -283,8 +283,8 @@ def _forward(work: Pass, experts: bool) -> int:
 
 
 def _rotation(work: Pass) -> int:
-    """The product of queries, keys and values, what is normed, and queries as they are rotated, in float32
-    (megagrpo/megatron/attention.py). Fused kernels keep nothing between."""
+    """Returns the bytes of the query-key-value product, its normed part, and the rotated queries in float32
+    (megagrpo/megatron/attention.py). Fused kernels keep nothing between; latent attention counts as 0."""
     arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
     if work.transformer_engine or arch.latent is not None:
         return 0
@@ -295,10 +295,10 @@ def _rotation(work: Pass) -> int:
 
 
 def logits_bytes(work: Pass, positions: int, *, gradients: bool, entropy: bool = True) -> int:
-    """The most that is held at once for the logprobs of `positions` tokens; with `gradients`, of the pass back too.
+    """Returns the peak bytes for the logprobs of `positions` tokens; with `gradients`, backward pass included.
 
     Logits are made some columns at a time (megagrpo/megatron/heads.py; benchmarks/logits_memory.py measures it).
-    `entropy`: as the update wants it. The output matrix has a gradient of its own size, unless it is frozen.
+    `entropy`: the entropy is computed too. The output matrix has a gradient of its own size, unless it is frozen.
     """
     arch, tensor, element = work.architecture, work.layout.tensor, work.element_bytes
     rows = arch.padded_vocab(tensor) // tensor

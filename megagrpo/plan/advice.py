@@ -1,6 +1,6 @@
-"""What cannot run on a plan's machines, what is unwise there, and whether checkpoints have room on their disk.
+"""Problems of a plan: what its machines cannot run, what is unwise there, and checkpoints without room on their disk.
 
-The rules of recipe/ refuse what is wrong anywhere.
+The rules of recipe/ refuse what is wrong on any machine.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ NVLINK_BYTES_PER_SECOND_MIN = 100e9
 SEQUENCES_MIN = 2
 STATE_BYTES = 12  # float32: the main weight and Adam's two moments (megatron/state.py)
 SAMPLED_TOKEN_BYTES, PROMPT_TOKEN_BYTES = 16, 4
-"""In the file of a batch: token, logprob and version of 4 bytes each, and about as much text."""
+"""Bytes of a token in a batch's file: token, logprob and version of 4 bytes each, and about as much text."""
 TIMEOUT_SHARE_MAX = 0.8
 
 # --- impossible ------------------------------------------------------------------------------------------------------
 
 
 def impossible(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
-    """Why the recipe cannot run on its machines. Too little memory is one problem, since one change moves all kinds of
-    devices."""
+    """Yields the problems that keep the recipe from running on its machines. Too little memory yields one problem,
+    since one change moves all kinds of devices."""
     yield from node_problems(case.recipe)
     yield from auto_problems(case.recipe, case.fused_layers)
     if case.gpus is None:
@@ -77,7 +77,7 @@ def impossible(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
 
 
 def _engine(case: Case) -> EngineMemory | None:
-    """None without a known card, and for recipes without engines of their own."""
+    """Returns the memory of an engine; None for an unknown card, or a recipe without engines of its own."""
     of = case.recipe
     if case.card_bytes is None or isinstance(of, SftRecipe) or of.rollout.devices_of_engine == 0:
         return None
@@ -85,7 +85,7 @@ def _engine(case: Case) -> EngineMemory | None:
 
 
 def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Engines that reach over the edge of a node: a server's ranks are on one node, or on several whole ones."""
+    """Yields a problem if an engine crosses nodes: a server's ranks are on one node, or on several whole ones."""
     if isinstance(recipe, SftRecipe) or recipe.cluster.device == "cpu":
         return
     per_node, plan = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda")
@@ -108,8 +108,8 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
 def unwise(
     case: Case, held: Sequence[DeviceMemory], time: StepTime | None, own: ScheduleTime | None = None
 ) -> Iterator[Problem]:
-    """What works and is probably not what the recipe's author wants. `time` is None where GPUs are not known; `own` is
-    what the recipe's schedule comes to, if that is not sync."""
+    """Yields the settings that run but that the recipe's author probably does not want. `time` is None for unknown
+    GPUs; `own` is the time under the recipe's schedule, None for sync."""
     if case.device == "cuda":
         yield from _unwise_nodes(case)
         if case.recipe.deterministic:
@@ -199,7 +199,7 @@ def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
-    """Conversations that push each other out of engines' caches, or that are too short to have the turns allowed."""
+    """Yields problems of conversations that overflow engines' caches, or are too short for the turns allowed."""
     agent, engine = recipe.agent, _engine(case)
     if agent is None:
         return
@@ -222,7 +222,7 @@ def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
 
 
 def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTime | None) -> Iterator[Problem]:
-    """Devices of their own that wait for the others, and a schedule that throws away."""
+    """Yields problems of disaggregated devices that wait for the others, and of a schedule that throws tokens away."""
     ranks, used = (
         case.layout.ranks,
         len({device for devices in case.device_plan.bundles_of_engine for device in devices}),
@@ -245,7 +245,7 @@ def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTim
 
 
 def _less_waiting(recipe: Recipe) -> Iterator[str]:
-    """What the recipe's rules allow."""
+    """Yields the changes of placement or schedule that reduce waiting and that the recipe's rules allow."""
     schedule = recipe.schedule
     if isinstance(schedule, SyncConfig):
         cluster = recipe.cluster.model_copy(update={"placement": "colocated"})
@@ -293,8 +293,8 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
 
 
 def _pointless(case: Case) -> list[str]:
-    """Modules whose recomputation saves next to nothing: fused attention keeps no scores, Transformer Engine has norms
-    within the products that follow, and the local layers' core keeps queries and keys of its own."""
+    """Returns the modules whose recomputation saves next to nothing. Fused attention keeps no scores, Transformer
+    Engine has norms within the products that follow, and the local layers' core keeps queries and keys of its own."""
     arch, fused = case.architecture, case.fused_layers
     saves = {
         "core_attn": arch.latent is not None and not fused,
@@ -331,7 +331,7 @@ def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
 
 
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
-    """One checkpoint without files' headers: what is trained and its optimizer, a reference that follows, a critic."""
+    """Returns a checkpoint's bytes without file headers: trained weights, optimizer, a moving reference, a critic."""
     lora, trained = recipe.train.lora, total_parameters(architecture)
     if lora is not None:
         trained = adapter_parameters(architecture, ParallelLayout(), 0, lora).total
@@ -350,14 +350,14 @@ def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Arch
 
 
 def runs_here(recipe: AnyRecipe) -> bool:
-    """Whether a plan may take this machine's file systems for the run's, as far as it can tell."""
+    """Returns whether this machine's file systems seem the run's: no cluster.gpu, and model.path is a directory."""
     return recipe.cluster.gpu is None and Path(recipe.model.path).is_dir()
 
 
 def disk_problems(
     recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
 ) -> Iterator[Problem]:
-    """Not even one checkpoint fits where they go, on this machine."""
+    """Yields a problem if the checkpoint directory, on this machine, has no room for even one checkpoint."""
     each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
     if each > free:
         given = f"{byte_text(free)} free in {checkpoint_directory(recipe)}"
@@ -366,8 +366,8 @@ def disk_problems(
 
 
 def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> Iterator[Problem]:
-    """Not all of the checkpoints, batches or exported models that are kept fit; a new checkpoint is written before the
-    oldest is deleted."""
+    """Yields a problem for the checkpoints, batches and exported models that do not fit on the disk. A new checkpoint
+    is written before the oldest is deleted."""
     if not runs_here(recipe) and not Path(recipe.checkpoint.directory or "no such directory").is_dir():
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
@@ -404,7 +404,7 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
 
 
 def _models_to_come(recipe: AnyRecipe) -> int:
-    """Models that the run will have exported and that are not there; one on the way if its steps are not known."""
+    """Returns how many models the run has yet to export; step exports count as one if its steps are unknown."""
     checkpoint, there = recipe.checkpoint, list((run_directory(recipe) / "hugging_face_steps").glob("step_*"))
     every, steps = checkpoint.export_every_steps, recipe.train.total_steps
     on_the_way = 0 if every is None else 1 if steps is None else steps // every
@@ -412,13 +412,13 @@ def _models_to_come(recipe: AnyRecipe) -> int:
 
 
 def export_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
-    """One exported model without files' headers, in the dtype that it has on the recipe's devices."""
+    """Returns the bytes of one exported model without file headers, in its dtype on the recipe's devices."""
     dtype = dtype_name(recipe, "cpu" if recipe.cluster.device == "cpu" else "cuda")
     return ITEM_BYTES[dtype] * total_parameters(architecture)
 
 
 def batch_bytes(recipe: Recipe) -> int:
-    """One step's batch, if all responses are as long as they may be."""
+    """Returns the bytes of one step's batch, with every response at its longest."""
     rollout = recipe.rollout
     tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max
     responses = rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
@@ -426,6 +426,6 @@ def batch_bytes(recipe: Recipe) -> int:
 
 
 def _free_bytes(directory: Path) -> int:
-    """Free space of the file system that the directory is on, or will be."""
+    """Returns the free bytes of the file system that holds, or will hold, the directory."""
     directory = directory.absolute()
     return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free

@@ -1,4 +1,4 @@
-"""What a plan takes for granted about speeds, lengths and overheads. Each number can be given, or taken from a run."""
+"""The assumptions of a plan about speeds, lengths and overheads. Each number can be given, or taken from a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPREAD_MAX = 3.0
 
 @dataclass(frozen=True)
 class Assumptions:
-    """docs/plan.md gives the meaning, the unit and the source of each, and says which are guesses.
+    """The numbers that a plan assumes. docs/plan.md gives the meaning, unit and source of each, and marks guesses.
 
     Shares are of a maximum, efficiencies of a data sheet's speed, seconds are wall-clock. The six `..._factor` are
     measured over predicted seconds of a phase: 1 until `plan --calibrate` takes them from a run.
@@ -97,14 +97,14 @@ OF_AGENTS = ("turns", "turns_share", "given_tokens", "tool_seconds", "sequences"
 
 
 def longest_sequence(recipe: AnyRecipe) -> int:
-    """Tokens of the longest sequence that is trained on: a prompt with its response, a conversation or an example."""
+    """Returns the tokens of the longest trained sequence: a prompt with its response, a conversation or an example."""
     if isinstance(recipe, SftRecipe):
         return recipe.data.tokens_max
     return recipe.sequence_tokens_max
 
 
 def minibatch_sequences(recipe: AnyRecipe) -> int:
-    """Sequences of one optimizer step, over all data ranks."""
+    """Returns the number of sequences in one optimizer step, over all data ranks."""
     if isinstance(recipe, SftRecipe):
         return recipe.data.examples_per_step
     return recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt // recipe.algorithm.minibatches
@@ -115,8 +115,8 @@ class Lengths:
     """Tokens of a step's sequences: the mean prompt, the mean response and the longest response.
 
     Lengths of responses are log-normal, cut off at the longest; `spread` is the deviation of their logarithm.
-    Supervised fine-tuning has examples in their place, and no prompts. The response of an agent's rollout is what the
-    policy sampled in all of its turns; `given` tokens stand between for each of these.
+    Supervised fine-tuning has examples in their place, and no prompts. The response of an agent's rollout counts the
+    tokens sampled in all its turns; for each of them, `given` tokens lie between the turns.
     """
 
     prompt: float
@@ -126,28 +126,28 @@ class Lengths:
     turns: float = 1.0
     given: float = 0.0
     sequences: float = 1.0
-    """That a rollout is trained as. Each holds what was said up to an answer: the last all of it."""
+    """Training sequences of one rollout. Each holds the conversation up to an answer, the last one all of it."""
 
     @cached_property
     def _middle(self) -> float:
-        """Mean of the logarithm, before the cut, with which the mean after it is `response`; infinite if all responses
-        are longest."""
+        """Returns the mean of the logarithm before the cut, chosen so that the mean after the cut is `response`;
+        infinite if all responses are longest."""
         return _middle_of(self)
 
     def _moment(self, power: int, middle: float) -> float:
-        """Mean of that power of a response's length."""
+        """Returns the mean of a response's length to the given power."""
         cut, spread = (math.log(self.longest) - middle) / self.spread, self.spread
         whole = math.exp(power * middle + (power * spread) ** 2 / 2)
         return whole * _normal(cut - power * spread) + self.longest**power * _normal(-cut)
 
     def alive(self, tokens: float) -> float:
-        """Share of the responses that are longer than `tokens`."""
+        """Returns the share of responses that are longer than `tokens`."""
         if not 0 < tokens < self.longest:
             return float(tokens < self.longest)
         return _normal((self._middle - math.log(tokens)) / self.spread)
 
     def drawn(self, count: int, seed: int) -> NDArray[np.float64]:
-        """Tokens of `count` responses, the same for the same seed. [count]"""
+        """Draws the tokens of `count` responses [count], the same for the same seed."""
         if self._middle == math.inf:
             return np.full(count, self.longest)
         drawn = np.random.default_rng(seed).lognormal(self._middle, self.spread, count)
@@ -155,22 +155,22 @@ class Lengths:
 
     @property
     def turn(self) -> float:
-        """Mean tokens that are sampled in a turn."""
+        """Returns the mean tokens sampled in a turn."""
         return self.response / self.turns
 
     @property
     def sequence(self) -> float:
-        """Mean prompt and response together, with what stands between."""
+        """Returns the mean tokens of a prompt and its response, with the given tokens between turns."""
         return self.prompt + self.response * (1 + self.given)
 
     @property
     def response_square(self) -> float:
-        """Mean of a response's squared length."""
+        """Returns the mean of a response's squared length."""
         return self.longest**2 if self._middle == math.inf else self._moment(2, self._middle)
 
     @property
     def sequence_square(self) -> float:
-        """Mean of the squared `sequence`, which attention's products grow with; all prompts alike."""
+        """Returns the mean of the squared `sequence`, which attention's products grow with; prompts do not vary."""
         growth = 1 + self.given
         return self.prompt**2 + 2 * self.prompt * self.response * growth + self.response_square * growth**2
 
@@ -188,7 +188,7 @@ def _middle_of(lengths: Lengths) -> float:
 
 
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
-    """As given, else shares of what the recipe allows at most. A mean is never above the longest."""
+    """Returns the lengths as given, else as shares of the recipe's maxima. A mean never exceeds the longest."""
     if isinstance(recipe, Recipe) and recipe.agent is not None:
         return _conversations(recipe, recipe.agent, assumptions)
     if isinstance(recipe, SftRecipe):
@@ -207,8 +207,8 @@ def _prompt(recipe: Recipe, assumptions: Assumptions) -> float:
 
 
 def _conversations(recipe: Recipe, agent: AgentConfig, assumptions: Assumptions) -> Lengths:
-    """An agent's turns together are at most as long as a conversation may be. Unless the sampled tokens are given, a
-    mean conversation has about `response_share` of that: what is given, and the rest, at least a quarter, sampled."""
+    """Returns the lengths of an agent's conversations. Unless response_tokens is given, a mean conversation fills about
+    `response_share` of the allowed tokens: given ones, and the rest, at least a quarter, sampled."""
     prompt, answer = _prompt(recipe, assumptions), float(recipe.rollout.response_tokens_max)
     turns = min(float(agent.turns_max), max(1.0, assumptions.turns or assumptions.turns_share * agent.turns_max))
     room = max(2.0, recipe.sequence_tokens_max - prompt)
@@ -222,12 +222,12 @@ def _conversations(recipe: Recipe, agent: AgentConfig, assumptions: Assumptions)
 
 
 def _normal(deviations: float) -> float:
-    """Share of a normal distribution that is below so many deviations."""
+    """Returns the share of a normal distribution below so many deviations."""
     return math.erfc(-deviations / math.sqrt(2)) / 2
 
 
 def assumptions_from(given: Iterable[str]) -> Assumptions:
-    """The defaults with each "name=value" of `given` in their place. Raises RecipeError naming every bad one."""
+    """Returns the defaults, replaced by each "name=value" of `given`. Raises RecipeError that names every bad one."""
     values: dict[str, float] = {}
     problems: list[Problem] = []
     for text in given:

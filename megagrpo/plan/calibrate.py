@@ -38,12 +38,12 @@ nothing about a larger run."""
 
 
 def calibrated(case: Case, run_directory: Path) -> Assumptions:
-    """The case's assumptions with lengths, imbalance and factors of phases from a run's metrics.jsonl: medians over its
-    steps without the first.
+    """Returns the case's assumptions with lengths, imbalance and phase factors from a run's metrics.jsonl. Each is a
+    median over the run's steps without the first.
 
     A factor is the measured seconds of a phase over those predicted for the run's own recipe, which is beside the
-    metrics; without that file the run is taken to be of the case. The run was on the case's machines if its recipe
-    names none.
+    metrics; without that file the run counts as one of the case. The run was on the case's machines if its recipe names
+    none.
 
     Raises ReportError if the directory has no metrics of steps, or is of another kind, of CPUs where GPUs are planned
     for, or of a model that is not there, and RecipeError if its recipe is not one of this version.
@@ -81,8 +81,8 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
 
 
 def _between_turns(steps: Sequence[Step], known: Mapping[str, float]) -> dict[str, float]:
-    """Tokens and seconds between an answer of an agent's rollout and the next, if the run had such. What the policy
-    did not sample is a prompt in each sequence, and the rest between turns."""
+    """Returns the tokens and seconds between two turns of a rollout; empty if the run measured none. Of the tokens that
+    the policy did not sample, each sequence has a prompt, and the rest lie between turns."""
     given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
     if given is None or outside is None or (gaps := known["turns"] - 1) < 1e-9:
         return {}
@@ -91,7 +91,7 @@ def _between_turns(steps: Sequence[Step], known: Mapping[str, float]) -> dict[st
 
 
 def _architecture_of_run(own: AnyRecipe, case: Case, path: Path) -> Architecture:
-    """The model of the run's own recipe. Raises ReportError if such a run says nothing about the case."""
+    """Returns the model of the run's own recipe. Raises ReportError if such a run cannot calibrate the case."""
     recipe = case.recipe
     if own.kind != recipe.kind:
         raise ReportError(Problem(str(path), f"a run of kind {own.kind}", f"one of kind {recipe.kind}, as the recipe"))
@@ -111,8 +111,8 @@ def _architecture_of_run(own: AnyRecipe, case: Case, path: Path) -> Architecture
 
 
 def read_steps(run_directory: Path) -> list[Step]:
-    """The metrics of every step with an update, without the first if there are others: it compiles, allocates and
-    connects. Raises ReportError if there is none."""
+    """Returns the metrics of every step with an update. Drops the first, which compiles, allocates and connects, if
+    there are others. Raises ReportError if there is none."""
     path = run_directory / METRICS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
@@ -128,13 +128,13 @@ def read_steps(run_directory: Path) -> list[Step]:
 
 
 def _median(steps: Sequence[Step], name: str) -> float | None:
-    """None if no step has it."""
+    """Returns the median of a metric; None if no step has it."""
     values = [step[name] for step in steps if step.get(name) is not None]
     return median(values) if values else None
 
 
 def _between_phases(step: Step) -> float:
-    """Seconds of a step outside of the phases that it names."""
+    """Returns the seconds of a step outside of the phases that it names."""
     outside = ("seconds/step", "seconds/eval", "seconds/checkpoint", "seconds/export")
     phases = sum(value for name, value in step.items() if name.startswith("seconds/") and name not in outside)
     return max(0.0, step["seconds/step"] - phases)

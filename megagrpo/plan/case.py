@@ -1,4 +1,4 @@
-"""What a plan is about: a recipe and its model on machines, whose GPUs are known by their makers' data sheets."""
+"""The subject of a plan: a recipe and its model on machines, whose GPUs are known by their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Machines:
 
 
 def _gpu(name: str, gib: float, teraflops: float, memory_gb: float, node_gb: float, sm: int, source: str) -> Gpu:
-    """`memory_gb` and `node_gb` are 10^9 bytes a second, `sm` is 90 for compute capability 9.0."""
+    """Returns a GPU. `memory_gb` and `node_gb` are 10^9 bytes a second, `sm` is 90 for compute capability 9.0."""
     memory, sheet = int(gib * 2**30), f"NVIDIA {source}"
     return Gpu(name, memory, teraflops * 1e12, memory_gb * 1e9, node_gb * 1e9, divmod(sm, 10), sheet)
 
@@ -85,7 +85,7 @@ A_CPU = Machines(
 
 
 def gpu(name: str) -> Gpu:
-    """The kind of GPU of that name. Raises RecipeError with the nearest known name."""
+    """Returns the kind of GPU of that name. Raises RecipeError with the nearest known name if it is unknown."""
     if name in GPUS:
         return GPUS[name]
     by_lower = {known.lower(): known for known in GPUS}
@@ -97,7 +97,7 @@ def gpu(name: str) -> Gpu:
 
 
 def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:
-    """The machines that the recipe's cluster names; None if it has no cluster.gpu. Raises RecipeError as `gpu`."""
+    """Returns the cluster's machines: A_CPU on CPUs, None without cluster.gpu. Raises RecipeError like `gpu`."""
     cluster = recipe.cluster
     known = gpu(cluster.gpu) if cluster.gpu is not None else None
     if cluster.device == "cpu":
@@ -107,7 +107,7 @@ def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe whose rules hold, and all else that an estimate depends on.
+    """A recipe whose rules hold, with all other inputs of an estimate.
 
     `machines` are A_CPU on CPUs, and None for GPUs of an unknown kind. `critic` is the model of algorithm.critic.path,
     if it is another than the policy's.
@@ -121,35 +121,35 @@ class Case:
 
     @cached_property
     def device(self) -> str:
-        """cuda or cpu."""
+        """Returns cuda or cpu."""
         return "cpu" if self.machines == A_CPU else "cuda"
 
     @property
     def grpo(self) -> Recipe:
-        """The recipe, for what only one of GRPO has."""
+        """Returns the recipe, if it is one of GRPO. Raises TypeError otherwise."""
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"{self.recipe.name} is of kind {self.recipe.kind}")
         return self.recipe
 
     @property
     def speeds(self) -> Machines:
-        """The machines, or placeholders."""
+        """Returns the machines, or placeholders if they are unknown."""
         return self.machines or A_CPU
 
     @property
     def gpus(self) -> Machines | None:
-        """The machines, if they have GPUs of a known kind."""
+        """Returns the machines if they have GPUs of a known kind, else None."""
         return self.machines if self.device == "cuda" else None
 
     @property
     def card_bytes(self) -> int | None:
-        """A GPU's memory, if its kind is known."""
+        """Returns a GPU's memory in bytes if its kind is known, else None."""
         return self.gpus.gpu.memory_bytes if self.gpus else None
 
     @cached_property
     def fused_layers(self) -> bool:
-        """Whether ranks have transformer-engine's layers. `layer_spec: auto` on GPUs is what it is there with
-        transformer-engine and without flash-attn, whatever is installed here; GPUs of an unknown kind are H100s."""
+        """Returns whether ranks have transformer-engine's layers. On GPUs, `layer_spec: auto` assumes
+        transformer-engine without flash-attn, whatever is installed here; GPUs of an unknown kind count as H100s."""
         train = self.recipe.train
         if self.device != "cuda" or train.layer_spec != "auto" or train.lora is not None:
             return train.layer_spec == "transformer_engine"
@@ -157,14 +157,14 @@ class Case:
 
     @cached_property
     def auto_is_fused(self) -> bool:
-        """Whether transformer-engine's layers have a fused attention on these GPUs."""
+        """Returns whether transformer-engine's layers have a fused attention on these GPUs."""
         card = self.gpus.gpu.capability if self.gpus else GPUS["H100"].capability
         model = attention_of(self.architecture, train_config(self.recipe), half=self.item_bytes == 2)
         return layers_on(card, Installed(transformer_engine=True), model).spec == "transformer_engine"
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a weight or an activation: 2 or 4."""
+        """Returns the bytes of a weight or an activation: 2 or 4."""
         return ITEM_BYTES[dtype_name(self.recipe, self.device)]
 
     @cached_property

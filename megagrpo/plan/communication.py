@@ -1,9 +1,9 @@
-"""Seconds of what ranks exchange in a training pass, and of bringing new weights to the engines.
+"""Seconds of the exchanges between ranks in a training pass, and of a weight sync to the engines.
 
 Ranks are numbered tensor fastest, then context, data, pipeline (layout/parallel.py), and fill node after node: a group
 has the same number of ranks on every node that it touches. Rings are NCCL's: they enter and leave each node once for
-all of its members, each with its own adapter. Nothing is hidden behind computation but what the assumption `overlap`
-says, and ring attention (cp_comm_type p2p), which counts only where it takes longer than attention.
+all of its members, each with its own adapter. Only the assumption `overlap` and ring attention (cp_comm_type p2p) hide
+exchanges behind computation. Ring attention counts only the seconds that exceed attention's.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ QUANTISING_BYTES = 17
 """Read and written for each element in bfloat16: its absolute value, the largest, a product in float32, a cast."""
 
 Seconds = dict[str, float]
-"""By what they are spent on."""
+"""Seconds by the item that takes them."""
 
 
 def added(*parts: Mapping[str, float]) -> Seconds:
-    """Seconds of one thing after the other, by what they are spent on."""
+    """Returns the seconds of consecutive parts, summed by item."""
     total: Seconds = {}
     for part in parts:
         for name, seconds in part.items():
@@ -56,7 +56,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that a GPU really moves each way, and the seconds that every operation takes besides."""
+    """Bytes a second that a GPU really moves each way, and the extra seconds of every operation."""
 
     node: float
     network: float
@@ -77,7 +77,7 @@ class Links:
 
 
 def gather(group: RankGroup, whole_bytes: float, operations: float, links: Links) -> float:
-    """Seconds of all-gathers that leave `whole_bytes` on every rank, or of reduce-scatters of as much: rings."""
+    """Returns the seconds of ring all-gathers of `whole_bytes` to every rank, or of reduce-scatters of as much."""
     if group.ranks == 1:
         return 0.0
     moved = whole_bytes * (group.ranks - 1) / group.ranks * operations
@@ -88,7 +88,7 @@ def gather(group: RankGroup, whole_bytes: float, operations: float, links: Links
 
 
 def exchange(group: RankGroup, sent_bytes: float, operations: float, links: Links) -> float:
-    """Seconds of all-to-alls in which every rank has `sent_bytes` for all of them alike, itself included."""
+    """Returns the seconds of all-to-alls: every rank sends equal parts of `sent_bytes` to all, itself included."""
     if group.ranks == 1:
         return 0.0
     near = sent_bytes * (group.on_node - 1) / group.ranks / links.node
@@ -98,7 +98,7 @@ def exchange(group: RankGroup, sent_bytes: float, operations: float, links: Link
 
 @dataclass(frozen=True)
 class Groups:
-    """Every group that one rank is in, but for pipelines."""
+    """The groups of one rank, except for pipelines."""
 
     tensor: RankGroup
     context: RankGroup
@@ -148,8 +148,8 @@ class Exchanged:
 def layer_seconds(
     arch: Architecture, sparse: bool, train: TrainConfig, groups: Groups, passed: Exchanged, links: Links
 ) -> Seconds:
-    """Exchanges inside one layer for all microbatches of a pass, by what is exchanged: tensor, context, experts,
-    experts' tensor. `sparse`: the layer has experts."""
+    """Returns the seconds of exchanges inside one layer for all microbatches of a pass, by item: tensor, context,
+    experts, experts' tensor. `sparse`: the layer has experts."""
     per_context = passed.tokens / groups.context.ranks * passed.item_bytes
     at_once = per_context / passed.microbatches
     seconds = {}
@@ -176,16 +176,16 @@ def layer_seconds(
 
 
 def again_in_layer(train: TrainConfig, sparse: bool, passed: Exchanged) -> int:
-    """Times that the MLP, or the shared experts, of a layer are computed again."""
+    """Returns the number of times that the MLP, or the shared experts, of a layer are recomputed."""
     modules = ("moe", "shared_experts") if sparse else ("mlp",)
     return passed.backward if train.recomputed.modules.intersection(modules) else 0
 
 
 def _context_seconds(arch: Architecture, train: TrainConfig, groups: Groups, passed: Exchanged, links: Links) -> float:
-    """As cp_comm_type says: keys and values of all context ranks, or an all-to-all over heads.
+    """Returns the seconds of cp_comm_type's exchange: keys and values of all context ranks, or all-to-all over heads.
 
-    Backward the keys and values come again, and their gradients go back. The local layers gather once and keep them.
-    A core that is computed again exchanges again.
+    The backward pass gathers keys and values again and returns their gradients. Local layers gather once and keep them.
+    A recomputed core exchanges again.
     """
     tensor, latent, backward = groups.tensor.ranks, arch.latent, passed.backward
     # Columns of one rank: queries and outputs, keys and values.
@@ -201,7 +201,7 @@ def _context_seconds(arch: Architecture, train: TrainConfig, groups: Groups, pas
 
 
 def context_exchange(train: TrainConfig) -> str:
-    """train.megatron's cp_comm_type; transformer-engine's default is p2p. A list has one for each layer: the first."""
+    """Returns the first layer's cp_comm_type of train.megatron, p2p by default; local layers use all_gather."""
     kind = train.megatron.get("cp_comm_type") or "p2p"
     if train.layer_spec == "local":
         return "all_gather"
@@ -209,7 +209,7 @@ def context_exchange(train: TrainConfig) -> str:
 
 
 def stage_seconds(arch: Architecture, layout: ParallelLayout, groups: Groups, passed: Exchanged, links: Links) -> float:
-    """Hidden states to the next stage and gradients to the one before, once for each chunk and microbatch."""
+    """Returns the seconds to send hidden states on and gradients back, for all chunks and microbatches."""
     directions = min(1, passed.forward) + passed.backward  # recomputing stays in its layer
     count = directions * layout.virtual_pipeline * passed.microbatches
     at_once = passed.tokens / passed.microbatches / layout.context / layout.tensor * arch.hidden * passed.item_bytes
@@ -220,8 +220,8 @@ def stage_seconds(arch: Architecture, layout: ParallelLayout, groups: Groups, pa
 def replica_seconds(
     dense: float, experts: float, train: TrainConfig, groups: Groups, item_bytes: int, links: Links
 ) -> Seconds:
-    """Gradients summed over replicas and new weights back, for one optimizer step, by what is exchanged and the link.
-    `dense` and `experts` are the trained elements of one rank. Without the distributed optimizer gradients are
+    """Returns the seconds to sum gradients over replicas and to return new weights in one optimizer step, by item and
+    link. `dense` and `experts` are the trained elements of one rank. Without the distributed optimizer gradients are
     all-reduced: scattered, and gathered in their own dtype."""
     gradient_bytes = 2 if train.gradient_dtype == "bfloat16" else 4
     back = item_bytes if train.distributed_optimizer else gradient_bytes
@@ -240,8 +240,8 @@ def replica_seconds(
 
 @dataclass(frozen=True)
 class LinkUse:
-    """What a sync moves over one kind of link, into or out of the busiest device, and its seconds. The least: if all
-    devices had equal parts, and the link the speed of its data sheet."""
+    """The bytes that a sync moves over one kind of link, into or out of the busiest device, and their seconds. The
+    least values assume equal parts for all devices, and the link's speed by its data sheet."""
 
     link: AnyLink
     bytes: float
@@ -270,7 +270,7 @@ class SyncBytes:
 
 
 def sync_seconds(case: Case) -> Seconds:
-    """Seconds of a weight sync. Engines get all weights, also with train.lora: adapters are added before."""
+    """Returns the seconds of a weight sync, by item. Engines get all weights, with adapters (train.lora) added."""
     rollout, assumed, found = case.grpo.rollout, case.assumptions, _sync_bytes_of(case)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
     links = sync_links(case)
@@ -287,7 +287,7 @@ def sync_seconds(case: Case) -> Seconds:
 
 
 def sync_links(case: Case) -> tuple[LinkUse, ...]:
-    """All kinds of links, which a sync uses at once; none if weights go by way of the disk."""
+    """Returns the use of each kind of link, all at once in a sync; empty if weights are transferred by disk."""
     recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
     if recipe.weights.transfer_to(external=recipe.rollout.engine == "external") == "disk":
         return ()
@@ -331,13 +331,12 @@ def sync_bytes(
     colocated: bool,
     quantized: bool = False,
 ) -> SyncBytes:
-    """The fewest bytes that a plan of boxes can move to fill all ranks of all engines once.
+    """Returns the fewest bytes that a plan of boxes can move to fill all ranks of all engines once.
 
-    Arithmetic over whole kinds of ranks; weights/plan.py makes the real plan, which takes seconds for hundreds of
-    ranks. A node needs each byte that its engine ranks hold once from the network if no training rank on it holds it;
-    all training ranks with replicas share the sending evenly; within the node everything travels over its links. Where
-    engines share the devices of training ranks, what crosses the network goes from the training rank to the engine rank
-    on its device.
+    It computes over whole kinds of ranks; weights/plan.py makes the real plan, in seconds for hundreds of ranks. A node
+    needs each byte of its engine ranks once from the network if no training rank on it holds it. All training ranks
+    with replicas share the sending evenly; within the node everything travels over its links. Where engines share the
+    devices of training ranks, bytes from the network go from the training rank to the engine rank on its device.
     """
     weights = model_bytes(arch, item_bytes, quantized=quantized)
     group, experts = engine.ranks // engine.attention_data, layout.expert * layout.expert_tensor
@@ -377,14 +376,14 @@ def sync_bytes(
 
 
 def _stages_on(devices: int, ranks: int, stages: int) -> float:
-    """Share of the stages of so many ranks that lies on consecutive devices."""
+    """Returns the share of `stages` stages, over `ranks` ranks, that lies on `devices` consecutive devices."""
     return min(1.0, max(1.0, devices / (ranks / stages)) / stages)
 
 
 def _common_experts(device: int, layout: ParallelLayout, engine: EngineLayoutConfig) -> float:
-    """Share of a stage's experts that training rank and engine rank `device` have in common.
+    """Returns the share of a stage's experts that training rank and engine rank `device` have in common.
 
-    Both deal out whole experts in order, and each expert is cut by what is left.
+    Both deal out whole experts in order, and cut each expert over the remaining ranks.
     """
     shards = engine.ranks // engine.expert
     whole = _common(device // shards, engine.expert, device // layout.expert_tensor, layout.expert)
@@ -392,6 +391,6 @@ def _common_experts(device: int, layout: ParallelLayout, engine: EngineLayoutCon
 
 
 def _common(one: int, ones: int, other: int, others: int) -> float:
-    """Overlap of part `one` of `ones` equal parts of something with part `other` of `others`; indices wrap around."""
+    """Returns the overlap of part `one` of `ones` equal parts and part `other` of `others`; indices wrap around."""
     one, other = one % ones, other % others
     return max(0.0, min((one + 1) / ones, (other + 1) / others) - max(one / ones, other / others))

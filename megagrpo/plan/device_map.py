@@ -1,4 +1,4 @@
-"""What each device holds: its rank's coordinates and its engines; rows of devices; and the groups of ranks."""
+"""A map of the devices: each one's rank coordinates and engines, rows of devices, and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class MappedDevice:
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of its rank; -1 without a rank."""
+        """Returns the pipeline stage of its rank; -1 without a rank."""
         return -1 if self.rank is None else self.rank.pipeline
 
 
 @dataclass(frozen=True)
 class Axis:
     """A dimension of the layout. Its groups have `size` ranks, `stride` apart; `example` is the group of rank 0, and
-    `nodes` is how many nodes the widest group touches."""
+    `nodes` counts the nodes of the widest group."""
 
     name: str
     size: int
@@ -44,7 +44,7 @@ class Axis:
 
 
 def device_map(case: Case) -> tuple[MappedDevice, ...]:
-    """Every device of the device plan, in order."""
+    """Returns every device of the device plan, in order."""
     plan, per_node = case.device_plan, case.recipe.cluster.gpus_per_node
     ranks = dict(zip(plan.bundle_of_rank, rank_grid(case.layout), strict=True))
     engines: dict[int, list[int]] = {}
@@ -70,7 +70,7 @@ def device_map(case: Case) -> tuple[MappedDevice, ...]:
 
 
 def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
-    """Devices by line of a table: one device while they are few, else those of a stage and node, else of a stage."""
+    """Returns the devices of each table row: one while they are few, else a stage's on a node, else whole stages'."""
     if len(devices) <= ROWS_MAX // 2:
         return [(mapped,) for mapped in devices]
     by_node = [tuple(group) for _, group in groupby(devices, lambda mapped: (mapped.stage, mapped.node))]
@@ -85,7 +85,7 @@ def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
 
 
 def axes(case: Case) -> list[Axis]:
-    """Every axis of more than one rank; those of experts only where there are experts."""
+    """Returns every axis of more than one rank; expert axes only for models with experts."""
     layout, per_node = case.layout, case.recipe.cluster.gpus_per_node
     strides = {
         "tensor": (layout.tensor, 1),
@@ -111,7 +111,7 @@ def axes(case: Case) -> list[Axis]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`0-7`, or `0, 8, 16, ... 120`."""
+    """Formats ranks like `0-7`, or `0, 8, 16, ... 120`."""
     if ranks[1] - ranks[0] == 1:
         return f"{ranks[0]}-{ranks[-1]}"
     shown = [str(rank) for rank in ranks]

@@ -28,14 +28,14 @@ from megagrpo.weights.sides.sglang import stage_layers
 
 MIB, GIB = 2**20, 2**30
 WHOLE_PREFILL_TOKENS = 16384
-"""SGLang's max_prefill_tokens: what prompts that are not cut into chunks (chunked_prefill_size -1) take at once."""
+"""SGLang's max_prefill_tokens: a prefill's tokens if prompts are not cut into chunks (chunked_prefill_size -1)."""
 PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192), (2**63, 16384))
 """Tokens of a prefill that SGLang chooses for cards below a size in bytes."""
 PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 2**31, 512))
 """Tokens of the prefills that SGLang captures in graphs, as ranges (sglang/srt/arg_groups/cuda_graph_hook.py)."""
 
 POINTS = 24
-"""At which the end of a batch is looked at: its integral over time is a sum over so many intervals."""
+"""Intervals of the sum over time at the end of a batch."""
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -60,15 +60,15 @@ class EngineMemory:
 
     @property
     def sequences(self) -> int:
-        """Longest responses that the cache holds at once. SGLang lets others wait, or computes theirs again."""
+        """Returns how many longest responses the cache holds at once. SGLang queues others, or recomputes theirs."""
         return min(self.asked, self.cache_tokens // self.longest)
 
 
 def engine_memory(case: Case) -> EngineMemory:
-    """Memory of a GRPO recipe's engines. Where the card is not known, the cache is as large as the recipe could use.
+    """Returns the memory of a GRPO recipe's engines. For an unknown card, the cache has all that the recipe could use.
 
-    SGLang takes mem_fraction_static of what is free when it starts, and it starts beside the trainer: it is taken to
-    find the card empty.
+    SGLang takes mem_fraction_static of the memory that is free at its start, beside the trainer. The card is assumed to
+    be empty then.
     """
     recipe, arch, card_bytes, device, element = (
         case.grpo,
@@ -120,8 +120,8 @@ def engine_memory(case: Case) -> EngineMemory:
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
-    """Keys and values of one token in all layers, on one of `tensor` ranks; the latents of latent attention are whole
-    on each (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
+    """Returns the bytes of one token's keys and values in all layers, on one of `tensor` ranks. Latents are whole on
+    each (sglang/srt/model_executor/pool_configurator.py, _compute_cell_size). transformers caches the same."""
     if arch.latent is not None:
         return arch.layers * (arch.latent.key_value_rank + arch.latent.rotary_dim) * element_bytes
     return 2 * arch.layers * max(1, arch.query_groups // tensor) * arch.head_dim * element_bytes
@@ -134,7 +134,7 @@ def _cache_element_bytes(options: Mapping[str, Any], element_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What SGLang makes room for on each device: as given, else what it chooses for a card."""
+    """The sizes for which SGLang reserves memory on each device: as given, else its choice for a card."""
 
     layout: EngineLayoutConfig
     prefill: int
@@ -158,16 +158,16 @@ class GraphSizes:
 
     @property
     def graph_bytes(self) -> int:
-        """SGLang reckons with 2 MiB for each request in the largest decoding graph, 3 more for each of all groups, and
-        8 MiB for each prefill graph."""
+        """Returns SGLang's reserve: 2 MiB for each request in the largest decoding graph, with several groups 3 more
+        for each of them (4.5 above 300 requests), and 8 MiB for each prefill graph."""
         groups = self.layout.attention_data
         each = 2 + (0 if groups == 1 else 3 * groups if self.requests <= 300 else 4.5 * groups)
         return int((each * self.requests * self.decode_graphs + 8 * self.prefill_graphs) * MIB)
 
 
 def default_fraction(sizes: GraphSizes, card_bytes: int) -> float:
-    """SGLang's own mem_fraction_static on a card (0.5.23, sglang/srt/arg_groups/memory_hook.py): it leaves 1.5 MiB for
-    each token of a prefill, what it expects of CUDA graphs, and some more."""
+    """Returns SGLang's default mem_fraction_static on a card (0.5.23, sglang/srt/arg_groups/memory_hook.py). It leaves
+    1.5 MiB for each token of a prefill, its estimate for CUDA graphs, and some more."""
     card = card_bytes // MIB
     reserved = 512 + sizes.layout.ranks * 1024 / 8 + 1.5 * max(sizes.prefill, 2048) + sizes.graph_bytes / MIB
     if card > 60 * 1024:
@@ -176,7 +176,7 @@ def default_fraction(sizes: GraphSizes, card_bytes: int) -> float:
 
 
 def _working_bytes(arch: Architecture, sizes: GraphSizes, element: int) -> int:
-    """Graphs; one layer of a prefill without gradients, or the logits of all requests of a group in float32, twice.
+    """Returns the bytes of graphs, plus the larger of a prefill's layer and twice a group's logits in float32.
 
     Each group attends to its part of a prefill; MLPs and experts have all of it.
     """
@@ -196,11 +196,11 @@ def _working_bytes(arch: Architecture, sizes: GraphSizes, element: int) -> int:
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """One engine, alone on its devices.
+    """The speed of one engine, alone on its devices.
 
-    A decoded token of a batch costs what takes longest: reading the weights that the batch needs and all keys and
-    values, or the products; then the ranks' sums and a fixed overhead. Stages of a pipeline work at once on equal parts
-    of the batch, which each pass all stages for a token.
+    A decoded token of a batch costs the longer of two: reading the weights that the batch needs and all keys and
+    values, or the products. The ranks' sums and a fixed overhead are added. Stages of a pipeline work at once on equal
+    parts of the batch, which each pass all stages for a token.
     """
 
     arch: Architecture
@@ -209,52 +209,52 @@ class EngineSpeed:
     assumptions: Assumptions
     item_bytes: int
     quantized: bool = False
-    """Products are taken to be no faster for it."""
+    """Weights are quantised. Products are assumed to run no faster."""
 
     @property
     def group(self) -> int:
-        """Ranks that share the attention."""
+        """Returns the number of ranks that share the attention."""
         return self.layout.tensor // self.layout.attention_data
 
     @cached_property
     def dense_bytes(self) -> float:
-        """Weights of one rank of all stages that every batch reads: all but routed experts and the input embedding."""
+        """Returns one rank's bytes of all stages that every batch reads: no routed experts or input embedding."""
         arch, weights = self.arch, model_bytes(self.arch, self.item_bytes, quantized=self.quantized)
         embedding = 0 if arch.tied_embeddings else arch.vocab * arch.hidden * self.item_bytes
         return weights.whole + (weights.attention - embedding) / self.group + weights.mlp / self.layout.tensor
 
     @cached_property
     def expert_bytes(self) -> float:
-        """All routed experts of one rank of all stages."""
+        """Returns the bytes of all routed experts of one rank of all stages."""
         return model_bytes(self.arch, self.item_bytes, quantized=self.quantized).experts / self.layout.tensor
 
     @cached_property
     def token_bytes(self) -> int:
-        """Keys and values of one token on one rank of all stages."""
+        """Returns the bytes of one token's keys and values on one rank of all stages."""
         return cache_bytes_per_token(self.arch, self.group, self.item_bytes)
 
     @cached_property
     def token_flops(self) -> float:
-        """Products for one token on one rank of all stages, besides attention's core."""
+        """Returns the operations for one token on one rank of all stages, without attention's core."""
         counts = layer_counts(self.arch, range(self.arch.layers))
         layers = layers_flops(self.arch, counts, FORWARD, tokens=1.0, squares=0.0)
         return (layers.total + head_work(self.arch)) / self.layout.tensor
 
     @cached_property
     def pair_flops(self) -> float:
-        """Attention's core for one token and one before it, on one rank. Latents are not projected up for decoding."""
+        """Returns one rank's operations of attention's core for a pair of tokens. Decoding projects no latents up."""
         arch, latent = self.arch, self.arch.latent
         if latent is None:
             return 2 * layer_work(arch, 0).pairs * arch.layers / self.layout.tensor
         return 2 * arch.layers * arch.heads / self.layout.tensor * (2 * latent.key_value_rank + latent.rotary_dim)
 
     def experts_read(self, tokens: float) -> float:
-        """Expected share of a layer's experts that a batch of tokens meets: 1 - (1 - per_token / count)^tokens."""
+        """Returns the expected share of a layer's experts that a batch reads: 1 - (1 - per_token / count)^tokens."""
         experts = self.arch.experts
         return 0.0 if experts is None else 1 - (1 - experts.per_token / experts.count) ** tokens
 
     def decode_seconds(self, batch: float, context: float) -> float:
-        """One token for each of `batch` responses, with `context` tokens before each in the mean."""
+        """Returns the seconds of one token for each of `batch` responses, with a mean context of `context` tokens."""
         gpu, assumed, stages = self.machines.gpu, self.assumptions, self.layout.pipeline
         passing = max(1.0, batch / stages)  # through one stage at a time
         read = self.dense_bytes + self.expert_bytes * self.experts_read(passing)
@@ -265,7 +265,7 @@ class EngineSpeed:
         return max(reading, products) + self._sums_seconds(passing) + assumed.decode_step_seconds
 
     def prefill_seconds(self, tokens: float, squares: float, prompts: float) -> float:
-        """Whole prompts; `squares` is the sum of their squared lengths."""
+        """Returns the seconds to read whole prompts; `squares` is the sum of their squared lengths."""
         counts = layer_counts(self.arch, range(self.arch.layers))
         flops = layers_flops(self.arch, counts, FORWARD, tokens, squares).total
         flops = (flops + head_flops(self.arch, FORWARD, prompts)) / self.layout.tensor
@@ -273,9 +273,9 @@ class EngineSpeed:
         return seconds / self.layout.pipeline
 
     def _sums_seconds(self, tokens: float) -> float:
-        """Two all-reduces of hidden states in each layer of all stages: of attention over the ranks of a group, for its
-        tokens, and of MLPs and experts over all tensor ranks. With several groups the latter is a gather of all tokens
-        before and a reduce-scatter after."""
+        """Returns the seconds of two all-reduces of hidden states in each layer of all stages, and of stages'
+        hand-overs. Attention sums over a group's ranks, for its tokens; MLPs and experts over all tensor ranks. With
+        several groups the latter is a gather of all tokens before and a reduce-scatter after."""
         links, near = Links.of(self.machines, self.assumptions), self.machines.gpus_per_node
         whole, layers = tokens * self.arch.hidden * self.item_bytes, 2 * self.arch.layers
         seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
@@ -289,9 +289,9 @@ class EngineSpeed:
 
 @lru_cache(maxsize=4096)
 def rollout_seconds(engine: EngineSpeed, lengths: Lengths, prompts: int, samples: int, at_once: float) -> Seconds:
-    """Seconds in which one engine samples `samples` responses for each of `prompts` prompts, `at_once` at most at once.
+    """Returns the seconds in which an engine samples `samples` responses to each of `prompts` prompts.
 
-    It decodes full batches until no response waits, then one batch whose responses end one after the other.
+    It decodes full batches of at most `at_once` until no response waits, then one batch whose responses end one by one.
     """
     responses = float(prompts * samples)
     batch = min(responses, at_once)

@@ -1,8 +1,8 @@
 """Memory of a recipe by kind of device and phase, as lists of named parts, which terminal, page, JSON and search read.
 
-What takes turns on a device is counted where it is: parts that train.offload moves away, and an engine's weights and
-cache while SGLang's memory saver has them released. Optimizer steps need less than the passes before them. docs/plan.md
-says how exact each part is.
+A phase counts only the parts that are on the device then: train.offload moves parts away, and SGLang's memory saver
+releases an engine's weights and cache. Optimizer steps need less than the passes before them. docs/plan.md says how
+exact each part is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAINING_NCCL_BYTES, ENGINE_NCCL_BYTES = GIB, GIB // 2
 """Buffers of a training rank's process groups, and of an engine's one group. Assumed; NCCL takes some MiB for each peer
 and channel."""
 FRAGMENTATION = 0.05
-"""What torch's allocator cannot use, of all that passes allocate: microbatches differ in length. Assumed."""
+"""Share of passes' memory that torch's allocator cannot use: microbatches differ in length. Assumed."""
 TOKEN_BYTES, RESPONSE_TOKEN_BYTES = 37, 72
 """A token of the loaded batch (four int64, a float32, a bool), and a response token on the last stage (six int64, six
 float32)."""
@@ -64,7 +64,7 @@ PHASES = ("rollout", "logprobs", "update", "weight_sync")
 class Part:
     """One item on a device during a phase. `lowered_by` names recipe fields that make it smaller, best first.
 
-    of_rank: it is tensors of the training rank there: `memory/allocated_max/{phase}` measures all of these together.
+    of_rank: the item is tensors of the training rank there. `memory/allocated_max/{phase}` measures their sum.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What lies on a device at the fullest moment of one of PHASES."""
+    """The parts on a device at the fullest moment of one of PHASES."""
 
     phase: str
     parts: tuple[Part, ...]
@@ -91,7 +91,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Devices that hold equally much, as those of one pipeline stage. `devices` are indices in the device plan."""
+    """Devices that hold equally much, such as those of one pipeline stage. `devices` are indices in the device plan."""
 
     name: str
     devices: tuple[int, ...]
@@ -103,7 +103,7 @@ class DeviceMemory:
 
 
 def memory(case: Case) -> Iterator[DeviceMemory]:
-    """One entry for each kind of device, in their order. All sequences are taken to be as long as the recipe allows."""
+    """Yields an entry for each kind of device, in their order. Assumes all sequences as long as allowed."""
     recipe, planned, pipeline, engine = case.recipe, case.device_plan, case.layout.pipeline, None
     if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
         engine = engine_memory(case)
@@ -129,7 +129,7 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
 
 
 def _of_reward_models(case: Case, recipe: Recipe) -> Iterator[DeviceMemory]:
-    """Devices of reward.models: their weights, and not what they compute with, which they fit to what is there."""
+    """Yields the devices of reward.models without working memory, which the models fit to what is free."""
     for name, devices in zip(recipe.reward.models, case.device_plan.bundles_of_model, strict=True):
         weights = reward_model_bytes(recipe, name, case.device)
         if not devices or weights is None:
@@ -144,7 +144,7 @@ def _of_reward_models(case: Case, recipe: Recipe) -> Iterator[DeviceMemory]:
 def _kinds(
     devices: int, ranks: int, pipeline: int, devices_of_engine: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[int | None, int], tuple[int, ...]]:
-    """Devices by the pipeline stage of their rank and the number of their engines; no stage where there is no rank."""
+    """Returns the devices by pipeline stage of their rank (None without a rank) and number of engines."""
     engines, found = Counter(chain.from_iterable(devices_of_engine)), defaultdict(list)
     for device in range(devices):
         stage = device // (ranks // pipeline) if device < ranks else None  # ranks lie on the first devices, in order
@@ -156,7 +156,7 @@ def _kinds(
 
 
 def model_parts(case: Case, stage: int) -> dict[str, int]:
-    """Bytes of the models on every rank of a pipeline stage, by the names that train.offload has for them.
+    """Returns the bytes of the models on every rank of a pipeline stage, by their names in train.offload.
 
     Padding is not counted: Megatron aligns each parameter in its buffers to 64 elements, and each buffer's end.
     """
@@ -185,7 +185,7 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
 
 
 def host_bytes(case: Case) -> int:
-    """Host memory that train.offload's parts take on the fullest node. Gradients come back as zeros: they take none."""
+    """Returns the host bytes of train.offload's parts on the fullest node. Gradients take none: zeros replace them."""
     away = set(case.recipe.train.offload) - {"gradients"}
     sizes = (model_parts(case, stage) for stage in range(case.layout.pipeline))
     fullest = max(sum(size for name, size in of_rank.items() if name in away) for of_rank in sizes)
@@ -193,8 +193,8 @@ def host_bytes(case: Case) -> int:
 
 
 def snapshot_bytes(case: Case) -> int:
-    """Host memory that the copies for checkpoints take on the fullest node: main weights and moments, a reference that
-    follows, the critic's. Ranks with the same weights copy a share each, with any optimizer."""
+    """Returns the host bytes of checkpoint copies on the fullest node: main weights and moments, a moving reference,
+    the critic's. Ranks with the same weights copy a share each, with any optimizer."""
     recipe, architecture, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
     moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
 
@@ -220,8 +220,8 @@ def snapshot_bytes(case: Case) -> int:
 
 
 def export_copy_bytes(case: Case) -> int:
-    """Host memory that the copy of a model to export on the way takes on the fullest node: ranks with the same weights
-    copy a share each. 0: none is exported while training goes on."""
+    """Returns the host bytes of the copy of a model to export during training, on the fullest node; 0 without such
+    exports. Ranks with the same weights copy a share each."""
     recipe, layout = case.recipe, case.layout
     if recipe.checkpoint.export_every_steps is None:
         return 0
@@ -231,15 +231,15 @@ def export_copy_bytes(case: Case) -> int:
 
 
 def _share(trained: RankParameters, layout: ParallelLayout) -> int:
-    """Elements of a data rank, of those that all data ranks hold together."""
+    """Returns the elements of one data rank, of those that all data ranks hold together."""
     dense = trained.total - trained.experts
     return -(-dense // (layout.data * layout.context)) + -(-trained.experts // layout.expert_data)
 
 
 @dataclass(frozen=True)
 class _ByMuon:
-    """Elements of a rank's matrices that Muon trains, what the fullest data rank owns of them, and what all buffers
-    hold besides, because each data rank's part of them is as long as the fullest's."""
+    """Elements of a rank's matrices that Muon trains (`held`), and those that the fullest data rank owns. All buffers
+    hold `padding` besides, because each data rank's part of them is as long as the fullest's."""
 
     held: RankParameters
     owned: int = 0
@@ -260,8 +260,8 @@ def _by_muon(train: TrainConfig, arch: Architecture, layout: ParallelLayout, sta
 def _optimizer_bytes(
     trained: RankParameters, by_muon: _ByMuon, train: TrainConfig, layout: ParallelLayout, item: int
 ) -> int:
-    """Adam's two moments or Muon's one, and float32 copies of bfloat16 weights. With the distributed optimizer, a data
-    rank's share of Adam's, and those of Muon's matrices that are its own."""
+    """Returns the bytes of Adam's two moments or Muon's one, and of float32 copies of bfloat16 weights. With the
+    distributed optimizer, a data rank holds its share of Adam's, and those of its own Muon matrices."""
     own, copies = by_muon.held, 4 if item < 4 else 0
     by_adam = replace(trained, dense=trained.dense - own.dense, experts=trained.experts - own.experts)
     owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
@@ -270,8 +270,8 @@ def _optimizer_bytes(
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
-    """At each end of a weight sync: two buckets (weights/transport/buckets.py), none larger than the `weights` there.
-    Files need none."""
+    """Returns the bytes of two buckets at each end of a weight sync (weights/transport/buckets.py), none larger than
+    the `weights` there. Files need none."""
     if not isinstance(recipe, Recipe):
         return 0
     by_files = recipe.weights.transfer_to(external=recipe.rollout.engine == "external") == "disk"
@@ -279,7 +279,7 @@ def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
 
 
 def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
-    """All that a training rank of pipeline stage `index` holds, by phase."""
+    """Returns all parts of a training rank of pipeline stage `index`, by phase."""
     recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
     stage, longest = stages(arch.layers, layout)[index], longest_sequence(recipe)
     phases, before_update = ["update"], False
@@ -368,7 +368,7 @@ def _batch(recipe: AnyRecipe, stage: Stage, sequences: int) -> Part:
 
 
 def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, sequences: int) -> list[Part]:
-    """Activations of all microbatches on the way, and the larger of logits and a layer's backward pass."""
+    """Returns the activations of all microbatches in flight, and the larger of logits and a layer's backward pass."""
     train, capacity = recipe.train, recipe.train.tokens_per_microbatch * work.layout.context
     kept = stage_bytes(work, stage, index, -(-sequences // max(1, capacity // work.longest)))
     layer, logits = working_bytes(work, stage), 0
@@ -415,11 +415,11 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
 
 
 def mapping_processes(case: Case, own: int) -> int:
-    """The most engine processes on other GPUs of a node that map memory of a GPU on which `own` engines are: a process
+    """Returns the most engine processes on a node's other GPUs that map memory of a GPU with `own` engines. A process
     has a context on every GPU whose memory it maps, from its first sync on.
 
-    A real plan takes seconds. Engine ranks receive from training ranks and pass on to one another, at most from as many
-    GPUs as the model is split over.
+    This is a bound, since a real plan takes seconds. Engine ranks receive from training ranks and pass on to one
+    another, at most from as many GPUs as the model is split over.
     """
     if not isinstance(case.recipe, Recipe) or not maps_gpu_memory(case.recipe):
         return 0
@@ -436,7 +436,7 @@ def mapping_processes(case: Case, own: int) -> int:
 
 
 def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside_training: bool) -> Iterator[Part]:
-    """All that ranks of `count` engines on one device hold in a phase."""
+    """Yields all parts of the ranks of `count` engines on one device in a phase."""
     recipe, on_cuda = case.grpo, case.device == "cuda"
     sglang = recipe.rollout.engine == "sglang"
     saves = (recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
@@ -463,7 +463,7 @@ def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside
 
 
 def reward_model_bytes(recipe: Recipe, name: str, device: str) -> int | None:
-    """Weights of one of reward.models on each of its devices; None if its files are not on this machine."""
+    """Returns the weight bytes of a reward model on each of its devices; None if its files are not on this machine."""
     config = recipe.reward.models[name]
     parameters = stored_parameters(config.path)
     if parameters is None:
@@ -474,7 +474,7 @@ def reward_model_bytes(recipe: Recipe, name: str, device: str) -> int | None:
 
 @lru_cache
 def stored_parameters(path: str) -> int | None:
-    """Elements of all tensors of a model's directory; None if it is not there."""
+    """Returns the elements of all tensors in a model's directory; None if its files cannot be read."""
     try:
         files = weight_files(Path(path))
         return sum(math.prod(entry.shape) for file in files for entry in read_header(file).values())

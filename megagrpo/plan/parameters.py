@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).with_name("configs")
 
 
 def known_models() -> dict[str, Path]:
-    """Hub ids of published models, such as Qwen/Qwen3-8B, and directories with their config.json alone.
+    """Returns the directories of published models, by hub id such as Qwen/Qwen3-8B, with their config.json alone.
 
     They come with megagrpo, so that a plan needs neither a network nor a download.
     """
@@ -38,23 +38,23 @@ def known_models() -> dict[str, Path]:
 
 
 def total_parameters(arch: Architecture) -> int:
-    """Elements of the checkpoint's tensors; a tied embedding counts once."""
+    """Returns the number of elements in the checkpoint's tensors; a tied embedding counts once."""
     return _elements(arch)[0] + expert_parameters(arch)
 
 
 def expert_parameters(arch: Architecture) -> int:
-    """Elements of all routed experts."""
+    """Returns the number of elements in all routed experts."""
     return _elements(arch)[1] * (arch.experts.count if arch.experts else 0)
 
 
 def active_parameters(arch: Architecture) -> int:
-    """Elements that one token passes, embedding and head included: the second number in names such as 235B-A22B."""
+    """Returns the elements that one token passes, embedding and head included: the second number in "235B-A22B"."""
     return _elements(arch)[0] + _elements(arch)[1] * (arch.experts.per_token if arch.experts else 0)
 
 
 @lru_cache(maxsize=64)
 def _elements(arch: Architecture) -> tuple[int, int]:
-    """Elements outside of routed experts, and those of one routed expert in every layer that has experts."""
+    """Returns the elements outside of routed experts, and those of one routed expert over all layers with experts."""
     sample = _sample(arch)
     dense, sparse = layer_counts(arch, range(arch.layers))
     outside = of_expert = 0
@@ -70,7 +70,7 @@ def _elements(arch: Architecture) -> tuple[int, int]:
 
 
 def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
-    """How many of these layers have an MLP, and how many have experts."""
+    """Counts the layers with an MLP, and those with experts."""
     first = arch.layers if arch.experts is None else arch.experts.dense_layers
     dense = total = 0
     for layer in layers:
@@ -80,7 +80,7 @@ def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
 
 
 def _sample(arch: Architecture, experts: int | None = None) -> Architecture:
-    """The same model with a head of its own and one layer of each kind, which has `experts` experts if given."""
+    """Returns the same model with a head of its own and one layer of each kind, with `experts` experts if given."""
     layers, kind = 1, arch.experts
     if kind is not None:
         layers = 2 if kind.dense_layers else 1
@@ -108,13 +108,13 @@ class Stage:
 
     @property
     def text(self) -> str:
-        """Such as `embedding, 0-4, 20-24`."""
+        """Returns a text such as `embedding, 0-4, 20-24`."""
         return ", ".join([*["embedding"] * self.embedding, spans(self.layers), *["head"] * self.head])
 
 
 @lru_cache(maxsize=4096)
 def stages(layers: int, layout: ParallelLayout) -> tuple[Stage, ...]:
-    """Every stage of a model with so many layers."""
+    """Returns every stage of a model with `layers` layers."""
     last = layout.pipeline - 1
     chunks = range(layout.virtual_pipeline)
     return tuple(
@@ -125,8 +125,8 @@ def stages(layers: int, layout: ParallelLayout) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Elements that one rank holds, with the vocabulary's padding. `dense` is everything that is none of the others:
-    attention, MLPs, shared experts, norms and routers."""
+    """Elements that one rank holds, with the vocabulary's padding. `dense` counts all the others: attention, MLPs,
+    shared experts, norms and routers."""
 
     embedding: int
     head: int
@@ -140,7 +140,7 @@ class RankParameters:
 
 @lru_cache(maxsize=4096)
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
-    """What every rank of a pipeline stage holds. Raises ModelError if the sizes do not divide the model."""
+    """Returns the elements on every rank of a pipeline stage. Raises ModelError if sizes do not divide the model."""
     outside, layers = _training_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
     held = stages(arch.layers, layout)[stage]
     dense = experts = 0
@@ -160,7 +160,7 @@ def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fuse
 def _training_shard(
     arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """As _shard, of a training rank; all ranks' shapes are those of the first, and no dtype changes a shape."""
+    """Returns `_shard` of a training rank. All ranks have the shapes of the first, and no dtype changes a shape."""
     layout = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
     side = TE_SPEC if fused else LOCAL_SPEC
     sample, first = _sample(arch, experts=expert), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
@@ -171,8 +171,8 @@ def _training_shard(
 def matrices(
     arch: Architecture, layout: ParallelLayout, stage: int, fused: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements of each matrix of layers on every rank of a stage, largest first: those that all data ranks have, and
-    routed experts'."""
+    """Returns the elements of each layer matrix on every rank of a stage, largest first: of those that all data ranks
+    have, and of routed experts."""
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     dense, experts = list[int](), list[int]()
     sample, first = _sample(arch), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
@@ -185,7 +185,7 @@ def matrices(
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> int:
-    """Elements of the fullest of `ranks`, each matrix on one of them: the largest first, to the emptiest rank."""
+    """Returns the elements of the fullest of `ranks` ranks. Each matrix goes to the emptiest, the largest first."""
     held = [0] * ranks
     for size in sizes:
         heapreplace(held, held[0] + size)
@@ -194,7 +194,7 @@ def largest_share(sizes: Sequence[int], ranks: int) -> int:
 
 @lru_cache(maxsize=1024)
 def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, int]:
-    """Elements that one rank of a quantised SGLang engine has in blocks: of a layer with an MLP, and of one with
+    """Returns the elements in blocks on one rank of a quantised SGLang engine: of a layer with an MLP, and of one with
     experts."""
     sample, one_stage = _sample(arch, layout.tensor), layout.model_copy(update={"pipeline": 1})
     held, shapes = sglang.manifest(sample, one_stage, 0, "float32", "cuda"), sglang.quantized_shapes(sample)
@@ -206,7 +206,7 @@ def engine_blocks(arch: Architecture, layout: EngineLayoutConfig) -> tuple[int, 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """All weights as engines get them, by the ranks of a stage that share them."""
+    """The bytes of all weights as engines get them, by the ranks of a stage that share them."""
 
     whole: float
     """On every rank: norms, routers, projections down to latents."""
@@ -246,8 +246,8 @@ def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> Weig
 
 @lru_cache(maxsize=1024)
 def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, device: str) -> tuple[int, ...]:
-    """Elements of all parameters of one SGLang rank, for each pipeline stage. Raises ModelError if SGLang cannot hold
-    the model so."""
+    """Returns the elements of all parameters of one SGLang rank, for each pipeline stage. Raises ModelError if SGLang
+    cannot hold the model so."""
     one_stage = layout.model_copy(update={"pipeline": 1})
     sample = sglang.manifest(_sample(arch, layout.tensor), one_stage, 0, "float32", device)
     outside, layers = _shard(arch, sample, layout.tensor)
@@ -268,7 +268,7 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
 
 
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
-    """Elements of blocks that are cut between ranks: the most that a rank of a stage fetches to quantise its own."""
+    """Returns the most elements of blocks cut between ranks that a rank of a stage fetches to quantise its own."""
     dense, sparse = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     lacked = _lacked_in_layers(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
     return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in lacked)
@@ -278,8 +278,8 @@ def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fus
 def _lacked_in_layers(
     arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
 ) -> tuple[tuple[int, int], ...]:
-    """By tensor rank: elements of blocks that are cut between ranks which it lacks, of a layer with an MLP and of one
-    with experts."""
+    """Returns, by tensor rank, the elements that it lacks of blocks cut between ranks: of a layer with an MLP, and of
+    one with experts."""
     sample, side = _sample(arch, experts=expert), TE_SPEC if fused else LOCAL_SPEC
     one = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
     shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // expert if arch.experts else 1
@@ -297,8 +297,8 @@ def _lacked_in_layers(
 def _shard(
     arch: Architecture, sample: Manifest, experts: int
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """Elements outside of layers by name; and of a layer with an MLP and one with experts, outside and inside of routed
-    experts. `sample` is of a model with so many `experts` in a layer."""
+    """Returns the elements outside of layers by name, and those of one layer with an MLP and of one with experts. The
+    elements of a layer are those outside and inside of routed experts. `sample` has `experts` experts in a layer."""
     outside: dict[str, int] = {}
     found: dict[int, list[int]] = {}
     for name, storage in sample.storages.items():
@@ -319,22 +319,22 @@ def _shard(
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """A linear layer of Megatron's that can have adapters: the matrices in it by their names in train.lora.targets."""
+    """A linear layer of Megatron's that can have adapters, and its `matrices`, named as in train.lora.targets."""
 
     matrices: tuple[str, ...]
     inputs: int
     outputs: int
     cuts_outputs: bool
-    """Whether tensor ranks share its outputs; else they share its inputs."""
+    """True: tensor ranks split its outputs. False: they split its inputs."""
     of_expert: bool = False
 
     def targeted(self, lora: LoraConfig) -> int:
-        """How many of its matrices have an adapter."""
+        """Returns the number of its matrices that have an adapter."""
         return sum(name in lora.targets for name in self.matrices)
 
 
 def adapted_linears(arch: Architecture, sparse: bool) -> tuple[AdaptedLinear, ...]:
-    """Those of a layer with an MLP, or with experts (`sparse`): each expert has its own."""
+    """Returns the linears of a layer with an MLP, or with experts (`sparse`) that each have their own."""
     routed = arch.experts if sparse else None
     ffn = routed.ffn if routed else arch.ffn
     queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
@@ -347,7 +347,7 @@ def adapted_linears(arch: Architecture, sparse: bool) -> tuple[AdaptedLinear, ..
 
 
 def adapter_parameters(arch: Architecture, layout: ParallelLayout, stage: int, lora: LoraConfig) -> RankParameters:
-    """Adapters on every rank of a stage: A [matrices x r, inputs] and B [outputs, r] of every linear layer."""
+    """Returns the adapters' elements on every rank of a stage: A [matrices x r, inputs], B [outputs, r] per linear."""
     dense = experts = 0
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     for sparse, count in enumerate(counts):

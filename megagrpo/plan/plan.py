@@ -1,4 +1,4 @@
-"""Everything that a plan says of a recipe, as data: for the terminal, a page, or other programs."""
+"""A plan of a recipe as data: for the terminal, a page, or other programs."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Assumed:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe needs and how long its steps take on some machines. `memory` has one entry for each kind of device.
+    """The memory that a recipe needs and the time of its steps. `memory` has one entry for each kind of device.
 
-    `lacking_bytes`: how much the fullest device has too little; 0 if everything fits.
+    `lacking_bytes`: bytes that the fullest device lacks; 0 if everything fits.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -81,7 +81,7 @@ class Plan(Case):
 
     @property
     def noun(self) -> str:
-        """What one of its devices is called."""
+        """Returns the name of one of its devices: GPU or process."""
         return "GPU" if self.device == "cuda" else "process"
 
     @cached_property
@@ -92,7 +92,7 @@ class Plan(Case):
         return {**found, **dict(_of_agent(self)), **self.agent}
 
     def _start(self, engines: int) -> str:
-        """What engines do not read: the first sync brings their weights."""
+        """Returns a line about the bytes that engines do not read: the first sync brings their weights."""
         read = total_parameters(self.architecture) * self.item_bytes
         seconds = engines * read / self.assumptions.disk_bytes_per_second
         spared = f"spares {byte_text(engines * read)} and {second_text(seconds)} of reading"
@@ -123,20 +123,20 @@ class Plan(Case):
 
     @cached_property
     def _phases(self) -> StepTime | None:
-        """One after the other."""
+        """Returns the phases one after the other; None without a known card or a calibrated CPU."""
         known = self.card_bytes or (self.device == "cpu" and self.calibrated)
         return step_time(self) if known else None
 
     @cached_property
     def schedules(self) -> tuple[ScheduleTime, ...]:
-        """What its steps would take under each schedule that its rules allow; sync is the first."""
+        """Returns the times of its steps under each schedule that its rules allow; sync is the first."""
         if self._phases is None or not isinstance(self.recipe, Recipe):
             return ()
         return schedule_times(self, self._phases)
 
     @property
     def own(self) -> ScheduleTime | None:
-        """What the recipe's schedule comes to; None for sync, whose phases follow one another."""
+        """Returns the time under the recipe's schedule; None for sync, whose phases follow one another."""
         own = self.recipe.schedule if isinstance(self.recipe, Recipe) else None
         return next((time for time in self.schedules[1:] if time.schedule == own), None)
 
@@ -148,7 +148,7 @@ class Plan(Case):
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
-        """Why it cannot run there."""
+        """Returns the problems that keep it from running on its machines."""
         return tuple(impossible(self, self.memory))
 
     @cached_property
@@ -168,9 +168,9 @@ def plan_of(
     epoch_rows: int | None = None,
     agent: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates them;
-    `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` what was counted in data.train;
-    `agent` lines about its agent, by name.
+    """Returns the plan of a recipe whose rules hold. `given` are assumptions as NAME=VALUE; `run_directory` calibrates
+    them; `critic` is the model of algorithm.critic.path, if it is another; `epoch_rows` are the rows counted in
+    data.train; `agent` has lines about its agent, by name.
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
@@ -193,13 +193,13 @@ def plan_of(
 
 
 def lacking_bytes(held: Sequence[DeviceMemory], card_bytes: int | None, spare: float = 0.0) -> int:
-    """How much the fullest device has too little; 0 if everything fits, or the card is not known. `spare` is a share of
-    a card to leave free."""
+    """Returns the bytes that the fullest device lacks; 0 if everything fits, or the card is unknown. `spare` is the
+    share of a card to leave free."""
     return max(0, max(kind.fullest.bytes for kind in held) - int(card_bytes * (1 - spare))) if card_bytes else 0
 
 
 def unit_of(assumption: str) -> str:
-    """By the end of its name, as everywhere: prompt_tokens are tokens."""
+    """Returns the unit of an assumption by the end of its name: prompt_tokens are tokens."""
     ends = [end for end in UNITS if assumption == end or assumption.endswith(f"_{end}")]
     return UNITS[max(ends, key=len)]
 
@@ -208,7 +208,7 @@ def unit_of(assumption: str) -> str:
 
 
 def summary(recipe: AnyRecipe, architecture: Architecture, epoch_rows: float | None = None) -> dict[str, str]:
-    """Sizes that follow from a checked recipe, in a sentence each. `epoch_rows`: rows of one epoch, if known."""
+    """Returns the sizes that follow from a checked recipe, in sentences. `epoch_rows`: rows of one epoch, if known."""
     of_kind = _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
     active = f", {_count(active_parameters(architecture))} of them active" if architecture.experts else ""
     parameters = f"{_count(total_parameters(architecture))} parameters{active}"
@@ -253,7 +253,7 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
 
 
 def _of_agent(case: Case) -> Iterator[tuple[str, str]]:
-    """What it is, its turns, and what they ask of an engine's cache."""
+    """Yields the summary's lines about the agent, its turns, and their use of an engine's cache."""
     agent, lengths = case.recipe.agent if isinstance(case.recipe, Recipe) else None, case.lengths
     if agent is None:
         return

@@ -1,8 +1,8 @@
-"""How long a step takes under each schedule, and who waits meanwhile: a run is simulated, response by response.
+"""Step times under each schedule, and the waiting of trainer and engines: a run is simulated, response by response.
 
-Engines decode what is in their slots, token by token; requests wait in one queue, and a slot that is free takes the
-next one. `algorithm/admission.py` says which groups begin and which are trained. Lengths are drawn independently of
-one another, also within a group, and are the same for all schedules.
+Engines decode what is in their slots, token by token; requests wait in one queue, and a free slot takes the next one.
+`algorithm/admission.py` decides which groups begin and which are trained. Lengths are drawn independently of one
+another, within a group too, and are the same for all schedules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYNC, ASYNC = SyncConfig(kind="sync"), AsyncConfig(kind="async")
 ONE_STEP_OFF = OneStepOffConfig(kind="one_step_off")
 
 STEPS = 12
-"""Steps that are looked at, after those in which a run fills up."""
+"""Steps that are measured, after those in which a run fills up."""
 
 RESPONSES_MAX = 512
 """Responses in a step of a plan's simulation. A larger run is simulated in part: fewer engines and prompts, in
@@ -41,18 +41,18 @@ ABOUT_AS_FAST = 1.05
 """The best schedule is the least stale of those that take at most so many times as long as the fastest."""
 
 TRAINER_PHASES = ("reward", "logprobs", "update", "driver")
-"""What the trainer does with the groups of a step, one after another."""
+"""The trainer's phases for the groups of a step, one after another."""
 
 TokenSeconds = Callable[[float, float], float]
-"""Seconds of a token of each of so many responses that an engine decodes, with so many tokens before it in the mean."""
+"""Takes the number of responses in decoding and their mean context in tokens; returns the seconds of a token."""
 
 ReadSeconds = Callable[[float, float, int], float]
-"""Seconds in which an engine reads so many tokens, so many in squares, of so many responses."""
+"""Takes tokens, the sum of squared lengths, and responses; returns the seconds in which an engine reads them."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What each step of a run has to do, and with what."""
+    """The work of each step of a run, and the engines and times that it takes."""
 
     engines: int
     slots: int
@@ -67,14 +67,14 @@ class Work:
 
     sync_seconds: float
     pause: Pause = "in_place"
-    """What engines do with responses that run when an update begins."""
+    """The engines' treatment of responses that run when an update begins."""
 
     read_seconds: ReadSeconds = lambda tokens, squares, responses: 0.0
-    """For prompts and tokens so far of responses that go on, where their keys and values are computed again."""
+    """Seconds for prompts and earlier tokens of resumed responses, whose keys and values are recomputed."""
 
     @classmethod
     def of(cls, case: Case, time: StepTime) -> Work:
-        """The work of a GRPO recipe whose phases take that long when one follows the other. Prompts of all rounds of
+        """Returns the work of a GRPO recipe whose phases take `time` one after the other. Prompts of all rounds of
         dynamic sampling begin at once."""
         by, seconds = Sampling.of(case), {phase.phase: phase.seconds for phase in time.phases}
         slots, factor = max(1, int(by.at_once)), case.assumptions.rollout_factor
@@ -92,9 +92,9 @@ class Work:
         )
 
     def part(self, responses_max: int) -> Work:
-        """A part with so many responses in a step at most: fewer prompts and engines in the same proportion, the last
-        bit of it by engines with fewer slots, each of which counts for several. Slots are whole: an engine that has too
-        many is slower for it."""
+        """Returns a part with at most `responses_max` responses in a step: fewer prompts and engines in the same
+        proportion. The last bit is done by engines with fewer slots, each of which counts for several. Slots are whole:
+        an engine that has too many is slower for it."""
         prompts = min(self.prompts, max(1, responses_max // self.samples))
         share = prompts / self.prompts
         engines = max(1, round(self.engines * share))
@@ -112,8 +112,8 @@ class Work:
 
 
 def token_seconds(by: Sampling, lengths: Lengths, slots: int, factor: float) -> TokenSeconds:
-    """Interpolated between some numbers of responses. Reading a prompt, once for all samples, is spread over the tokens
-    of its responses; and so is what agents wait for between turns."""
+    """Returns a function that interpolates between some numbers of responses. Reading a prompt, once for all samples,
+    is spread over the tokens of its responses; and so is agents' waiting between turns."""
     prompt = by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) / by.samples / lengths.response
     points = np.unique(np.geomspace(1, max(2, slots), BATCHES).round())
     most = lengths.prompt + lengths.longest * (1 + lengths.given)
@@ -127,7 +127,7 @@ def token_seconds(by: Sampling, lengths: Lengths, slots: int, factor: float) -> 
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """What a schedule comes to. Shares are of the time of all steps."""
+    """The step time, waits and staleness under a schedule. Shares are of the time of all steps."""
 
     schedule: ScheduleConfig
     seconds: float
@@ -143,17 +143,17 @@ class ScheduleTime:
     """Share in which a slot of an engine decodes nothing."""
 
     staleness: float
-    """Versions, mean of groups: the version that is trained minus the newest when the group began."""
+    """Mean over groups, in versions: the version that is trained minus the newest when the group began."""
 
     staleness_max: int
     old_tokens: float
-    """Share of the tokens that are trained on whose weights are more than one version older."""
+    """Share of the trained tokens whose weights are more than one version older."""
 
     thrown_tokens: float = 0.0
     """Share of the sampled tokens that are thrown away (oversample)."""
 
     shorter: float = 0.0
-    """Share by which responses that are trained on are shorter than those that begin, in the mean."""
+    """Share by which trained responses are shorter than those that begin, in the mean."""
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ class ScheduleTime:
 
 
 def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
-    """Whether the recipe's rules find no more broken with that schedule than with sync."""
+    """Returns whether the recipe breaks the same rules with that schedule as with sync."""
     found, sync = (
         broken_rules(recipe.model_copy(update={"schedule": kind}), checked=recipe) for kind in (schedule, SYNC)
     )
@@ -178,7 +178,7 @@ def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
 
 
 def compared(recipe: Recipe) -> list[ScheduleConfig]:
-    """The schedules to compare: sync, and what else the recipe's rules allow."""
+    """Returns the schedules to compare: sync, and the others that the recipe's rules allow."""
     half = max(1, recipe.rollout.prompts_per_step // 2)
     others: list[ScheduleConfig] = [SyncConfig(kind="sync", carry_over=half, max_staleness=2), ONE_STEP_OFF]
     others += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
@@ -186,7 +186,7 @@ def compared(recipe: Recipe) -> list[ScheduleConfig]:
 
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
-    """The schedules that a GRPO recipe can have, its own among them; sync is the first."""
+    """Returns the times of the schedules that a GRPO recipe can have, its own among them; sync is the first."""
     work, own, kinds = Work.of(case, time), case.grpo.schedule, compared(case.grpo)
     if own not in kinds:
         kinds.append(own)
@@ -194,7 +194,7 @@ def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
 
 
 def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOffConfig) -> float:
-    """Seconds of a step if trainer and engines waited only for each other: a bound, to compare many splits by."""
+    """Returns a step's seconds if trainer and engines waited only for each other: a bound to compare many splits."""
     by, lengths, prompts = (
         Sampling.of(case),
         case.lengths,
@@ -213,7 +213,7 @@ def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOf
 
 
 def best(times: Iterable[ScheduleTime]) -> ScheduleTime:
-    """The least stale of those that are about as fast as the fastest, and throw nothing away."""
+    """Returns the least stale of the schedules that throw nothing away and are about as fast as the fastest."""
     times = [time for time in times if not time.thrown_tokens]
     fastest = min(time.seconds for time in times)
     fast = [time for time in times if time.seconds <= ABOUT_AS_FAST * fastest]
@@ -223,8 +223,8 @@ def best(times: Iterable[ScheduleTime]) -> ScheduleTime:
 def schedule_time(
     work: Work, schedule: ScheduleConfig, *, steps: int = STEPS, responses_max: int = RESPONSES_MAX, seed: int = 0
 ) -> ScheduleTime:
-    """Means over so many steps of a simulated run, without those in which it fills up; the run is simulated by a part
-    of it with at most so many responses in a step."""
+    """Returns means over `steps` steps of a simulated run, without those in which it fills up. The simulation covers a
+    part of the run with at most `responses_max` responses in a step."""
     part, filling = work.part(responses_max), schedule.max_staleness + 2
     run = SimulatedRun(part, _of_part(schedule, part.prompts / work.prompts), filling + steps, seed)
     before, end = run.steps[filling - 1], run.steps[-1]
@@ -246,7 +246,7 @@ def schedule_time(
 
 
 def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
-    """With so many prompts as a part of the run has."""
+    """Returns the schedule with its prompts scaled to a part of the run."""
     match schedule:
         case SyncConfig(carry_over=prompts) if prompts:
             return schedule.model_copy(update={"carry_over": max(1, round(share * prompts))})
@@ -262,8 +262,8 @@ def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
 
 @dataclass
 class _Engine:
-    """An engine counts the tokens that each of its responses decodes: they all decode together. A response that begins
-    at a count ends at that count plus its length."""
+    """A simulated engine with one count of decoded tokens: all its responses decode together. A response that begins at
+    a count ends at that count plus its length."""
 
     index: int
     count: float = 0.0
@@ -274,16 +274,16 @@ class _Engine:
     """Seconds of a token, as long as nothing begins or ends."""
 
     ends: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of what runs: the count at which it ends, and its number."""
+    """Heap of running responses: the count at which each ends, and its number."""
 
     begun: float = 0.0
-    """Sum of the counts at which what runs began."""
+    """Sum of the counts at which running responses began."""
 
     event: int = 0
-    """Earlier events of this engine do not hold any more."""
+    """Number of the valid event; earlier events of this engine are stale."""
 
     reads_until: float = 0.0
-    """Before, it reads what runs again, and decodes nothing."""
+    """Until then it reads resumed responses, and decodes nothing."""
 
     busy_seconds: float = 0.0
     slot_seconds: float = 0.0
@@ -302,7 +302,7 @@ class _Engine:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of a run. Seconds of engines are sums over all of them, from the run's begin to the end of the step."""
+    """A step of a run. Seconds of engines are sums over all of them, from the run's start to the end of the step."""
 
     step: int
     groups: tuple[int, ...]
@@ -321,7 +321,7 @@ class SimulatedStep:
 
 
 class SimulatedRun:
-    """So many steps of a run without an end, on a simulated clock that begins at 0."""
+    """The first `steps` steps of an endless run, on a simulated clock that begins at 0."""
 
     def __init__(self, work: Work, schedule: ScheduleConfig, steps: int, seed: int = 0) -> None:
         self.work, self.schedule, prompts = work, schedule, work.prompts
@@ -345,7 +345,7 @@ class SimulatedRun:
         """Groups that no step has taken, oldest first."""
 
         self.refused_after = -1
-        """The newest group of those that a step could not take: it may take others if an older one is complete."""
+        """The newest of the groups that a step could not take: it tries again once an older one is complete."""
 
         self.queue: deque[int] = deque()
         self.engines = [_Engine(index) for index in range(work.engines)]
@@ -356,7 +356,7 @@ class SimulatedRun:
             self.steps.append(self._step(step))
 
     def _step(self, step: int) -> SimulatedStep:
-        """The only thing in which schedules differ."""
+        """Simulates one step; schedules differ only here."""
         sync, one_step_off = (isinstance(self.schedule, kind) for kind in (SyncConfig, OneStepOffConfig))
         begin, thrown = self.now, 0.0
         dropped: tuple[int, ...] = ()
@@ -399,10 +399,10 @@ class SimulatedRun:
             del self.complete[:prompts]
         return taken
 
-    # Engines. Invariant: while a request waits, every slot is taken, unless all that runs is finished before an update.
+    # Engines. Invariant: while a request waits, every slot is taken, unless running responses finish before an update.
 
     def _begin(self) -> None:
-        """Groups for which there is room join the queue, and free slots take what waits, the emptiest engine first."""
+        """Queues the groups for which there is room, and fills free slots from the queue, the emptiest engine first."""
         samples, slots = self.work.samples, self.work.slots
         for _ in range(self.admission.room):
             first = self.admission.admit().number * samples
@@ -430,7 +430,7 @@ class SimulatedRun:
         heappush(engine.ends, (engine.count + self.tokens[response], response))
 
     def _plan(self, engine: _Engine) -> None:
-        """When its next response ends, if nothing else begins on it."""
+        """Pushes the event at which the engine's next response ends, if nothing else begins on it."""
         engine.event += 1
         if running := len(engine.ends):
             ahead = engine.ends[0][0] - engine.count
@@ -441,12 +441,12 @@ class SimulatedRun:
             self._forget()
 
     def _forget(self) -> None:
-        """Events that do not hold any more leave the head of the heap."""
+        """Pops stale events from the head of the heap."""
         while self.events and self.events[0][2] != self.engines[self.events[0][1]].event:
             heappop(self.events)
 
     def _next(self, *, begins: bool = True) -> None:
-        """The next response ends; its slot takes what waits, if anything begins."""
+        """Ends the next response; with `begins`, its slot takes a waiting one."""
         self.now, index, _ = heappop(self.events)
         engine = self.engines[index]
         engine.settle(self.now)
@@ -469,7 +469,7 @@ class SimulatedRun:
         self.events.clear()
 
     def _cut(self) -> tuple[tuple[int, ...], float]:
-        """Throws away all groups that have begun; which, and their tokens."""
+        """Throws away all groups that have begun, and returns their numbers and sampled tokens."""
         samples, dropped = self.work.samples, tuple(self.admission.waiting)
         left = {response: self.tokens[response] for response in self.queue}  # tokens that were not sampled
         self.queue.clear()
@@ -484,8 +484,8 @@ class SimulatedRun:
         return dropped, whole - sum(left.values())
 
     def _resume(self) -> None:
-        """What ran goes on, with the next version, and after its keys and values were computed again: always if engines
-        have given it back, else with weights.pause: retract."""
+        """Resumes running responses with the next version. Their keys and values are recomputed first under sync, whose
+        engines have given them back, and with weights.pause: retract."""
         again = self.work.pause == "retract" or isinstance(self.schedule, SyncConfig)
         for engine in self.engines:
             engine.at = self.now
@@ -497,12 +497,12 @@ class SimulatedRun:
             self._plan(engine)
 
     def thrown_tokens(self, steps: Sequence[SimulatedStep]) -> float:
-        """Share of all tokens that were sampled for these steps."""
+        """Returns the share of all tokens sampled for these steps that are thrown away."""
         thrown = sum(step.thrown for step in steps)
         return thrown / (thrown + sum(self._lengths(step.groups).sum() for step in steps))
 
     def shorter(self, steps: Sequence[SimulatedStep]) -> float:
-        """Share by which the responses that these steps train on are shorter than those that began, in the mean."""
+        """Returns the share by which these steps' trained responses are shorter than those that began, in the mean."""
         trained, began = (
             np.concatenate([self._lengths(groups) for groups in each]).mean()
             for each in ([step.groups for step in steps], [step.groups + step.dropped for step in steps])
@@ -513,7 +513,7 @@ class SimulatedRun:
         return np.array(self.tokens).reshape(-1, self.work.samples)[list(groups)].ravel()
 
     def old_tokens(self, steps: Sequence[SimulatedStep]) -> float:
-        """Share of the tokens of these steps that were sampled more than one version before the one that is trained."""
+        """Returns the share of these steps' tokens that were sampled more than one version before the trained one."""
         versions = np.array([engine.versions for engine in self.engines])  # [engines, steps]
         samples, old, whole = np.arange(self.work.samples), 0.0, 0.0
         tokens, began, engine_of = np.array(self.tokens), np.array(self.began), np.array(self.engine_of)

@@ -1,8 +1,8 @@
-"""Which layout is fastest on so many GPUs, of those that are legal and fit?
+"""A search for the fastest layout on so many GPUs, of those that are legal and fit.
 
 All choices together are too many, so a search goes in three rounds: layouts with every saving of memory, then savings
-for the best layouts, then engines for the best of those. Each round ranks by the same estimate as a plan. A choice is
-a set of values of recipe fields.
+for the best layouts, then engines for the best of those. Each round ranks by the same estimate as a plan. A choice is a
+set of values of recipe fields.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that is recommended: overrides for the command line, what it comes to, and why, in a sentence."""
+    """A layout that is recommended: overrides for the command line, its estimate, and the reason in a sentence."""
 
     overrides: tuple[str, ...]
     estimate: Estimate
@@ -61,21 +61,21 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """The overrides as words of a shell."""
+        """Returns the overrides as words of a shell."""
         return " ".join(f"'{each}'" if " " in each else each for each in self.overrides)
 
 
 @dataclass(frozen=True)
 class Split(Choice):
-    """Engines on GPUs of their own, and what a step takes if they sample all the time."""
+    """A choice with engines on GPUs of their own, and the time of a step if they sample all the time."""
 
     schedule: ScheduleTime
 
 
 @dataclass(frozen=True)
 class Search:
-    """The best choices, fastest first, of `legal` layouts and `estimated` candidates, with what a step takes under the
-    recipe's schedule; and for engines on GPUs of their own that sample all the time, if the recipe's rules allow it.
+    """The best choices, fastest first, of `legal` layouts and `estimated` candidates, under the recipe's schedule.
+    `asynchronous` has engines on GPUs of their own that sample all the time, if the recipe's rules allow it.
 
     If nothing fits, `choices` is empty and `nearest` lacks the least memory; None if nothing is even legal.
     """
@@ -89,7 +89,7 @@ class Search:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """That nothing fits, if so."""
+        """Returns one problem if nothing fits."""
         if self.choices:
             return ()
         lacking = "none legal"
@@ -100,8 +100,8 @@ class Search:
 
 
 def search(case: Case, gpus: int | None = None) -> Search:
-    """Layouts for what a plan is about, ranked by estimated seconds of a step: on as many GPUs as its recipe has, or on
-    `gpus`. Raises RecipeError if their kind is not known."""
+    """Returns layouts for a plan's case, ranked by estimated seconds of a step: on as many GPUs as its recipe has, or
+    on `gpus`. Raises RecipeError if their kind is not known."""
     if case.card_bytes is None:
         field, given, fix = "cluster.gpu", "none", "cluster.gpu=H100"
         if case.device == "cpu":
@@ -142,7 +142,7 @@ class _Found:
 
 @dataclass
 class _Run:
-    """What a search is for, and what it has seen so far."""
+    """The state of a search: its case, and the candidates that it has seen so far."""
 
     case: Case
     gpus: int
@@ -152,7 +152,7 @@ class _Run:
     training: dict[tuple[str, ...], dict[str, Seconds]] = field(default_factory=dict)  # by values in `train`
 
     def candidates(self, choices: Iterable[Values]) -> list[_Found]:
-        """The legal ones, with the seconds of a step."""
+        """Returns the legal choices, with the seconds of a step."""
         found = {}
         for values in choices:
             key = tuple(str(values[path]) for path in sorted(values))
@@ -165,7 +165,7 @@ class _Run:
         return list(found.values())
 
     def _time(self, values: Values, case: Case) -> StepTime:
-        """Candidates that differ only in engines or offload train in the same time."""
+        """Returns the times of a step. Candidates that differ only in engines or offload share their training times."""
         train = [f"{path}={value}" for path, value in values.items() if path.startswith("train.")]
         key = tuple(text for text in train if not text.startswith("train.offload="))
         if key not in self.training:
@@ -179,7 +179,7 @@ class _Run:
         apart: Sequence[str] = (),
         seconds: Callable[[_Found], float] = lambda found: found.time.seconds,
     ) -> list[_Found]:
-        """The fastest `most` that fit, and only the fastest of those that agree in the fields `apart`, if given."""
+        """Returns the fastest `most` that fit, only the fastest of those that agree in the fields `apart`, if given."""
         found: dict[object, _Found] = {}
         for candidate in sorted(candidates, key=seconds):
             key = tuple(candidate.values[path] for path in apart) if apart else len(found)
@@ -195,7 +195,7 @@ class _Run:
         return list(found.values())
 
     def _with_memory(self, candidate: _Found) -> _Found:
-        """Stops at a kind of device that lacks as much as the nearest candidate: this one cannot be nearer."""
+        """Adds the candidate's memory. Stops once it lacks as much as `nearest`: it cannot be nearer."""
         held, lacking = [], 0
         for kind in memory(candidate.case):
             held.append(kind)
@@ -225,7 +225,7 @@ class _Run:
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
-    """Whether every rule that a plan checks holds for the layout and the engines; `checked` as in broken_rules."""
+    """Returns whether every rule of a plan holds for the layout and the engines; `checked` as in broken_rules."""
     recipe, arch = case.recipe, case.architecture
     return not (
         model_problems(recipe, arch)
@@ -243,15 +243,15 @@ def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Probl
 
 
 def _sparing_layouts(run: _Run) -> Iterator[Values]:
-    """Every layout with every saving, its engines on all GPUs; those that cannot hold the weights are left out, unless
-    none can."""
+    """Yields every layout with every saving, its engines on all GPUs. Layouts that cannot hold the weights are left out
+    if others can."""
     recipe, arch, engine = run.case.recipe, run.case.architecture, _first_engine(run)
     experts = expert_parameters(arch)
     dense, each = total_parameters(arch) - experts, 4 if recipe.train.gradient_dtype == "bfloat16" else 6
     each = 2 if recipe.train.lora else each  # bytes for each parameter: weights, and gradients of what is trained
 
     def least(values: Values) -> float:
-        """No layout can have less on its fullest rank, during the update."""
+        """Returns a lower bound of the bytes on a layout's fullest rank during the update."""
         tensor, pipeline, expert = (values[f"train.layout.{name}"] for name in ("tensor", "pipeline", "expert"))
         cut = expert * (values["train.layout.expert_tensor"] or tensor)
         return float(each * (dense / tensor + experts / cut) / pipeline)
@@ -264,7 +264,7 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
 
 
 def _first_engine(run: _Run) -> Values:
-    """The smallest engine whose weights leave most of a card to its cache; the largest if none does."""
+    """Returns the smallest engine whose weights leave most of a card to its cache; the largest if none does."""
     recipe, arch = run.case.recipe, run.case.architecture
     quantized = isinstance(recipe, Recipe) and recipe.rollout.quantization is not None
     whole = model_bytes(arch, 2, quantized=quantized).total
@@ -280,8 +280,8 @@ def _first_engine(run: _Run) -> Values:
 
 
 def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
-    """Every size of engines beside the ranks, with and without offload; engines on GPUs of their own; and the recipe's
-    own values if it is for as many GPUs, so that what is recommended is never slower."""
+    """Yields every size of engines beside the ranks, with and without offload, and engines on GPUs of their own. Yields
+    the recipe's own values if it is for as many GPUs, so that a recommendation is never slower."""
     recipe, arch, gpus = run.case.recipe, run.case.architecture, run.gpus
     for found in fitting:
         values, data = found.values, found.values["train.layout.data"]
@@ -303,13 +303,13 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
 
 
 def _ranked_by(found: _Found) -> float:
-    """The sum of all phases, or a bound of the step where engines sample during training."""
+    """Returns the seconds of all phases, or a bound of the step where engines sample during training."""
     own = found.case.recipe.schedule if isinstance(found.case.recipe, Recipe) else SYNC
     return found.time.seconds if isinstance(own, SyncConfig) else steady_seconds(found.case, found.time, own)
 
 
 def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
-    """The fastest splits between ranks and engines that sample all the time: those of lowest bounds, simulated."""
+    """Returns the fastest splits between ranks and engines that sample all the time. Simulates the lowest bounds."""
     split = [found for found in candidates if found.values.get("cluster.placement") == "disaggregated"]
     split = [found for found in split if allowed(found.case.grpo, ASYNC)]
     lowest = run.fitting(
@@ -321,7 +321,7 @@ def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
 
 
 def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
-    """Why this one: what each size gains, what is free."""
+    """Returns the reason for a choice: the gain of each size, and the free memory."""
     layout, time = recipe.train.layout, estimate.time
     gains = {
         f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
@@ -348,7 +348,7 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
 
 
 def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterator[Values]:
-    """Count to split the model over `ranks` ranks, some of them illegal: the rules of recipe/ say which.
+    """Yields the layouts over `ranks` ranks, some of them illegal: the rules of recipe/ decide.
 
     Tensor groups stay within a node, context groups have some thousand tokens for each rank.
     """
@@ -376,7 +376,7 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
 
 
 def _expert_sizes(experts: int, tensor: int, group: int) -> Iterator[tuple[int, int | None]]:
-    """Sizes of expert and expert_tensor; None is the default, as tensor, which a model without experts has."""
+    """Yields sizes of expert and expert_tensor. None, the default, equals tensor: a model without experts has it."""
     if experts == 1:
         yield 1, None
         return
@@ -387,7 +387,7 @@ def _expert_sizes(experts: int, tensor: int, group: int) -> Iterator[tuple[int, 
 
 
 def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
-    """The length of the last stage where stages cannot be equal and it can be the shortest; otherwise None."""
+    """Returns the last stage's layers where stages cannot be equal and it can be the shortest; otherwise None."""
     pieces = layers // chunks
     if pipeline == 1 or layers % chunks or pieces % pipeline == 0:
         return None
@@ -396,7 +396,7 @@ def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
 
 
 def savings(recipe: AnyRecipe, architecture: Architecture, layout: Values) -> list[Values]:
-    """Ways to trade time for memory in a layout, the most sparing first."""
+    """Returns ways to trade time for memory in a layout, the most sparing first."""
     context, pieces = layout["train.layout.context"], layout["train.layout.pipeline"]
     pieces *= layout["train.layout.virtual_pipeline"]
     ways = recomputes(recipe, architecture, architecture.layers // pieces)
@@ -419,8 +419,8 @@ def savings(recipe: AnyRecipe, architecture: Architecture, layout: Values) -> li
 
 
 def recomputes(recipe: AnyRecipe, architecture: Architecture, layers: int) -> list[str | RecomputeConfig]:
-    """From nothing to all layers: parts of this model's layers that take little time for what they save, and half of
-    the `layers` of a model chunk. Attention's core is not among them: fused attention keeps next to nothing of it."""
+    """Returns choices from nothing to all layers: modules that take little time for what they save, and half of a model
+    chunk's `layers`. Attention's core is not among them: fused attention keeps next to nothing of it."""
     found: list[str | RecomputeConfig] = ["none"]
     cheap: list[RecomputeModule] = []
     if architecture.latent is not None:
@@ -438,7 +438,7 @@ def recomputes(recipe: AnyRecipe, architecture: Architecture, layers: int) -> li
 
 
 def _offloads(recipe: AnyRecipe) -> list[list[str]]:
-    """Every part that the recipe has and that can be away while engines use the devices; and none."""
+    """Returns all parts of the recipe that can leave the devices while engines use them, and an empty choice."""
     if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
         return [[]]
     algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
@@ -448,7 +448,7 @@ def _offloads(recipe: AnyRecipe) -> list[list[str]]:
 
 
 def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocated: bool) -> list[Values]:
-    """Engines on all of the devices that they can have, for each size of an engine; the smallest first.
+    """Returns engines on all of the devices that they can have, for each size of an engine; the smallest first.
 
     Beside ranks they give their memory back in turns, and take a part of it only.
     """
@@ -484,7 +484,7 @@ def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocat
 
 
 def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
-    """Numbers of GPUs that engines of their own may have, out of `gpus`: whole nodes where there are several."""
+    """Returns the numbers of GPUs, out of `gpus`, that engines of their own may have: in whole nodes, if several."""
     if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
         return []
     per_node = recipe.cluster.gpus_per_node if gpus > recipe.cluster.gpus_per_node else 1
@@ -493,7 +493,7 @@ def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
 
 
 def placed(values: Values, *, colocated: bool) -> Values:
-    """With the placement, and without what only the other one has."""
+    """Returns the values with the placement, and without those that only the other placement has."""
     placement = {"cluster.placement": "colocated" if colocated else "disaggregated", "cluster.engine_devices": None}
     if colocated:
         return {**values, **placement}
@@ -505,7 +505,7 @@ def placed(values: Values, *, colocated: bool) -> Values:
 
 
 def changed(recipe: AnyRecipe, values: Values) -> AnyRecipe:
-    """The recipe with other values in some of its fields. They are legal by themselves; rules are not checked."""
+    """Returns the recipe with other values in some fields. Each is legal by itself; rules are not checked."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *above, field = path.split(".")
@@ -517,7 +517,7 @@ def changed(recipe: AnyRecipe, values: Values) -> AnyRecipe:
 
 
 def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
-    """The section itself if it has these values."""
+    """Returns the section with these values: the section itself if it has them already."""
     update = {}
     for key, value in tree.items():
         old: Any = getattr(section, key, None)
@@ -528,7 +528,7 @@ def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
 
 
 def value_at(recipe: AnyRecipe, path: str) -> Any:
-    """The recipe's own value of a field; None for an argument of SGLang that is not given."""
+    """Returns the recipe's own value of a field; None for an argument of SGLang that is not given."""
     value: Any = recipe
     for key in path.split("."):
         value = getattr(value, key, None)

@@ -1,4 +1,4 @@
-"""How long a step takes, by phase and by what each phase is made of."""
+"""Estimated seconds of a step, by phase and by the parts of each phase."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ON_DRIVER = (
 @dataclass(frozen=True)
 class PhaseTime:
     """Seconds of one phase of a step. `phase` is rollout, reward, logprobs, update or weight_sync, as in the metrics
-    seconds/PHASE; or driver, what is between them."""
+    seconds/PHASE; or driver, the time between them."""
 
     phase: str
     parts: Seconds
@@ -47,7 +47,7 @@ class PhaseTime:
 
     @property
     def largest(self) -> list[tuple[str, float]]:
-        """Its parts, the longest first."""
+        """Returns its parts, the longest first."""
         return sorted(self.parts.items(), key=lambda part: part[1], reverse=True)
 
 
@@ -60,14 +60,14 @@ class StepTime:
     gpus: int
     steps: int | None  # None: the recipe counts epochs, and the rows of one are not known
     sync: tuple[LinkUse, ...] = ()
-    """What the weight sync moves, by kind of link; none if it goes by way of the disk."""
+    """The bytes and seconds of the weight sync, by kind of link; empty if weights are transferred by disk."""
 
     scheduled: float | None = None
     """Seconds of a step under the recipe's schedule (plan/schedules.py), unless one phase follows the other."""
 
     @cached_property
     def phase_seconds(self) -> float:
-        """Seconds of all phases, one after the other."""
+        """Returns the seconds of all phases, one after the other."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
@@ -80,7 +80,7 @@ class StepTime:
 
     @property
     def pipeline_bubble(self) -> float:
-        """Share of the update in which pipeline stages wait for one another."""
+        """Returns the share of the update in which pipeline stages wait for one another."""
         update = next(phase for phase in self.phases if phase.phase == "update")
         return update.parts.get("pipeline bubble", 0.0) / update.seconds
 
@@ -90,8 +90,8 @@ class StepTime:
 
 
 def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> StepTime:
-    """Expected seconds of one step, without evaluation and checkpoints. `training` is what `training_phases` gives, if
-    it is known already."""
+    """Returns the expected seconds of one step, without evaluation and checkpoints. `training` is the result of
+    `training_phases`, if it is known already."""
     recipe, assumed = case.recipe, case.assumptions
     phases = dict(training or training_phases(case))
     if isinstance(recipe, SftRecipe):
@@ -116,7 +116,7 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
 
 
 def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
-    """Prompts of every round of a step: one, or as many as dynamic sampling needs if that share has signal."""
+    """Yields the prompts of every round of a step: one, or as many as dynamic sampling needs at that signal share."""
     wanted, dynamic, sampled = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling, 0
     for _ in range(dynamic.rounds_max if dynamic else 1):
         useful = sampled * signal_share
@@ -128,7 +128,7 @@ def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a step's prompts are sampled with: engines that are alike, all of which work at once."""
+    """The samplers of a step's prompts: engines that are alike, all of which work at once."""
 
     engine: EngineSpeed
     engines: int
@@ -142,7 +142,7 @@ class Sampling:
 
     @classmethod
     def of(cls, case: Case) -> Sampling:
-        """Engines that share a device take turns, so they count as one."""
+        """Returns the engines of a case. Engines that share a device take turns, so they count as one."""
         recipe, rollout = case.grpo, case.grpo.rollout
         devices = case.device_plan.bundles_of_engine
         given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
@@ -160,20 +160,20 @@ class Sampling:
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
 
     def rollout_seconds(self, lengths: Lengths, prompts: int) -> Seconds:
-        """Those of an engine that has so many prompts."""
+        """Returns the seconds of an engine that has so many prompts."""
         if self.turns:
             return agents_seconds(self.engine, lengths, self.turns, prompts, self.samples)
         return rollout_seconds(self.engine, lengths, prompts, self.samples, self.at_once)
 
     def token_seconds(self, running: float, context: float) -> float:
-        """In which each of `running` responses gets a token, with `context` tokens before each in the mean."""
+        """Returns the seconds in which each of `running` responses gets a token, after `context` tokens in the mean."""
         if self.turns:
             return sum(self.turns.pace(self.engine, running, context))
         return self.engine.decode_seconds(running, context)
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:
-    """Rounds of so many prompts, on the engine that has most to do."""
+    """Returns the seconds of rounds of so many prompts, on the engine that has most to do."""
     by = Sampling.of(case)
     own = (math.ceil(prompts / by.engines) for prompts in rounds)  # all samples of a prompt are on one engine
     return added(*(by.rollout_seconds(case.lengths, each) for each in own))
@@ -195,8 +195,8 @@ def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
 
 
 def training_phases(case: Case) -> dict[str, Seconds]:
-    """The passes before the update, and the update, of the policy and of a critic on the same ranks. Nothing in
-    `rollout` but the size of a step, in `cluster` or in `train.offload` changes them."""
+    """Returns the seconds of the passes before the update, and of the update, of the policy and a critic on the same
+    ranks. Nothing in `rollout` but the size of a step, in `cluster` or in `train.offload` changes them."""
     recipe, lengths = case.recipe, case.lengths
     ranks = TrainingRanks(case)
     if isinstance(recipe, SftRecipe):

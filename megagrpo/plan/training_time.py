@@ -1,8 +1,8 @@
 """Seconds of passes over a batch on the training ranks: products, communication, the pipeline's bubble, the optimizer.
 
-What is stated is the busiest pipeline stage of the busiest data rank: all others wait for it. Products are multiples of
-those of a forward pass, which batching/work.py counts. A backward pass multiplies twice as much: by the weights for the
-inputs' gradients, and by the inputs for the weights'. The output layer's logits are never kept: the backward pass
+The seconds are of the busiest pipeline stage of the busiest data rank: all others wait for it. Products are multiples
+of those of a forward pass, which batching/work.py counts. A backward pass multiplies twice as much: by the weights for
+the inputs' gradients, and by the inputs for the weights'. The output layer's logits are never kept: the backward pass
 computes them again (megatron/heads.py).
 """
 
@@ -42,7 +42,7 @@ GRADIENT_BYTES_TOUCHED = 8
 AGAIN_BETWEEN: Mapping[RecomputeModule, float] = {
     "layernorm": 0.2, "mla_up_proj": 0.15, "mlp": 0.3, "moe": 0.6, "moe_act": 0.1, "shared_experts": 0.2
 }  # fmt: skip
-"""Share of a layer's forward pass besides its products that a module takes which is computed again. Guessed."""
+"""Share of a layer's forward pass, besides its products, that a recomputed module takes. Guessed."""
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ class Flops:
 
 @dataclass(frozen=True)
 class Products:
-    """How many times the products of a forward pass are done: by layers' weights, in attention's core, by the head, and
-    by low-rank adapters; and the modules of layers whose products are done once more."""
+    """Repetitions of a forward pass's products: by layers' weights, in attention's core, by the head, and by low-rank
+    adapters. `again` names the modules of layers whose products are done once more."""
 
     layers: int = 1
     attention: int = 1
@@ -78,8 +78,8 @@ FORWARD = Products()
 
 
 def training_products(train: TrainConfig, whole: bool = False) -> Products:
-    """Forward and backward, and forward once more for the modules of train.recompute, or for layers that are recomputed
-    `whole`. With train.lora the model's own weights have no gradients."""
+    """Returns the products of a forward and a backward pass. The modules of train.recompute, or `whole` layers, go
+    forward once more. With train.lora the model's own weights have no gradients."""
     weights, again = 2 if train.lora is not None else 3, 1 if whole else 0
     modules = train.recomputed.modules
     return Products(weights + again, 3 + again, weights + 1, adapters=3 + again, again=modules)
@@ -93,8 +93,8 @@ def layers_flops(
     squares: float,
     lora: LoraConfig | None = None,
 ) -> Flops:
-    """Operations of `counts` layers with an MLP and with experts. `tokens` are those of all sequences together,
-    `squares` the sum of the squared lengths."""
+    """Returns the operations of `counts` layers with an MLP and with experts. `tokens` are those of all sequences
+    together, `squares` the sum of the squared lengths."""
     dense = experts = attention = 0.0
     for sparse, count in enumerate(counts):
         if count:
@@ -109,7 +109,7 @@ def layers_flops(
 
 
 def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bool) -> Flops:
-    """A layer's products that these modules do once more; layernorm and moe_act have none. Adapters' are left out."""
+    """Returns a layer's products that these modules recompute; layernorm and moe_act have none. Omits adapters."""
     dense = work.up * ("mla_up_proj" in modules)
     if sparse:
         dense += work.mlp * ("moe" in modules) + work.shared * ("shared_experts" in modules)
@@ -119,13 +119,13 @@ def _work_again(work: LayerWork, modules: frozenset[RecomputeModule], sparse: bo
 
 
 def head_flops(arch: Architecture, over: Products, tokens: float) -> float:
-    """Operations of the output layer, at the `tokens` whose logprobs or values are wanted."""
+    """Returns the operations of the output layer, at the `tokens` whose logprobs or values are wanted."""
     return over.head * head_work(arch) * tokens
 
 
 def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
-    """Operations of one layer's adapters in a forward pass, for each token. Adapters on matrices that Megatron fuses
-    are one product, with zeros between them (megatron/lora.py)."""
+    """Returns the operations of one layer's adapters in a forward pass, for each token. Adapters on matrices that
+    Megatron fuses are one product, with zeros between them (megatron/lora.py)."""
     columns = 0
     for linear in adapted_linears(arch, sparse):
         copies = arch.experts.per_token if linear.of_expert and arch.experts else 1
@@ -138,8 +138,8 @@ def _adapter_work(arch: Architecture, lora: LoraConfig, sparse: bool) -> float:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What all data ranks pass over together, between two optimizer steps. `squares` is the sum of the squared lengths;
-    `head_tokens` are those whose logprobs are wanted."""
+    """The sequences that all data ranks pass over together, between two optimizer steps. `squares` is the sum of the
+    squared lengths; `head_tokens` are those whose logprobs are wanted."""
 
     sequences: float
     tokens: float
@@ -148,8 +148,8 @@ class BatchSize:
 
     @classmethod
     def of(cls, sequences: float, lengths: Lengths) -> BatchSize:
-        """That of so many responses. An agent's may be several sequences, the k-th of n with k/n of what was said; a
-        sampled token is trained in one of them."""
+        """Returns the size of so many responses. An agent's may be several sequences, the k-th of n with k/n of the
+        conversation; a sampled token is trained in one of them."""
         n = lengths.sequences
         tokens, squares = lengths.sequence * (n + 1) / 2, lengths.sequence_square * (n + 1) * (2 * n + 1) / (6 * n)
         return cls(sequences * n, *(sequences * size for size in (tokens, squares, lengths.response)))
@@ -173,19 +173,20 @@ class TrainingRanks:
         return self.case.recipe.train
 
     def forward_seconds(self, batch: BatchSize) -> Seconds:
-        """A pass without gradients."""
+        """Returns the seconds of a pass without gradients."""
         at_once = self.train.logprob_tokens_per_microbatch or self.train.tokens_per_microbatch
         micros = ceil(self.microbatches(batch) * self.train.tokens_per_microbatch / at_once)
         return self._pass_seconds(FORWARD, (1, 0), batch, micros)
 
     def update_seconds(self, batch: BatchSize) -> Seconds:
-        """Forward, backward and one optimizer step."""
+        """Returns the seconds of forward, backward and one optimizer step."""
         seconds = self._pass_seconds(training_products(self.train), (1, 1), batch, self.microbatches(batch))
         return added(seconds, self._exposed(self._step_seconds, sum(seconds.values()) / self.microbatches(batch)))
 
     def _exposed(self, step: Seconds, microbatch: float) -> Seconds:
-        """What passes over a `microbatch` of so many seconds do not hide (train.overlap). Gradients: two thirds of the
-        last one, its backward pass. Parameters: after all steps but an update's last, the first one's forward pass."""
+        """Returns the seconds of `step` that passes do not hide (train.overlap). A microbatch takes `microbatch` s.
+        Gradients hide behind the backward pass of the last microbatch, 2/3 of its seconds. Parameters hide behind the
+        forward pass of the first one, 1/3 of its seconds, except after an update's last step."""
         overlap, recipe, hidden = self.train.overlap, self.case.recipe, dict(step)
         steps = recipe.algorithm.minibatches * recipe.algorithm.epochs if isinstance(recipe, Recipe) else 1
         behind = {"gradients": (2 / 3, 1.0), "weights": (1 / 3, (steps - 1) / steps)}
@@ -197,7 +198,7 @@ class TrainingRanks:
         return hidden
 
     def microbatches(self, batch: BatchSize) -> int:
-        """On each data rank (batching/rank_batches.py): as many as hold the tokens, and enough to fill the pipeline."""
+        """Returns a data rank's microbatches: enough for its tokens and the pipeline (batching/rank_batches.py)."""
         layout = self.case.layout
         capacity = self.train.tokens_per_microbatch * layout.context * self.case.assumptions.packing
         needed = ceil(batch.tokens / layout.data / capacity)
@@ -216,8 +217,8 @@ class TrainingRanks:
 
     @cached_property
     def _stages(self) -> dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int]:
-        """The first stage of each kind, by its layers of each kind, those of them that are recomputed whole, and
-        whether the embedding or the head is there."""
+        """Returns the index of the first stage of each kind. The key has its layers of each kind, those recomputed
+        whole, and whether the embedding or the head is there."""
         found: dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int] = {}
         whole = self.train.recomputed.layers
         for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
@@ -253,7 +254,7 @@ class TrainingRanks:
         return seconds
 
     def _layer_seconds(self, sparse: bool, whole: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
-        """Seconds of one layer, which the backward pass recomputes whole or not."""
+        """Returns the seconds of one layer; with `whole`, the backward pass recomputes all of it."""
         if whole:
             over, passed = training_products(self.train, whole=True), replace(passed, forward=2)
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups
@@ -281,7 +282,7 @@ class TrainingRanks:
 
     @cached_property
     def _step_seconds(self) -> Seconds:
-        """Gradients summed, Adam, and new weights back to all replicas."""
+        """Returns the seconds to sum gradients, run Adam, and return new weights to all replicas."""
         machines, assumed, groups, train = self.case.speeds, self.case.assumptions, self._groups, self.train
         dense = routed = 0
         for stage in self._stages.values():

@@ -1,5 +1,5 @@
-"""What an agent's rollouts do between answers, and what that makes of an engine's time: they wait for tools, and each
-turn reads what is new."""
+"""The turns of an agent's rollouts, and their cost in an engine's time: rollouts wait for tools between answers, and
+each turn reads what is new."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
 
 HALVINGS = 40
-"""Times that the range is halved in which the number of answers that are decoded at once is looked for."""
+"""Bisection steps of the search for the number of answers that are decoded at once."""
 
 
 def keeps_prefixes(rollout: RolloutConfig) -> bool:
-    """Whether engines find in their cache what an earlier request has read: SGLang's radix cache."""
+    """Returns whether engines cache what an earlier request has read: SGLang's radix cache."""
     return rollout.engine != "transformers" and not (rollout.sglang.model_extra or {}).get("disable_radix_cache")
 
 
@@ -32,7 +32,7 @@ class Turns:
     """Answers that the engine decodes at once."""
 
     tokens: float
-    """Sampled."""
+    """Sampled tokens."""
 
     new: float
     """Tokens before an answer that no engine has seen: results of tools, and what the template writes around them."""
@@ -56,8 +56,8 @@ class Turns:
     def of(
         cls, recipe: Recipe, lengths: Lengths, assumed: Assumptions, engines: int, slots: float, cache_tokens: float
     ) -> Turns | None:
-        """None without an agent. slots: of an engine. cache_tokens: what its cache holds; 0 if it keeps nothing from
-        one request to the next.
+        """Returns the turns on one engine; None without an agent. slots: of an engine. cache_tokens: the size of its
+        cache; 0 if it keeps nothing from one request to the next.
 
         If not all conversations fit into the cache, the histories of those that fit are taken to be found.
         """
@@ -84,9 +84,9 @@ class Turns:
         )
 
     def pace(self, engine: EngineSpeed, running: float, context: float) -> tuple[float, float, float]:
-        """Seconds in which each of `running` conversations gets one sampled token, with `context` tokens before it: in
-        which it is decoded, in which the engine reads for other conversations, and in which it waits, for its tools or
-        for a place among what is decoded."""
+        """Returns the seconds in which each of `running` conversations gets one sampled token after `context` tokens.
+        Three parts: its own decoding, the engine's reading for other conversations, and the wait for tools or for a
+        place in the decoded batch."""
         read = self.read_seconds(engine) / self.tokens
 
         def of_token(batch: float) -> float:
@@ -104,7 +104,7 @@ class Turns:
         return decoded, reading, whole - decoded - reading
 
     def read_seconds(self, engine: EngineSpeed) -> float:
-        """What is new to the engine before a turn, behind a history."""
+        """Returns the seconds to read what is new to the engine before a turn, behind a history."""
         if not (tokens := self.new + self.again):
             return 0.0
         return engine.prefill_seconds(tokens, tokens**2 + 2 * tokens * max(0.0, self.history - self.again), 1)
@@ -112,8 +112,8 @@ class Turns:
 
 @lru_cache(maxsize=4096)
 def agents_seconds(engine: EngineSpeed, lengths: Lengths, turns: Turns, prompts: int, samples: int) -> Seconds:
-    """As `rollout_seconds` of plan/engine.py, for rollouts of several turns: full until no rollout waits, then the rest
-    of those that have begun."""
+    """Returns `rollout_seconds` of plan/engine.py for rollouts of several turns: full until no rollout waits, then the
+    rest of those that have begun."""
     rollouts, growth = float(prompts * samples), 1 + lengths.given
     running = min(rollouts, turns.conversations)
     underway = lengths.prompt + growth * lengths.response_square / (2 * lengths.response)

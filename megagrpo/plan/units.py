@@ -10,7 +10,7 @@ SECOND_UNITS = ((86400.0, "days"), (3600.0, "h"), (120.0, "min"), (1.0, "s"), (1
 
 
 def byte_text(number: float) -> str:
-    """`61.2 GiB`, `512 B`."""
+    """Formats bytes as `61.2 GiB`, `512 B`."""
     for size, unit in BYTE_UNITS:
         if abs(number) >= size:
             return f"{_short(number / size)} {unit}"
@@ -18,7 +18,7 @@ def byte_text(number: float) -> str:
 
 
 def second_text(seconds: float) -> str:
-    """`3.42 s`, `12 ms`, `2.5 h`."""
+    """Formats seconds as `3.42 s`, `12 ms`, `2.5 h`."""
     for size, unit in SECOND_UNITS:
         if seconds >= size:
             return f"{_short(seconds / (60.0 if unit == 'min' else size))} {unit}"
@@ -26,7 +26,7 @@ def second_text(seconds: float) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """`0-3, 8-11`."""
+    """Formats numbers as `0-3, 8-11`."""
     found = []
     for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -35,5 +35,5 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def _short(number: float) -> str:
-    """Three figures, and no more after the point than they need."""
+    """Formats a number to three figures, and from 100 on as an integer."""
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"

@@ -1,5 +1,5 @@
-"""Whether the recipe's agent can run: its file and interpreter, its packages, how the chat template takes tools, and
-the parser of tool calls."""
+"""Checks of the recipe's agent: its file and interpreter, its packages, tools in the chat template, and the parser of
+tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PYTHON_MIN = (3, 10)
 PACKAGES = {"verifiers": "verifiers", "openenv": "openenv", "reasoning_gym": "reasoning_gym"}
-"""What agents of a kind import, beside the standard library."""
+"""Packages that agents of a kind import, beside the standard library."""
 START_SECONDS = 120.0
 ASKED = (
     "import importlib.util, sys; print(*sys.version_info[:2]);"
@@ -35,12 +35,12 @@ ASKED = (
 )
 """The interpreter's version, and which packages it lacks."""
 ROLES = {"tools": "tool", "openenv": "user", "reasoning_gym": "user"}
-"""What agents of a kind put behind an answer. Others may do as they like."""
+"""Roles of the messages that agents of a kind append to an answer. Other agents are free in that."""
 
 
 @dataclass(frozen=True)
 class AgentChecks:
-    """What is wrong, what a plan could not check here, and lines about the agent for a plan, by name."""
+    """The problems, the items that a plan could not check here, and lines about the agent for a plan, by name."""
 
     problems: tuple[Problem, ...] = ()
     unchecked: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class AgentChecks:
 
 
 def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
-    """tokenizer: a directory; None if it is not here, and then nothing is said of its template.
+    """Checks the agent. tokenizer: a directory; None if it is not here, and then its template is not checked.
 
     plan_only: the run may start on another machine, so an interpreter that is not here is unchecked, not wrong.
     """
@@ -97,7 +97,7 @@ def _settings(agent: AgentConfig) -> Iterator[Problem]:
 
 
 def _interpreter(agent: AgentConfig) -> Iterator[Problem]:
-    """Runs it."""
+    """Runs the interpreter, and yields a problem of it, its version or its packages."""
     python, where = agent.python or sys.executable, "agent.python" if agent.python else f"agent.{agent.kind}"
     packages = [PACKAGES[agent.kind]] if agent.kind in PACKAGES else []
     given = ""
@@ -124,7 +124,7 @@ def _interpreter(agent: AgentConfig) -> Iterator[Problem]:
 
 
 def _function(agent: AgentConfig) -> Iterator[Problem]:
-    """Starts an agent process, which imports the file."""
+    """Starts an agent process, which imports the file. Yields a problem if that fails."""
     from megagrpo.agents.host_settings import program_of
     from megagrpo.agents.processes import AgentProcess
 
@@ -203,7 +203,7 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
 
 
 def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapping[str, Any]]) -> int:
-    """Tokens of a conversation whose user has said nothing, as the template writes it. 0 if it refuses that."""
+    """Returns the tokens of a conversation with an empty user message, by the template. 0 if it refuses that."""
     from megagrpo.agents.host_settings import chat_of
 
     chat, system = chat_of(recipe, tokenizer), recipe.data.system_prompt
@@ -218,7 +218,7 @@ def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapp
 
 
 def _template(recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bool) -> AgentChecks:
-    """Raises ModelError and RecipeError."""
+    """Checks roles and parser by the chat template. Raises ModelError and RecipeError."""
     from megagrpo.agents.host_settings import chat_of  # imports transformers, which takes seconds
     from megagrpo.agents.tool_calls import OWN, parser_of, style_of
 
@@ -245,7 +245,7 @@ def _template(recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bo
 
 
 def template_told(facts: Facts, history: str) -> str:
-    """What a chat template lets follow an answer, and what makes a conversation go on in another sequence."""
+    """Describes the messages that may follow an answer in a chat template, and those that start another sequence."""
     if not facts.closes_with:
         return "ends an answer with no stop token: each turn is a sequence of its own"
     told = [f"{_listed(facts.roles)} messages may follow an answer, which ends with {facts.closes_with}"]

@@ -1,4 +1,4 @@
-"""Data files as far as they are known before a run: their first rows, and the sources of all."""
+"""Checks of data files before a run: their first rows, and the sources of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megagrpo.recipe.schema import AnyRecipe, DataFileConfig, EntryConfig, Recip
 
 
 def files_in(recipe: AnyRecipe) -> dict[str, Sequence[EntryConfig]]:
-    """All data of the recipe, by the path of their list in it."""
+    """Returns all data of the recipe, by the path of their list in it."""
     if isinstance(recipe, SftRecipe):
         return {"data.train": recipe.data.train, "eval.files": recipe.eval.files}
     held_out = {f"eval.sets.{name}.files": files for name, files in recipe.eval.files_of_sets().items()}
@@ -24,13 +24,13 @@ def files_in(recipe: AnyRecipe) -> dict[str, Sequence[EntryConfig]]:
 
 
 def absent_data(recipe: AnyRecipe) -> list[str]:
-    """Paths that may be on the cluster: nothing is here under them, and no file here has nearly the same name."""
+    """Returns paths that may be on the cluster: nothing here is under them, and no file here has a similar name."""
     paths = [file.location for files in files_in(recipe).values() for file in files]
     return [path for path in dict.fromkeys(paths) if is_absent(path)]
 
 
 def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with the data files that are here."""
+    """Yields the problems of the data files that are here."""
     recipe = loaded.recipe
     own = own_rewards(recipe) if isinstance(recipe, Recipe) else {}
     of_sets = {f"eval.sets.{name}.files": reward for name, reward in own.items()}
@@ -45,7 +45,7 @@ def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> I
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
-    """All data sources of these files; none if a file is not here or wrong."""
+    """Returns all data sources of these files; an empty set if a file is not here or wrong."""
     found: set[str] = set()
     try:
         for file in files:
@@ -59,7 +59,7 @@ def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
 
 
 def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Problem]:
-    """`reward` scores the rows; None for conversations."""
+    """Returns an entry's problems. `reward` scores the rows; None for conversations."""
     try:
         paths = files_of(file.location)
     except DataError as error:
@@ -75,12 +75,12 @@ def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Prob
 
 
 def _looked_at(paths: Sequence[str], schema_of: SchemaOf[Any]) -> list[Problem]:
-    """Problems of the first file that has any: those of one folder are mostly alike."""
+    """Returns the problems of the first file that has any: those of one folder are mostly alike."""
     return next((problems for path in paths if (problems := quick_look(path, schema_of))), [])
 
 
 def _source_problems(path: str, file: DataFileConfig, reward: RewardConfig) -> Iterator[Problem]:
-    """The first row of each data source that no reward function is for."""
+    """Yields a problem for each data source without a reward function, at its first row."""
     for number, source in data_sources(path, file.columns):
         if problem := reward.source_problem(source, place(path, number)):
             yield problem

@@ -1,9 +1,9 @@
-"""Each row's verifiers on the row's own ground truth: a right response must get full marks, and a wrong one must not.
+"""Checks of verifiers on each row's own ground truth: a right response must get full marks, and a wrong one must not.
 
-Right responses are made by the verifiers' modules, as far as they can be: `solution(ground_truth, ...)` is
-a response that is right, None where there is none, ValueError for a ground truth that cannot be used. It may also name
-extra_info, and arguments of its `make` by the same names and with the same defaults. Wrong are an empty response, and
-the right responses of other rows.
+The verifiers' modules make right responses, as far as they can: `solution(ground_truth, ...)` is a response that is
+right, None where there is none, ValueError for a ground truth that cannot be used. It may also name extra_info, and
+arguments of its `make` by the same names and with the same defaults. Wrong are an empty response, and the right
+responses of other rows.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from megagrpo.types import Group, Prompt, Sample
 AT_ONCE = 256
 WORKERS_MAX = 4
 SAMPLE, SAMPLE_SECONDS = 32, 30
-"""Prompts of a run that are checked at its start, and how long that may take."""
+"""Prompts of a run that are checked at its start, and the most seconds for it."""
 FULL_MARKS = 1 - 1e-6
 OTHERS = 3
-"""Right responses of so many other rows are tried before a row is said to take a wrong one for right."""
+"""Right responses of other rows to try before a row is reported to accept a wrong one."""
 Solution = Callable[[str, Mapping[str, Any]], str | None]
 ELSEWHERE = (*ASKING, "remote", "reward_model", "agent")
 """These ask models or servers, where what they give costs something, or read what an agent gave."""
@@ -50,8 +50,8 @@ FORM = ("format", "language", "length", "repetition")
 
 @dataclass
 class Checked:
-    """What was found. By function: `unchecked`, rows with which it is not called; `only_empty`, rows for which no right
-    response is known, so that an empty one alone is tried."""
+    """The results of a check. By function: `unchecked`, rows with which it is not called; `only_empty`, rows for which
+    no right response is known, so that an empty one alone is tried."""
 
     rows: int = 0
     problems: list[Problem] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Checked:
     lengths: list[int] = field(default_factory=list)  # of prompts, in tokens
 
     def lines(self) -> Iterator[str]:
-        """What was checked, in a line each."""
+        """Yields the results of the checks, a line each."""
         if self.lengths:
             middle, longest = np.percentile(self.lengths, [50, 100])
             yield f"{self.rows} rows checked, of {middle:.0f} tokens in the middle and {longest:.0f} at most"
@@ -71,12 +71,12 @@ class Checked:
 
 
 class TimeIsUpError(MegagrpoError):
-    """A check has taken as long as it may."""
+    """The error of a check that exceeds its time limit."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """The check of data.train or of one evaluation set: what became of its files, and of its rows."""
+    """The check of data.train or of one evaluation set: the prompts of its files, and the results of its rows."""
 
     name: str
     mixture: Mixture[Prompt] | None  # None: files could not be read, as the problems say
@@ -110,7 +110,7 @@ def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int |
 
 
 def sample_warnings(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[str]:
-    """What a run should say of some of its prompts at its start; nothing if all is well."""
+    """Yields the warnings that a run prints at its start about some of its prompts; nothing if all is well."""
     try:
         checked = check_rows(prompts, reward, lambda name: f"prompt {name}", seconds=SAMPLE_SECONDS)
     except TimeIsUpError:
@@ -123,7 +123,7 @@ def sample_warnings(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
 
 
 def namer(files: Sequence[DataFileConfig]) -> Callable[[str], str]:
-    """How an error names the row of a prompt's id: its file and number."""
+    """Returns a function that names the row of a prompt's id in errors: its file and number."""
     paths = [path for file in files for path in files_of(file.location)]
     by_label = dict(zip(file_labels(paths), paths, strict=True))
 
@@ -143,7 +143,7 @@ def check_rows(
     seed: int = 0,
     seconds: float | None = None,
 ) -> Checked:
-    """Checks so many rows, drawn by the seed, or all. `where` is how a problem names the row of a prompt's id.
+    """Checks so many rows, drawn by the seed, or all. `where` names the row of a prompt's id in a problem.
 
     Functions that ask models or servers, and a user's own, are not called. Raises RewardError if a function cannot be
     loaded, TimeIsUpError after so many seconds.
@@ -177,7 +177,7 @@ def check_rows(
 
 
 def _solutions(reward: RewardConfig) -> dict[str, dict[str, Solution | None]]:
-    """How right responses are made, by list of functions and name."""
+    """Returns the makers of right responses, by list of functions and name."""
     found: dict[str, dict[str, Solution | None]] = {where: {} for where in reward.lists()}
     for spec in function_specs(reward):
         found[_list_of(spec)][spec.name] = solution_of(spec)
@@ -189,7 +189,7 @@ def _list_of(spec: FunctionSpec) -> str:
 
 
 def _runnable(reward: RewardConfig, solutions: Mapping[str, Mapping[str, Solution | None]]) -> RewardConfig:
-    """The reward with the functions alone that are called, by the names that they have in the whole."""
+    """Returns the reward with only the functions that are called, by their names in the whole."""
 
     def kept(where: str) -> list[RewardFunctionConfig]:
         named = zip(reward.lists().get(where, []), solutions.get(where, {}).items(), strict=True)
@@ -252,8 +252,8 @@ def _group(prompt: Prompt, responses: Sequence[str]) -> Group:
 def _problems(
     group: Group, name: str, right: str | None, others: Sequence[str], form: bool, where: str
 ) -> Iterator[Problem]:
-    """What is wrong with one row for one function, at most one thing. The responses are an empty one, the right one if
-    any is known, and the others. `form`: an empty one may be right."""
+    """Yields at most one problem of one row with one function. The responses are an empty one, the right one if any is
+    known, and the others. `form`: an empty one may be right."""
     truth = brief(group.prompt.ground_truth)
     found = [score.parts.get(name) for score in group.scores]
     marks = [mark or 0.0 for mark in found]
@@ -272,8 +272,8 @@ def _problems(
 
 
 def solution_of(spec: FunctionSpec) -> Solution | None:
-    """How right responses are made for a function of the recipe: never, if its module has no `solution`. None for those
-    that are not called but in a run: a user's own, and ELSEWHERE."""
+    """Returns the maker of right responses for a function of the recipe; it makes none if the module has no `solution`.
+    Returns None for functions that only a run calls: a user's own, and ELSEWHERE."""
     if not spec.built_in or spec.function in ELSEWHERE:
         return None
     make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)

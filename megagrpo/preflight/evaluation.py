@@ -1,4 +1,4 @@
-"""What is checked before `megagrpo eval` starts anything: of the recipe what an evaluation reads, then the model."""
+"""The checks before `megagrpo eval` starts anything: the recipe's fields that it reads, then the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megagrpo.weights.sides.checkpoint import manifests
 
 
 def check_recipe(loaded: LoadedRecipe[Recipe]) -> None:
-    """Rules, evaluation sets, their data and rewards. Raises PreflightError with every problem found."""
+    """Checks rules, evaluation sets, their data and rewards. Raises PreflightError with every problem found."""
     recipe = loaded.recipe
     problems = [*broken_rules(recipe)]
     if not recipe.eval.sets:
@@ -40,8 +40,8 @@ def check_recipe(loaded: LoadedRecipe[Recipe]) -> None:
 
 
 def check_model(recipe: Recipe) -> Preflight[Recipe]:
-    """The model at model.path, its tokenizer, engines, reward models and their devices. If others run the servers,
-    nothing is checked but that the tokenizer is there. Raises PreflightError with every problem found."""
+    """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
+    servers, the weight files are not checked. Raises PreflightError with every problem found."""
     problems: list[Problem] = []
     served = recipe.rollout.engine == "external"
     model = attempt(problems, lambda: model_directory(recipe, plan_only=False))
@@ -65,7 +65,7 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
 
 
 def _device_problems(recipe: Recipe) -> list[Problem]:
-    """Too few GPUs on this machine, for an evaluation that joins no cluster."""
+    """Returns a problem if this machine has too few GPUs for an evaluation that joins no cluster."""
     if recipe.cluster.address or os.environ.get("RAY_ADDRESS") or device_here(recipe) == "cpu":
         return []
     import torch  # takes a second

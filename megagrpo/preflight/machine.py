@@ -1,4 +1,4 @@
-"""What this machine must have for a run: packages, devices, an address, engines, directories that can be written."""
+"""Checks of this machine before a run: packages, devices, an address, engines, directories that can be written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MUON = (
 
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
-    """Packages that the recipe switches on and that are missing, and wrong versions of all that the run uses.
+    """Yields problems of missing packages that the recipe switches on, and of wrong versions of all that the run uses.
 
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
@@ -78,7 +78,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
 
 
 def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
-    """Whether training ranks on this machine have Transformer Engine's layers."""
+    """Returns whether training ranks on this machine have Transformer Engine's layers."""
     if find_spec("transformer_engine") is None or (device := device_here(recipe)) == "cpu":
         return False
     if recipe.train.layer_spec != "auto" or architecture is None:
@@ -92,15 +92,15 @@ def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
 
 
 def _device(recipe: AnyRecipe, plan_only: bool) -> str:
-    """A recipe that is only planned here may be for a cluster with GPUs."""
+    """Returns cuda or cpu. A plan of device auto gets cuda: it may be for a cluster with GPUs."""
     return "cuda" if plan_only and recipe.cluster.device == "auto" else device_here(recipe)
 
 
 def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan_only: bool) -> list[Problem]:
-    """Options in train.megatron that Megatron does not have.
+    """Returns the problems of options in train.megatron that Megatron does not have.
 
-    With an architecture, also combinations of options, model and layout that Megatron refuses. Layers are those of this
-    machine, or of the plan's GPUs.
+    With an architecture, it adds combinations of options, model and layout that Megatron refuses. Layers are those of
+    this machine, or of the plan's GPUs.
     """
     train = train_config(recipe)
     if not train.megatron:
@@ -130,7 +130,7 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Arguments of SGLang servers, the API key of external servers, and splits of the model that SGLang cannot hold."""
+    """Yields problems of SGLang's arguments, of external servers' API key, and of splits that SGLang cannot hold."""
     rollout = recipe.rollout
     if rollout.engine == "transformers":
         return
@@ -166,8 +166,8 @@ def _has_gpu() -> bool:
 def device_problems(
     recipe: AnyRecipe, architecture: Architecture | None = None, *, engines_too: bool = True
 ) -> Iterator[Problem]:
-    """Settings of torch's allocator that forbid how weights travel, what the layers of this machine's cards cannot do,
-    and, for a run that joins no cluster, too few GPUs on this machine."""
+    """Yields problems of allocator settings that forbid how weights travel, and of layers that this machine's cards
+    cannot run. Yields a problem for too few GPUs here if the run joins no cluster."""
     joins = bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
     if architecture and (not joins or _has_gpu()):  # else the cluster's cards are not known here
         yield from auto_problems(recipe, fused_here(recipe, architecture))
@@ -189,7 +189,7 @@ def device_problems(
 
 
 def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
-    """A cluster address that cannot drive a run. A plan does not look at RAY_ADDRESS."""
+    """Yields a problem if the cluster address cannot drive a run. A plan does not read RAY_ADDRESS."""
     if recipe.cluster.address is not None:
         found = address_problem(recipe.cluster.address, "cluster.address")
     else:
@@ -199,8 +199,8 @@ def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
-    """Directories that the run writes to and that cannot be made or written, what is no database of MLflow,
-    and passwords in its address."""
+    """Yields problems of directories that the run cannot make or write, of an address that is no database of MLflow,
+    and of passwords in it."""
     of_checkpoints = "checkpoint.directory" if recipe.checkpoint.directory else "track.directory"
     directories = {
         checkpoint_directory(recipe): of_checkpoints,

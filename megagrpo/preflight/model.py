@@ -84,7 +84,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
-    """Where model.path lies on this machine; a plan does without the safetensors files of a hub model."""
+    """Returns the directory of model.path on this machine; a plan skips the safetensors files of a hub model."""
     if plan_only and recipe.model.revision is None and (known := _known_directory(recipe.model.path)):
         return known
     patterns = CONFIG_FILES + TOKENIZER_FILES + (() if plan_only else ("*.safetensors",))
@@ -92,14 +92,14 @@ def model_directory(recipe: AnyRecipe, plan_only: bool) -> Path:
 
 
 def tokenizer_directory(recipe: AnyRecipe, model: Path | None) -> Path | None:
-    """Where model.tokenizer lies on this machine; by default the model's directory."""
+    """Returns the directory of model.tokenizer on this machine; by default the model's."""
     if recipe.model.tokenizer is None:
         return model
     return local_directory(recipe.model.tokenizer, None, TOKENIZER_FILES, "model.tokenizer")
 
 
 def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: bool) -> Path | None:
-    """Where the critic's own model lies on this machine; None if the recipe names none.
+    """Returns the directory of the critic's own model on this machine; None if the recipe names none.
 
     Raises MegagrpoError if it does not fit the layout, or does not know all of the policy's tokens.
     """
@@ -124,13 +124,13 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
 
 
 def _known_directory(path: str) -> Path | None:
-    """A published model's files in the local cache, or the config that comes with megagrpo; None for other paths."""
+    """Returns a published model's directory in the local cache, or in megagrpo's configs; None for other paths."""
     known = None if Path(path).is_dir() else known_models().get(path)
     return known and (cached_directory(path) or known)
 
 
 def cached_directory(path: str) -> Path | None:
-    """Where the hub id `path` lies in the local cache, if its config.json does. Asks no server."""
+    """Returns the directory of the hub id `path` in the local cache, if its config.json is there. Asks no server."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if not (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir():
@@ -142,7 +142,7 @@ def cached_directory(path: str) -> Path | None:
 
 
 def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], field: str) -> Path:
-    """`path` if it is a directory; else the files of that hub id that match `patterns`, from the cache or the hub.
+    """Returns `path` if it is a directory; else the files of that hub id that match `patterns`, cached or downloaded.
 
     HF_HUB_OFFLINE is honoured. `field` is the recipe's, for messages. Raises ModelError if there is neither.
     """
@@ -172,7 +172,7 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
 
 
 def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | None) -> list[Problem]:
-    """What is wrong with the tokenizer in `directory`, or with the template file that replaces its own.
+    """Returns the problems of the tokenizer in `directory`, or of the template file that replaces its own.
 
     vocabulary: rows of the model's embedding; None if unknown.
     """
@@ -201,7 +201,7 @@ def _near(directory: Path) -> str:
 
 
 def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
-    """What SGLang needs of a config.json and ends without, after its start."""
+    """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
     config, needed = directory / "config.json", 'the name of the model class, such as "Qwen2ForCausalLM", in a list'
     architectures = read_json(config).get("architectures") or []
     if recipe.rollout.engine != "sglang" or any(str(name).endswith("ForCausalLM") for name in architectures):
@@ -211,7 +211,7 @@ def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
 
 
 def _settings_problems(directory: Path) -> list[Problem]:
-    """What is wrong with files beside a vocabulary that transformers reads with it."""
+    """Returns the problems of the files beside a vocabulary that transformers reads with it."""
     problems: list[Problem] = []
     for path in (directory / name for name in SETTINGS if (directory / name).is_file()):
         try:
@@ -247,7 +247,7 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
 
 
 def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
-    """What is wrong with the tokens that end a response."""
+    """Returns the problems of the tokens that end a response."""
     if not path.exists():
         return []
     try:
@@ -263,7 +263,7 @@ def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
 
 
 def template_file_problems(path: str, recipe: AnyRecipe) -> list[Problem]:
-    """What is wrong with a template file that replaces the tokenizer's own, or with the recipe's arguments of it."""
+    """Returns the problems of a template file that replaces the tokenizer's own, or of its arguments in the recipe."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             return [Problem("model.chat_template", f"{path} is a directory, a device or a pipe", TEMPLATE_NEEDED)]
@@ -292,7 +292,7 @@ def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
 
 
 def template_in(config: Any) -> str | None:
-    """The template of a tokenizer_config.json: a text, or the one named `default` in a list."""
+    """Returns the template of a tokenizer_config.json: a text, or the one named `default` in a list; else None."""
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -319,8 +319,8 @@ def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Probl
 
 
 def argument_problems(template: str, recipe: AnyRecipe) -> list[Problem]:
-    """The recipe's arguments of a chat template that it does not read, or that each rendering sets. Raises
-    jinja2.TemplateSyntaxError."""
+    """Returns the problems of template arguments in the recipe that the chat template does not read, or that each
+    rendering sets. Raises jinja2.TemplateSyntaxError."""
     from jinja2 import Environment, nodes
 
     parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
@@ -343,8 +343,8 @@ def argument_problems(template: str, recipe: AnyRecipe) -> list[Problem]:
 
 @lru_cache
 def _rendering(asked: str) -> str:
-    """What is wrong with what the template makes of a question, alone or after a system message: it has no end, takes
-    all memory, fails, or is nothing.
+    """Returns a template's failure to render a question, alone or after a system message; empty if it renders. It fails
+    if it has no end, takes all memory, raises, or renders nothing.
 
     A template that refuses the question (raise_exception) may take those of the data, which a run renders at its start.
     """

@@ -134,7 +134,7 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of a recipe's model, with its chat template, which reads the recipe's arguments. Raises
+    """Returns the tokenizer of a recipe's model, with its chat template, which reads the recipe's arguments. Raises
     ModelError."""
     from megagrpo.tokenizer import load_chat_tokenizer  # imports transformers, which takes seconds
 
@@ -146,7 +146,7 @@ def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
 
 
 def attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
-    """What `find` returns; or None, and the first ten of the problems that it raises are added."""
+    """Returns the result of `find`; or None, and appends the first ten of the problems that it raises."""
     try:
         return find()
     except MegagrpoError as error:
@@ -157,7 +157,7 @@ def attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
 
 
 def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem]:
-    """What is wrong with the reward functions of evaluation sets."""
+    """Returns the problems of the reward functions of evaluation sets."""
     return [
         replace(problem, where=re.sub(r"^reward\b", f"eval.sets.{name}", problem.where))
         for name, reward in own_rewards(recipe).items()
@@ -172,9 +172,9 @@ def _absent_sandboxes(recipe: Recipe) -> list[str]:
 
 
 def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Metrics of one data source (SET/SOURCE/mean@1) that an evaluation will not have.
+    """Yields a problem for a metric of one data source (SET/SOURCE/mean@1) that an evaluation will not have.
 
-    It has them if the set's files have that source and at least one other.
+    An evaluation has it if the set's files have that source and at least one other.
     """
     stopping = recipe.eval.early_stopping
     asked = {

@@ -19,9 +19,9 @@ HEAD = "ForSequenceClassification"
 
 
 def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]:
-    """Where reward.models lie on this machine, by name. A plan does without those of the hub.
+    """Returns the directories of reward.models on this machine, by name. A plan skips those of the hub.
 
-    Raises PreflightError with all that is wrong with them, ModelError if the hub does not have one.
+    Raises PreflightError with all their problems, ModelError if the hub does not have one.
     """
     found: dict[str, Path] = {}
     problems: list[Problem] = []
@@ -48,7 +48,7 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
 
 
 def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
-    """What is wrong with the arguments of the servers of generative models, or with SGLang here."""
+    """Yields the problems of the arguments of generative models' servers, or of SGLang here."""
     for name, config in recipe.reward.models.items():
         if not isinstance(config, GenerativeConfig):
             continue
@@ -90,7 +90,7 @@ def _template_problems(config: ClassifierConfig | GenerativeConfig, directory: P
 
 
 def _label_problems(recipe: Recipe, name: str, read: Mapping[str, Any]) -> list[Problem]:
-    """Functions that take a label which the model lacks, or none of several."""
+    """Returns a problem for each function whose label the model lacks, or that names none of several labels."""
     named = read.get("id2label")
     labels = [str(label) for label in named.values()] if isinstance(named, dict) else ["LABEL_0", "LABEL_1"]
     problems = []

@@ -1,1 +1,1 @@
-"""What did the user ask for, and is it possible? From YAML and overrides to one checked Recipe."""
+"""The path from YAML and overrides to one checked Recipe."""

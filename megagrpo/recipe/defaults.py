@@ -1,4 +1,4 @@
-"""What a recipe's open values mean: data type, directories, number of steps, devices."""
+"""The values of a recipe's open fields: data type, directories, number of steps, devices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CPU_CACHE_TOKENS = 65536
 
 
 def dtype_name(recipe: AnyRecipe, device: str) -> str:
-    """float32 or bfloat16: of weights and activations, in ranks and engines alike."""
+    """Returns float32 or bfloat16: the type of weights and activations, in ranks and engines alike."""
     if recipe.model.dtype != "auto":
         return recipe.model.dtype
     return "bfloat16" if device == "cuda" else "float32"
 
 
 def train_config(recipe: AnyRecipe) -> TrainConfig:
-    """recipe.train, with what `deterministic` sets of Megatron's options."""
+    """Returns recipe.train, with the options of Megatron that `deterministic` sets."""
     train = recipe.train
     if not recipe.deterministic:
         return train
@@ -34,7 +34,7 @@ def train_config(recipe: AnyRecipe) -> TrainConfig:
 
 
 def device_here(recipe: AnyRecipe) -> str:
-    """cpu or cuda, for a run on this machine alone."""
+    """Returns cpu or cuda, for a run on this machine alone."""
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
     import torch  # takes a second
@@ -43,7 +43,7 @@ def device_here(recipe: AnyRecipe) -> str:
 
 
 def with_absolute_directories(recipe: Recipe) -> Recipe:
-    """The same run for processes whose working directory is another."""
+    """Returns the same recipe for processes with another working directory."""
     algorithm = recipe.algorithm
     if isinstance(algorithm.loss, OwnLossConfig):
         loss = algorithm.loss.model_copy(update={"name": str(Path(algorithm.loss.name).absolute())})
@@ -71,24 +71,24 @@ def checkpoint_directory(recipe: AnyRecipe) -> Path:
 
 
 def export_directory(recipe: AnyRecipe) -> Path:
-    """Where the final Hugging Face model goes."""
+    """Returns the directory of the final Hugging Face model."""
     return run_directory(recipe) / "hugging_face"
 
 
 def adapter_directory(recipe: AnyRecipe) -> Path:
-    """Where the final adapter of a run with train.lora goes, as PEFT's files."""
+    """Returns the directory of the final adapter of a run with train.lora, as PEFT's files."""
     return run_directory(recipe) / "adapter"
 
 
 def sync_directory(recipe: Recipe) -> Path:
-    """Where weights lie on their way to engines with weights.transfer: disk."""
+    """Returns the directory through which weights reach engines with weights.transfer: disk."""
     return (
         Path(recipe.weights.directory) / recipe.name if recipe.weights.directory else run_directory(recipe) / "weights"
     )
 
 
 def own_rewards(recipe: Recipe) -> dict[str, RewardConfig]:
-    """The rewards of the evaluation sets that have functions of their own, by set."""
+    """Returns the rewards of the evaluation sets with functions of their own, by set."""
     return {
         name: recipe.reward.model_copy(update={"functions": one.functions, "by_source": {}, "solved_at": one.solved_at})
         for name, one in recipe.eval.sets.items()
@@ -97,7 +97,7 @@ def own_rewards(recipe: Recipe) -> dict[str, RewardConfig]:
 
 
 def total_steps(recipe: AnyRecipe, rows: int) -> int:
-    """Steps of the run, rounded up to whole ones; `rows` are the prompts, or examples, of one epoch."""
+    """Returns the number of steps of the run, rounded up; `rows` counts the prompts, or examples, of one epoch."""
     train = recipe.train
     if train.total_steps is not None:
         return train.total_steps
@@ -113,8 +113,8 @@ def _rows_per_step(recipe: AnyRecipe) -> int:
 
 
 def prompts_of_round(wanted: int, useful: float, sampled: int) -> int:
-    """How many prompts dynamic sampling takes next, at most `wanted`: enough to bring the missing groups with signal if
-    they stay as frequent as so far.
+    """Returns the number of prompts that dynamic sampling takes next, at most `wanted`: enough for the missing groups
+    with signal, if these stay as frequent as so far.
 
     wanted: groups of a step; useful: groups with signal so far, among `sampled` groups.
     """
@@ -122,16 +122,16 @@ def prompts_of_round(wanted: int, useful: float, sampled: int) -> int:
 
 
 def cpu_cache_tokens(requests: int, longest: int) -> int:
-    """Tokens that an SGLang server on CPUs caches for so many requests of `longest` tokens. By itself it takes all
-    memory."""
+    """Returns the tokens that an SGLang server on CPUs caches for `requests` requests of `longest` tokens. The server's
+    default is all memory."""
     return max(min(requests * longest, CPU_CACHE_TOKENS), 2 * longest)
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bundle of every training rank, and bundles of every engine. Colocated ones share bundles and take turns.
+    """The bundle of every training rank, and the bundles of every engine. Colocated ones share bundles and take turns.
 
-    An engine has as many bundles as it has ranks, side by side; none if the run does not start it. They are on
+    An engine has one bundle for each of its ranks, side by side; none if the run does not start it. They are on
     `engine_nodes` nodes, equally many on each, with a server process for each node.
     """
 
@@ -146,14 +146,14 @@ class DevicePlan:
     """Bundles of each of reward.models, side by side on one node; none for one without devices of its own."""
 
     def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
-        """The bundles of an engine by node; none for an external engine."""
+        """Returns the bundles of an engine by node; none for an external engine."""
         own = self.bundles_of_engine[engine]
         each = len(own) // self.engine_nodes
         return tuple(own[first : first + each] for first in range(0, len(own), each)) if own else ()
 
 
 def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
-    """Engines and reward models without ranks, each on as many devices as beside them; one device if there are none."""
+    """Plans engines and reward models without ranks, each on as many devices as beside ranks; at least one device."""
     whole = plan_devices(recipe, device)
     used = sorted({*chain(*whole.bundles_of_engine, *whole.bundles_of_model)})
     of_engine, of_model = (
@@ -165,8 +165,8 @@ def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
 
 
 def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) -> DevicePlan:
-    """Ranks on the first devices in rank order; engines, if they run, beside them (colocated) or on devices of their
-    own."""
+    """Plans ranks on the first devices in rank order. Engines, if `engines_too`, share them (colocated) or follow on
+    devices of their own."""
     ranks = recipe.train.layout.parallel().ranks
     resource = "GPU" if device == "cuda" else "CPU"
     (of_rank,) = _blocks(1, 1, ranks, first=0)
@@ -189,13 +189,13 @@ def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) ->
 
 
 def _with_models(plan: DevicePlan, recipe: Recipe) -> DevicePlan:
-    """Devices of reward.models come last."""
+    """Returns the plan with the devices of reward.models at its end."""
     ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=plan.bundles))
     return replace(plan, bundles=ends[-1], bundles_of_model=tuple(tuple(range(*pair)) for pair in pairwise(ends)))
 
 
 def maps_gpu_memory(recipe: AnyRecipe) -> bool:
-    """Whether engines map memory of training ranks by CUDA IPC; also where transfer: auto may come to it."""
+    """Returns whether engines map memory of training ranks by CUDA IPC, or may do so with transfer: auto."""
     if not isinstance(recipe, Recipe):
         return False
     way = recipe.weights.transfer_to(external=recipe.rollout.engine == "external")
@@ -206,7 +206,7 @@ def maps_gpu_memory(recipe: AnyRecipe) -> bool:
 
 
 def allocator_problem(recipe: AnyRecipe, environment: Mapping[str, str]) -> Problem | None:
-    """Expandable segments of torch's allocator where engines map the memory of training ranks.
+    """Returns a problem if torch's allocator has expandable segments where engines map the memory of training ranks.
 
     An engine can open such memory only by pidfd_getfd, which containers and hosts with Yama refuse between processes
     that are not each other's children. SGLang's memory saver refuses it, too.
@@ -221,6 +221,6 @@ def allocator_problem(recipe: AnyRecipe, environment: Mapping[str, str]) -> Prob
 
 @lru_cache(maxsize=256)
 def _blocks(engines: int, blocks: int, each: int, first: int) -> tuple[tuple[int, ...], ...]:
-    """Engines dealt out evenly over `blocks` runs of `each` devices, at most ceil(engines / blocks) on each."""
+    """Deals engines out evenly over `blocks` runs of `each` devices, at most ceil(engines / blocks) on each."""
     starts = [first + i * blocks // engines * each for i in range(engines)]
     return tuple(tuple(range(start, start + each)) for start in starts)

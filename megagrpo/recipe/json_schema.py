@@ -18,14 +18,14 @@ FILES: dict[type[AnyRecipe], Path] = {
 
 
 def json_schema(recipe_class: type[AnyRecipe]) -> str:
-    """The schema's text, JSON Schema draft 2020-12."""
+    """Returns the schema's text, JSON Schema draft 2020-12."""
     described = recipe_class.model_json_schema()
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described, "title": "megagrpo recipe"}
     return json.dumps(schema, indent=2) + "\n"
 
 
 def first_line(recipe_class: type[AnyRecipe]) -> str:
-    """How a recipe beside the schema names it."""
+    """Returns the line with which a recipe beside the schema names it."""
     return f"# yaml-language-server: $schema={FILES[recipe_class].name}"
 
 

@@ -1,6 +1,6 @@
-"""Which of Megatron's layers a training rank takes on a card, and which attention kernels they reach there.
+"""Megatron's layers that a training rank takes on a card, and the attention kernels that they reach there.
 
-What Transformer Engine 2.17.1 can do with packed sequences is read from its source: get_attention_backend in
+Transformer Engine 2.17.1's limits for packed sequences are read from its source: get_attention_backend in
 pytorch/attention/dot_product_attention/utils.py, and common/fused_attn/fused_attn.cpp with cuDNN 9.18.1 or later.
 Training ranks hide flash-attn 4 from it (megatron/model.py).
 """
@@ -23,13 +23,13 @@ LayerSpec = Literal["local", "transformer_engine"]
 Capability = tuple[int, int]
 """A card's compute capability: (9, 0) is an H100's."""
 FLASH_ATTN_2 = (Version("2.1.1"), Version("2.8.3"))
-"""The versions that Transformer Engine 2.17.1 takes."""
+"""The lowest and the highest version that Transformer Engine 2.17.1 takes."""
 FLASH_ATTN_2_BLACKWELL, FLASH_ATTN_2_DETERMINISTIC = Version("2.7.3"), Version("2.4.1")
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What is installed of what Transformer Engine and its attention need."""
+    """The installed packages of those that Transformer Engine and its attention need."""
 
     transformer_engine: bool = False
     flash_attn_2: Version | None = None
@@ -38,7 +38,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a model asks of attention kernels: dimensions of a head's keys and values, elements, and context ranks."""
+    """A model's demands on attention kernels: dimensions of a head's keys and values, elements, and context ranks."""
 
     key_dim: int
     value_dim: int
@@ -55,7 +55,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layers:
-    """`kernel` computes attention in these layers; `why` says why auto takes them."""
+    """The layers of a training rank. `kernel` computes their attention; `why` is the reason why auto takes them."""
 
     spec: LayerSpec
     kernel: str
@@ -69,14 +69,14 @@ def attention_of(arch: Architecture, train: TrainConfig, *, half: bool) -> Atten
 
 
 def installed() -> Installed:
-    """In this environment."""
+    """Returns the packages that are installed in this environment."""
     two = _version("flash-attn")
     return Installed(find_spec("transformer_engine") is not None, two, _version("flash-attn-3") is not None)
 
 
 def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
-    """What `train.layer_spec: auto` takes, adapters aside: Transformer Engine's layers where a fused kernel computes
-    their attention. They would keep every score of the longest sequence elsewhere."""
+    """Returns the layers of `train.layer_spec: auto`, adapters aside: Transformer Engine's if a fused kernel computes
+    their attention. Without one, they would keep every score of the longest sequence."""
     name = f"sm{card[0]}{card[1]}"
     own = torch_kernel(card, model)
     if not here.transformer_engine:
@@ -91,7 +91,7 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
 
 
 def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
-    """What fails where `auto` is Megatron's local layers: not `fused`. Recipe rules refuse it with explicit ones."""
+    """Yields problems of `auto` where it takes local layers (not `fused`). Recipe rules check explicit local layers."""
     train = recipe.train
     auto = train.layer_spec == "auto" and train.lora is None and recipe.cluster.device != "cpu"
     if auto and not fused and "moe_act" in train.recomputed.modules:
@@ -101,7 +101,7 @@ def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
 
 
 def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:
-    """What Transformer Engine computes attention over packed sequences with in training, if anything fused."""
+    """Returns Transformer Engine's fused kernel for attention over packed sequences in training; None if none fits."""
     if not model.half:
         return None
     kernels = {
@@ -113,8 +113,8 @@ def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | N
 
 
 def torch_kernel(card: Capability, model: Attention) -> str:
-    """What torch computes the attention of Megatron's local layers with. Its flash attention takes no mask, which
-    context ranks need, and keys and values of one size."""
+    """Returns the torch kernel for the attention of Megatron's local layers. torch's flash attention takes no mask,
+    which context ranks need, and needs keys and values of one size."""
     if model.half and card >= (8, 0) and model.context == 1 and model.key_dim == model.value_dim <= 256:
         return "torch's flash attention"
     return "torch's memory-efficient attention"
@@ -139,7 +139,7 @@ def _flash_attn_3(card: Capability, model: Attention) -> bool:
 
 
 def _flash_attn_2(card: Capability, version: Version | None, model: Attention) -> bool:
-    """Keys and values are padded to one size."""
+    """Returns whether flash-attn 2 takes the model, whose keys and values are padded to one size."""
     lowest = FLASH_ATTN_2_BLACKWELL if card >= (10, 0) else FLASH_ATTN_2[0]
     lowest = max(lowest, FLASH_ATTN_2_DETERMINISTIC) if model.deterministic else lowest
     if version is None or not lowest <= version <= FLASH_ATTN_2[1] or card < (8, 0):

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a recipe of either kind, and back; and where each of its values was written.
+"""Conversion of a YAML file and overrides to a recipe of either kind, and back; and the place of each of its values.
 
 Relative paths in a recipe are relative to the current working directory, not to the recipe's own.
 """
@@ -38,7 +38,7 @@ class Places:
     recipe_class: type[AnyRecipe] = Recipe
 
     def where(self, path: str) -> str:
-        """`FILE:LINE path` of a written value, of the section around it if it was left at its default."""
+        """Returns `FILE:LINE path` of a written value, or of the section around a value left at its default."""
         if below := next((text for at, text in self.overrides.items() if at.startswith(f"{path}.")), None):
             return f"override {_shortened(below)} ({path})"
         for at in _outwards(path):
@@ -50,7 +50,7 @@ class Places:
         return f"{self.source} {path}"
 
     def overridden(self, path: str, text: str) -> Places:
-        """The same places after `text` has replaced everything at and below `path`."""
+        """Returns the places after `text` has replaced everything at and below `path`."""
 
         def beside(at: str) -> bool:
             return at != path and not at.startswith(f"{path}.")
@@ -62,21 +62,21 @@ class Places:
         )
 
     def located(self, problem: Problem) -> Problem:
-        """The problem with its place if its `where` is a field of the recipe (items as .0 or [0]), else as it is."""
+        """Returns the problem, with its place if `where` is a recipe's field (items as .0 or [0]), else unchanged."""
         path = ITEM.sub(r".\1", problem.where)
         return replace(problem, where=self.where(path)) if is_field(path, self.recipe_class) else problem
 
 
 @dataclass(frozen=True)
 class LoadedRecipe(Generic[Kind]):
-    """A recipe that fits the schema, and where each of its values was written."""
+    """A recipe that fits the schema, and the place of each of its values."""
 
     recipe: Kind
     places: Places
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[Recipe]:
-    """Read a recipe for GRPO and put the overrides in. preflight/ checks the rules between its fields.
+    """Reads a recipe for GRPO and applies the overrides. preflight/ checks the rules between its fields.
 
     Raises RecipeError with every place at which it does not fit the schema.
     """
@@ -84,27 +84,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[Recipe
 
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[SftRecipe]:
-    """The same for supervised fine-tuning."""
+    """Reads a recipe for supervised fine-tuning, like `load`."""
     return cast(LoadedRecipe[SftRecipe], _load(path, overrides, "sft"))
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe[AnyRecipe]:
-    """The same for a recipe of the kind that it says it is."""
+    """Reads a recipe of the kind that it states, like `load`."""
     return _load(path, overrides, None)
 
 
 def dump(recipe: AnyRecipe) -> str:
-    """The resolved recipe: YAML with every field, defaults included. Loading it gives an equal recipe."""
+    """Returns the resolved recipe as YAML with every field, defaults included. Loading it gives an equal recipe."""
     return to_text(recipe.model_dump())
 
 
 def apply_overrides(
     tree: dict[str, Any], places: Places, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Places, list[Problem]]:
-    """A copy of `tree` with each `PATH=VALUE` put in, in order; the last of two for one path wins.
+    """Returns a copy of `tree` with each `PATH=VALUE` applied in order, its places, and the problems of overrides.
 
-    Values are YAML. Sections that are absent or null are made; list items must exist. The problems say what cannot be
-    applied.
+    Values are YAML; the last of several for one path wins. Absent or null sections are created; list items must
+    exist.
     """
     tree = copy.deepcopy(tree)
     problems: list[Problem] = []
@@ -182,7 +182,7 @@ def _other_recipes(path: Path) -> str:
 
 
 def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyRecipe]) -> Problem | None:
-    """Set `path` in `tree`; if the schema or a list has no such place, say so."""
+    """Sets `path` in `tree`; returns a problem if the schema or a list has no such place."""
     keys = path.split(".")
     above = [Expected(recipe_class)]  # what the schema expects around each key
     for depth, key in enumerate(keys):
@@ -220,12 +220,12 @@ def _nothing_below(at: str, expected: Expected) -> Problem:
 
 
 def _shortened(text: str) -> str:
-    """An override as errors show it: many may be about one."""
+    """Shortens an override for errors, of which many may show the same one."""
     return text if len(text) <= OVERRIDE_SHOWN else f"{text[:OVERRIDE_SHOWN]}…"
 
 
 def _outwards(path: str) -> Iterator[str]:
-    """train.layout.tensor, train.layout, train."""
+    """Yields train.layout.tensor, train.layout, train."""
     while path:
         yield path
         path = path.rpartition(".")[0]

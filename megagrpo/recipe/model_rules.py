@@ -1,4 +1,4 @@
-"""Rules between the recipe and the model's architecture: what divides what."""
+"""Rules between the recipe and the model's architecture: sizes that divide others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megagrpo.weights.sides.megatron_rank import divided_sizes
 
 
 def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
-    """Every rule that the layout or the lengths break for this model; `where` is a dotted path.
+    """Returns a problem for every rule that the recipe breaks for this model; `where` is a dotted path.
 
     Any tensor size fits the vocabulary: its rows are padded up to a multiple of it (Architecture.padded_vocab).
     """
@@ -30,7 +30,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
 
 
 def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
-    """The same for the model of algorithm.critic.path, which never has adapters."""
+    """Returns the problems with the model of algorithm.critic.path, which never has adapters."""
     whole = recipe.train.model_copy(update={"lora": None})
     return model_problems(recipe.model_copy(update={"train": whole}), critic)
 
@@ -59,7 +59,7 @@ def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
 
 
 def _uneven(layers: int, layout: ParallelLayout) -> str | None:
-    """The length of the last stage that makes the longest stage shortest, for as many stages; None if there is none."""
+    """Returns a fix: the last stage's length that makes the longest of as many stages shortest; None if none exists."""
     chunks, others = layout.virtual_pipeline, layout.pipeline - 1
     pieces = layers // chunks
     if layers % chunks or pieces < layout.pipeline:
@@ -138,8 +138,8 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
 
 
 def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Whole query groups on every tensor rank, in which alone Megatron-Core tells q, k and v apart; and data ranks that
-    matrices are dealt out to."""
+    """Yields Muon's problems: tensor ranks without whole query groups, which Megatron-Core needs to separate q, k and
+    v; and no data ranks to deal matrices out to."""
     groups, tensor = architecture.query_groups, recipe.train.layout.tensor
     if recipe.train.optimizer.kind == "muon" and architecture.latent is None and tensor > groups:
         given = f"{tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
@@ -156,7 +156,7 @@ def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
 
 
 def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Modules that the model has, and no more layers than a stage has."""
+    """Yields problems of recomputed modules that the model lacks, and of more layers than a stage has."""
     again, layout, experts = recipe.train.recomputed, recipe.train.layout.parallel(), architecture.experts
     sparse = 0 if experts is None else architecture.layers - experts.dense_layers
     missing = {
@@ -181,7 +181,7 @@ def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Probl
 
 
 def token_problems(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
-    """Prompts and responses that are longer than the model takes, and stop tokens that it does not have."""
+    """Yields problems of prompts and responses longer than the model takes, and of stop tokens that it lacks."""
     prompt = recipe.data.prompt_tokens_max
     lengths = {"rollout": recipe.rollout.response_tokens_max}
     for name, one in recipe.eval.of_sets().items():
@@ -213,6 +213,6 @@ def divisors(number: int) -> list[int]:
 
 
 def either(sizes: list[int]) -> str:
-    """`1, 2 or 4`, the larger ones left out of a long list."""
+    """Returns `1, 2 or 4`, without the larger ones of a long list."""
     shown = [str(size) for size in sizes[:6]]
     return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]

@@ -1,4 +1,4 @@
-"""What may stand at each path of a recipe, in plain words; and pydantic's errors as problems, one for each place."""
+"""Values allowed at each path of a recipe, in plain words; and pydantic's errors as problems, one for each place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megagrpo.section import ByName, Section
 LONGEST_VALUE = 60
 PROBLEMS_MAX = 100
 BESIDE_SECTIONS = ("literal[", "list[", "constrained-str")
-"""How pydantic calls what may stand in the place of a section."""
+"""Pydantic's names of the values that are allowed in place of a section."""
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 MOVED: Mapping[str, str] = {
@@ -48,34 +48,34 @@ MOVED: Mapping[str, str] = {
     "actor_rollout_ref": "remove it: actor is train and algorithm here, rollout is rollout, ref is algorithm.kl",
     "trainer": "remove it: total_epochs is in train, save_freq and test_freq are every_steps of checkpoint and eval",
 }
-"""Keys, and values of keys, of earlier versions and of verl, and how to say the same now."""
+"""Keys, and values of keys, of earlier versions and of verl, with their replacements."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What may stand at one place of a recipe."""
+    """The values allowed at one place of a recipe."""
 
     annotation: Any
     metadata: tuple[Any, ...] = ()
     description: str = ""
     others: Mapping[str, type[Section]] = field(default_factory=dict)
-    """By name, the sections that could stand here if another were chosen."""
+    """The sections that another choice would allow here, by name."""
 
     @property
     def choice(self) -> tuple[ByName, dict[str, type[Section]]] | None:
-        """The key that chooses one of several sections, and these by their names."""
+        """Returns the key that chooses one of several sections, and these sections by name."""
         return _choice(self.annotation, self.metadata)
 
     @property
     def sections(self) -> list[type[Section]]:
-        """The sections whose keys may stand here."""
+        """Returns the sections whose keys are allowed here."""
         if self.choice:
             return list(dict.fromkeys(self.choice[1].values()))
         return [a for a in _alternatives(self.annotation) if isinstance(a, type) and issubclass(a, Section)]
 
     @property
     def alternatives(self) -> tuple[Any, ...]:
-        """Members of a union without their constraints; of any other type, itself."""
+        """Returns the members of a union without their constraints; of any other type, itself."""
         return _alternatives(self.annotation)
 
     @property
@@ -87,7 +87,7 @@ class Expected:
         return any(get_origin(a) is dict for a in self.alternatives)
 
     def below(self, key: str) -> Expected | None:
-        """What may stand at `key` inside this value; None if nothing can."""
+        """Returns the values allowed at `key` inside this value; None if there are none."""
         if self.annotation is Any:
             return self
         for section in self.sections:
@@ -105,12 +105,12 @@ class Expected:
         return None
 
     def words(self) -> str:
-        """`an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
+        """Returns `an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
         return _words(self.annotation, self.metadata)
 
 
 def is_field(path: str, recipe_class: type[Section]) -> bool:
-    """Whether the schema has a place with this dotted path."""
+    """Returns whether the schema has a place with this dotted path."""
     here: Expected | None = Expected(recipe_class)
     for key in path.split("."):
         here = here.below(key) if here else None
@@ -118,17 +118,17 @@ def is_field(path: str, recipe_class: type[Section]) -> bool:
 
 
 def nearest(given: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `given` was probably meant to be."""
+    """Returns the valid name that `given` was probably meant to be; None if none is near."""
     return next(iter(difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)), None)
 
 
 def schema_problems(
     tree: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], recipe_class: type[Section]
 ) -> list[Problem]:
-    """One problem for each place named by `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
+    """Returns a problem for each place in `errors` (pydantic's ValidationError.errors()); `where` is the dotted path.
 
-    A union reports an error for each member; these have the same place and become one problem, none if a member has
-    one below that place. A missing key is left out if an unknown one beside it is that key misspelt.
+    A union reports an error for each member: errors with the same place become one problem, or none if there is an
+    error below that place. A missing key is left out if an unknown key beside it is its misspelling.
     """
     found: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] == "missing"):
@@ -149,7 +149,7 @@ def schema_problems(
 
 
 def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[Section]) -> Problem:
-    """A key that the section does not have, with the name it was probably meant to be."""
+    """Returns the problem of a key that the section does not have, with the name that was probably meant."""
     keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
     if path in MOVED and value is None:
@@ -171,7 +171,7 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
 
 
 def shown(value: Any) -> str:
-    """A YAML value in an error message, with its type where it could be mistaken."""
+    """Returns a YAML value for an error message, with its type where it could be mistaken."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -185,7 +185,7 @@ def shown(value: Any) -> str:
 
 
 def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[list[str | int], Expected]:
-    """The part of pydantic's location that is a path (unions add names of members), and what may stand there."""
+    """Returns the path in pydantic's location (unions add names of members), and the values allowed there."""
     keys: list[str | int] = []
     here = Expected(recipe_class)
     for key in location:
@@ -230,7 +230,7 @@ def _problem(
 
 
 def _needed(expected: Expected) -> str:
-    """Type, bounds and meaning."""
+    """Returns type, bounds and meaning in words."""
     words = expected.words()
     description = " ".join(expected.description.split())
     return f"{words} ({description.rstrip('.')})" if description else words
@@ -294,7 +294,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
-    """Dotted paths of all fields, outside of lists."""
+    """Yields the dotted paths of all fields outside of lists."""
     for name, info in section.model_fields.items():
         yield prefix + name
         for inner in _of_field(info).sections:
@@ -318,7 +318,7 @@ def _choice(annotation: Any, metadata: tuple[Any, ...]) -> tuple[ByName, dict[st
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Members of a union without their constraints; of any other type, itself."""
+    """Returns the members of a union without their constraints; of any other type, itself."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (typing.Union, types.UnionType):
@@ -327,7 +327,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_open(annotation: Any) -> bool:
-    """Whether it is a mapping of any keys besides its own, as rollout.sglang."""
+    """Returns whether a type is a mapping of any keys besides its own, like rollout.sglang."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel) and not issubclass(annotation, Section)
 
 

@@ -29,13 +29,13 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
     ),
 }
 ITEM, NAME = "[]", ".NAME"
-"""How the path of a list's item, and of a mapping's value, goes on."""
+"""Suffixes of the path of a list's item, and of a mapping's value."""
 UNBOUNDED = re.compile(r" (and )?of at (most|least) (-?1000000000(\.0)?|9223372036854775807)\b")
 """Bounds that no value reaches."""
 
 
 def reference(recipe_class: type[AnyRecipe]) -> str:
-    """The page, in Markdown: each field with its path as its anchor, then type, default and meaning."""
+    """Returns the page in Markdown: each field with its path as its anchor, then type, default and meaning."""
     title, beginning = TITLES[recipe_class]
     return "\n".join(
         [
@@ -53,7 +53,7 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
 class _Page:
     def __init__(self, recipe_class: type[AnyRecipe]) -> None:
         self.places: dict[type[BaseModel], str] = {recipe_class: ""}
-        """Where a section is described."""
+        """The path at which each section is described."""
         self.anchors: set[str] = set()
 
     def lines(self, section: type[BaseModel]) -> Iterator[str]:
@@ -62,7 +62,7 @@ class _Page:
             yield from self._below(name, Expected(section).below(name), level=2)
 
     def _fields(self, section: type[BaseModel], path: str, chosen_by: str = "") -> Iterator[str]:
-        """A list of the fields, but for the one that chose the section and has one value."""
+        """Yields a list of the fields, except one that chose the section and has one value."""
         for name, info in section.model_fields.items():
             at = f"{path}.{name}" if path else name
             expected = Expected(info.annotation, tuple(info.metadata))
@@ -75,14 +75,14 @@ class _Page:
         yield ""
 
     def _anchor(self, path: str, expected: Expected) -> str:
-        """The first field with a path; one whose heading has that name needs none."""
+        """Returns the anchor of the first field with a path; "" for later ones, or if its heading has that name."""
         if path in self.anchors or (_slug(path) == path and list(_sections(expected))):
             return ""
         self.anchors.add(path)
         return f'<a id="{path}"></a>'
 
     def _below(self, path: str, expected: Expected | None, level: int) -> Iterator[str]:
-        """The sections that stand at a path, each with a heading, and those inside them."""
+        """Yields the sections at a path, each with a heading, and those inside them."""
         if expected is None:
             return
         for suffix, found in _sections(expected):
@@ -115,7 +115,7 @@ class _Page:
 
 
 def _sections(expected: Expected) -> Iterator[tuple[str, Expected]]:
-    """What of the type is a section, or one of several, with what a path to it ends in."""
+    """Yields (suffix of a path, type) for the section, or the choice of sections, in a type."""
     if expected.choice or _models(expected):
         yield "", expected
     elif expected.is_list and (item := expected.below("0")):
@@ -129,7 +129,7 @@ def _models(expected: Expected) -> list[type[BaseModel]]:
 
 
 def _type(path: str, expected: Expected) -> str:
-    """In words; a section is a link to its description."""
+    """Returns the type in words; a section is a link to its description."""
     found = list(_sections(expected))
     if not found:
         return _plain(expected)
@@ -148,7 +148,7 @@ def _type(path: str, expected: Expected) -> str:
 
 
 def _plain(expected: Expected) -> str:
-    """Type and bounds of what is no section."""
+    """Returns the type and bounds of a value that is no section."""
     words = _text(expected.words())
     for each in expected.alternatives:
         if get_origin(each) is Literal:
@@ -175,7 +175,7 @@ def _paragraphs(section: type[BaseModel]) -> list[str]:
 
 
 def _text(words: str) -> str:
-    """A docstring as Markdown: pages that it names become links; what stands in backquotes stays as it is."""
+    """Returns a docstring as Markdown: pages that it names become links; text in backquotes stays as it is."""
     words = " ".join(words.split()).replace(FILE_AND_FUNCTION, "FILE.py:FUNCTION")
     parts = words.split("`")
     parts[::2] = (re.sub(r"[\\*|[]", r"\\\g<0>", part).replace("<", "&lt;") for part in parts[::2])
@@ -183,7 +183,7 @@ def _text(words: str) -> str:
 
 
 def _slug(path: str) -> str:
-    """The anchor of the path's heading, as GitHub and the site make it."""
+    """Returns the anchor of the path's heading, as GitHub and the site make it."""
     return re.sub(r"[^\w-]", "", path).lower()
 
 

@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either YAML would not read back as text."""
+    """A dumper that quotes text which YAML 1.1 or 1.2 would not read back as text."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -61,7 +61,7 @@ for _name, _pattern, _first in CORE_SCHEMA:
 
 @dataclass
 class Document:
-    """A parsed document: plain values, the line (from 1) of every dotted path, and what was wrong at which path."""
+    """A parsed document: plain values, the line (from 1) of every dotted path, and the problems with their paths."""
 
     tree: Any = None
     lines: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Document:
 
 
 def parse(text: str, where: Callable[[int], str]) -> Document:
-    """Read one YAML document. `where` names a line (from 1) in messages.
+    """Reads one YAML document. `where` names a line (from 1) in messages.
 
     Raises RecipeError if the text is not YAML at all or too large; repeated keys and unknown tags are in
     Document.problems.
@@ -108,7 +108,7 @@ def parse(text: str, where: Callable[[int], str]) -> Document:
 
 
 def to_text(tree: Any) -> str:
-    """YAML of plain values, keys in their order; `parse` gives the same values back."""
+    """Returns the YAML of plain values, keys in their order; `parse` returns the same values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
 
 
@@ -178,7 +178,7 @@ def _join(path: str, key: str | int) -> str:
 
 
 def _scalar(tag: str, text: str) -> Any:
-    """The value of a scalar; ValueError if its tag is not in the core schema or does not fit its text."""
+    """Returns the value of a scalar. Raises ValueError if its tag is not in the core schema or misfits its text."""
     if tag == "str":
         return text
     if tag == "null":

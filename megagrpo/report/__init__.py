@@ -1,1 +1,1 @@
-"""A run's directory, to look at: pages, plots, text, rules that say what is wrong. Reads files only."""
+"""Views of a run's directory: pages, plots, text, and rules that find problems. Reads files only."""

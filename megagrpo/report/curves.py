@@ -1,4 +1,4 @@
-"""The curves of a page: the five that tell a run's health, with the rules that fire, and every other metric."""
+"""The curves of a page: the five that show a run's health, with the rules that fire, and every other metric."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ HEALTH = {
 
 
 def curve_parts(runs: Sequence[RunRead]) -> list[Part]:
-    """What to look at first, and every metric."""
+    """Returns the part to read first, and the part with every metric."""
     kind = str(runs[0].recipe.get("kind", "grpo"))
     health = [vars(curve) for curve in HEALTH.get(kind, HEALTH["grpo"])]
     first = Part(
@@ -98,12 +98,12 @@ def curve_parts(runs: Sequence[RunRead]) -> list[Part]:
 
 
 def _runs(runs: Sequence[RunRead]) -> Columns:
-    """The figures to read first."""
+    """Returns the figures to read first, of each run."""
     return {"runs": [_summary(run, label) for run, label in zip(runs, labels(runs), strict=True)]}
 
 
 def labels(runs: Sequence[RunRead]) -> list[str]:
-    """What each run is called in the page: its name, or its directory where several have the same name."""
+    """Returns the name of each run in the page: its own, or its directory where several share a name."""
     names = [run.name for run in runs]
     return [str(run.directory) if names.count(run.name) > 1 else run.name for run in runs]
 
@@ -127,19 +127,19 @@ def _summary(run: RunRead, label: str) -> Mapping[str, Any]:
 
 
 def _started_again(run: RunRead) -> list[int]:
-    """Steps with which the run, or its lost training ranks, were started again."""
+    """Returns the steps at which the run, or its lost training ranks, restarted."""
     steps, restarts = run.known("restarts")
     of_ranks = steps[np.diff(restarts, prepend=0.0) > 0]
     return sorted({*of_ranks.tolist(), *(start.first for start in starts_of(run)[1:] if start.first is not None)})
 
 
 def _finite(values: np.ndarray) -> float | None:
-    """The first value, if there is one and it is finite."""
+    """Returns the first value; None if there is none or it is not finite."""
     return float(values[0]) if len(values) and np.isfinite(values[0]) else None
 
 
 def _metrics(runs: Sequence[RunRead]) -> Columns:
-    """Every metric of every run, by the run's place."""
+    """Returns every metric of every run, by the run's index."""
     return {
         str(number): {
             "steps": run.steps,
@@ -155,7 +155,7 @@ def _short(values: np.ndarray) -> np.ndarray:
 
 
 def _fired(runs: Sequence[RunRead]) -> Columns:
-    """Where rules fire, by run and rule, and what each of these rules means."""
+    """Returns the steps at which rules fire, by run and rule, and the meaning of each of these rules."""
     found = [
         {"run": number, "rule": firing.rule, "first": firing.first, "last": firing.last}
         for number, run in enumerate(runs)
@@ -180,12 +180,12 @@ def _fired(runs: Sequence[RunRead]) -> Columns:
 
 
 def read_by(rule: AlertName, names: Iterable[str]) -> list[str]:
-    """Those of these metrics that a rule reads."""
+    """Returns the metrics in `names` that a rule reads."""
     patterns = [re.sub(r"\\{\w+\\}", "[^/]+", re.escape(read)) for read in RULES[rule].reads]
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
 def _described(name: str) -> list[str]:
-    """Unit and meaning of a metric."""
+    """Returns the unit and the meaning of a metric."""
     found = metric_of(name)
     return [found.unit, found.meaning] if found else ["", ""]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 Columns = Mapping[str, Any]
-"""What JSON has, and numpy arrays as values of this mapping or of mappings in it. NaN may be in arrays only."""
+"""Values of JSON, and numpy arrays as values of this mapping or of mappings in it. NaN may be in arrays only."""
 
 ARRAY = "$array"
 ALIGNMENT = 8  # bytes; a typed array begins at a multiple of its item's size
@@ -28,8 +28,8 @@ class Part:
     """A section of the page.
 
     anchor: its id. html: its content, before its script if it has one. data: columns by name; a name is unique in the
-    page, and report.load(name) gives them to scripts of any part. late: the same, encoded already, for what a page
-    reads only when it is asked for. scripts: files of this folder, which call report.part(anchor, start). styles: the
+    page, and report.load(name) gives them to scripts of any part. late: the same, encoded already, for columns that a
+    page reads on demand. scripts: files of this folder, which call report.part(anchor, start). styles: the
     same in CSS.
     """
 
@@ -43,7 +43,7 @@ class Part:
 
 
 def encode(columns: Columns) -> bytes:
-    """Columns as a page's script reads them: gzip of the length of the JSON (uint32), the JSON, then the arrays' bytes.
+    """Encodes columns for a page's script: gzip of the length of the JSON (uint32), the JSON, then the arrays' bytes.
 
     In the JSON an array is {"$array": [its JavaScript type, first byte behind the JSON, items]}. int64 and bool arrays,
     which JavaScript lacks, become float64 and uint8. Raises ValueError if a number outside of arrays is not finite.
@@ -70,12 +70,12 @@ def encode(columns: Columns) -> bytes:
 
 
 def digest(encoded: bytes) -> str:
-    """What tells a page that is open whether its columns are still these."""
+    """Returns a digest by which an open page sees that its columns have changed."""
     return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def embed(name: str, encoded: bytes) -> str:
-    """The element in which a page carries encoded columns; `await report.load(name)` gives them to a script."""
+    """Returns the element that carries encoded columns in a page; `await report.load(name)` gives them to a script."""
     text = base64.b64encode(encoded).decode()
     kind = 'type="application/octet-stream"'
     return f'<script {kind} data-name="{escape(name)}" data-digest="{digest(encoded)}">{text}</script>\n'

@@ -1,4 +1,4 @@
-"""The runs of a directory: what `megagrpo runs` lists. Reads only the ends of files, as long runs are many bytes."""
+"""The runs of a directory, for `megagrpo runs`. Reads only the ends of files, because long runs are many bytes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run as far as it has come.
+    """The newest state of a run.
 
-    state: that of its status.json; lost, if its process is gone without a word; unknown, if an earlier version wrote
-    it; unreadable, if no line of its metrics can be read. age: seconds since its last step, or since its start.
+    state: that of its status.json; lost, if its process ended without a final state; unknown, if an earlier version
+    wrote it; unreadable, if no line of its metrics can be read. age: seconds since its last step, or since its start.
     seconds: of the last step.
     """
 
@@ -78,7 +78,7 @@ class ListedRun:
 
 
 def runs_in(directory: Path) -> list[ListedRun]:
-    """The runs in `directory`, or itself if it is one: the one with the newest step first. Raises ReportError."""
+    """Returns the runs in `directory`, or itself if it is one, newest step first. Raises ReportError."""
     if not directory.is_dir():
         needed = "the directory of runs: track.directory of their recipes"
         given = "a file" if directory.exists() else "no such directory"
@@ -93,7 +93,7 @@ def is_run(directory: Path) -> bool:
 
 
 def listed(directory: Path, now: float) -> ListedRun:
-    """The run in `directory`. now: seconds since 1970."""
+    """Returns the run in `directory`. now: seconds since 1970."""
     status, last = read_status(directory), last_entry(directory)
     state: str = "unknown" if status is None else status.state
     if status is None or state == "running":  # `megagrpo track sync` has the lock of a run that has ended
@@ -116,7 +116,7 @@ def listed(directory: Path, now: float) -> ListedRun:
 
 
 def draw(runs: Sequence[ListedRun], console: Console) -> None:
-    """A row for each run, and what ended those that failed."""
+    """Prints a row for each run, and the error of each failed run."""
     table = Table("state", "step", "reward", "held-out", "last step", "s/step", "name", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:6]:
         column.justify = "right"
@@ -141,7 +141,7 @@ def draw(runs: Sequence[ListedRun], console: Console) -> None:
 
 
 def age(seconds: float) -> str:
-    """45 s, 12 min, 3 h, 2 d."""
+    """Returns a duration as text: 45 s, 12 min, 3 h, 2 d."""
     return next((f"{seconds / unit:.0f} {name}" for unit, name in UNITS if seconds >= unit), f"{seconds:.0f} s")
 
 

@@ -20,26 +20,26 @@ from megagrpo.report.timing import timing_parts
 FOLDER = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = ("page.js", "vendor/uPlot.iife.min.js", "charts.js")
-"""What every page has, in this order, before the scripts of its parts."""
+"""Scripts of every page, in this order, before the scripts of its parts."""
 GENERATOR = '<meta name="generator" content="megagrpo report">'
 """The mark of a page that a later report may replace."""
 
 
 def parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Part]:
-    """The sections of the page of these runs, the first of which is the one that the others are compared with.
+    """Returns the sections of the page of these runs. The others are compared with the first run.
 
-    samples: most that the page takes; None: as many as fit.
+    samples: the most that the page takes; None: as many as fit.
     """
     return [*curve_parts(runs), *sample_parts(runs, samples), *timing_parts(runs), *settings_parts(runs)]
 
 
 def page(runs: Sequence[RunRead], *, samples: int | None = None) -> str:
-    """The whole page, in HTML. samples: as for `parts`."""
+    """Returns the whole page, in HTML. samples: as for `parts`."""
     return page_of(parts(runs, samples), runs)
 
 
 def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = False) -> str:
-    """The page of these parts. live: it asks the server that it comes from for what is new, and for what is late."""
+    """Returns the page of these parts. live: it asks its own server for changed parts and for late columns."""
     styles = dict.fromkeys((*STYLES, *(style for part in shown for style in part.styles)))
     scripts = [_text(name) for name in dict.fromkeys((*SCRIPTS, *(name for part in shown for name in part.scripts)))]
     title = escape(" · ".join(run.name for run in runs))
@@ -63,14 +63,14 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
 
 
 def section(part: Part) -> str:
-    """A part as an element of the page."""
+    """Returns a part as an element of the page."""
     heading = f'<h2 id="{part.anchor}-title">{escape(part.title)}</h2>'
     attributes = f'id="{part.anchor}" aria-labelledby="{part.anchor}-title"'
     return f"<section {attributes}>{heading}\n<div class=body>{part.html}</div></section>\n"
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page to `path`, whole or not at all. Raises ReportError, also if another file is there."""
+    """Writes the page to `path`, whole or not at all. Raises ReportError, for example if another file is there."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
@@ -84,7 +84,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """Only the page's own scripts run, whatever a sample's text says, and it asks no server but its own."""
+    """Returns the policy: only the page's own scripts run, whatever samples say, and the page asks only its server."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"

@@ -40,9 +40,9 @@ SMOOTHED = 100  # values from which on a curve is its mean over a fiftieth of th
 
 
 def write_plots(runs: Sequence[RunRead], directory: Path) -> list[Path]:
-    """Writes every plot to `directory`, which is made if it is not there; the files. Raises ReportError.
+    """Writes every plot to `directory`, which is made if it is missing. Returns the files. Raises ReportError.
 
-    Metrics that no plot of Health or of Time and memory has are in its folder METRICS.
+    Plots of metrics outside Health and Time and memory go to its folder METRICS.
     """
     written, plots = [], list(_plots(runs))
     try:
@@ -64,7 +64,7 @@ def write_plots(runs: Sequence[RunRead], directory: Path) -> list[Path]:
 
 
 def _plots(runs: Sequence[RunRead]) -> Iterator[tuple[str, Callable[[Axes], None]]]:
-    """Path without its suffix, and drawing, of each plot that the runs have values for."""
+    """Yields (path without its suffix, drawing) of each plot for which the runs have values."""
     shown, taken = set[str](), set[str]()
     kind = str(runs[0].recipe.get("kind", "grpo"))
     told = [(curve.title, curve.metric, curve.log, "") for curve in HEALTH.get(kind, HEALTH["grpo"])]
@@ -99,7 +99,7 @@ def _slug(title: str) -> str:
 
 
 def _lines(runs: Sequence[RunRead], names: Sequence[str], title: str, unit: str, axes: Axes, *, log: bool) -> None:
-    """Runs have colours and metrics have dashes; with one run metrics have colours. Bands are where rules fire."""
+    """Draws runs by colour and metrics by dash; with one run, metrics by colour. Draws bands where rules fire."""
     several = len(runs) > 1
     for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
         for place, name in enumerate(names):

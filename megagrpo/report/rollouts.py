@@ -18,7 +18,7 @@ READERS = 4
 def read_rollouts(
     directory: Path, steps: Collection[int] | None = None, columns: Sequence[str] | None = None
 ) -> pa.Table:
-    """Rows of these steps (by default all), in the order of the steps; a step's training samples come first.
+    """Reads the rows of these steps (by default all), in the order of the steps; a step's training samples come first.
 
     columns: names of SCHEMA, by default all; those of tokens are most of the bytes. Files that are not whole, or that
     vanish because the run goes back, are left out. Without a file the table has no rows.

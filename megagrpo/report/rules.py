@@ -1,4 +1,4 @@
-"""When a run looks ill: rules over its metrics, as data. The table of docs/health.md is made from them.
+"""Rules of a run's health over its metrics, as data. docs/health.md is made from them.
 
 The same rules mark steps in `megagrpo report` and, by `rollout.alerts`, warn or stop while a run goes on.
 """
@@ -20,7 +20,7 @@ HELD_OUT = re.compile(r"eval/[^/]+/mean@\d+")
 WITH_INTERVAL = re.compile(rf"{HELD_OUT.pattern}(/low|/high)?")
 
 SHORT, LONG = 5, 20
-"""How many known values a mean is over: SHORT for a metric that jumps, LONG for one that is noisy."""
+"""The number of known values in a mean: SHORT for a metric that jumps, LONG for one that is noisy."""
 KL_GROWTH, KL_LEAST = 2.0, 0.01
 ENTROPY_LEFT = 0.2
 LENGTH_GROWTH = 2.0
@@ -36,7 +36,7 @@ ERRORS_SHARE = 0.05
 class Rule:
     """One sign of illness.
 
-    holds: from a run's series, whether the rule holds at each step: bool [steps], by the values up to that step alone.
+    holds: returns, from a run's series, bool [steps]: the rule holds at that step, by the values up to it alone.
     """
 
     title: str
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Firing:
-    """A rule holds from `first` to `last` step."""
+    """A range of steps, from `first` to `last`, at which a rule holds."""
 
     rule: AlertName
     first: int
@@ -56,7 +56,7 @@ class Firing:
 
 
 def firings(steps: np.ndarray, series: Series) -> Sequence[Firing]:
-    """Runs of neighbouring steps at which a rule holds, by rule and step. steps: int64 [steps], rising."""
+    """Returns the runs of neighbouring steps at which a rule holds, by rule and step. steps: int64 [steps], rising."""
     found = []
     for name, rule in RULES.items():
         holds = np.concatenate([[False], rule.holds(series), [False]]).astype(np.int8)
@@ -66,9 +66,9 @@ def firings(steps: np.ndarray, series: Series) -> Sequence[Firing]:
 
 
 def trailing_mean(values: np.ndarray, count: int, back: int = 0) -> np.ndarray:
-    """Mean of the last `count` known values at each step, after leaving out the `back` newest ones.
+    """Returns the mean of the last `count` known values at each step, after leaving out the `back` newest ones.
 
-    values: float64 [steps]; what is not finite is unknown. Returns float64 [steps], NaN before so many are known.
+    values: float64 [steps]; unknown where not finite. Returns float64 [steps], NaN before so many are known.
     """
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(values[known])])
@@ -80,7 +80,7 @@ def trailing_mean(values: np.ndarray, count: int, back: int = 0) -> np.ndarray:
 
 
 def _column(series: Series, name: str) -> np.ndarray:
-    """NaN at every step where the run has no such metric."""
+    """Returns a metric, float64 [steps], NaN at every step without it."""
     return series[name] if name in series else np.full(len(next(iter(series.values()), [])), np.nan)
 
 
@@ -132,7 +132,7 @@ def _staleness(series: Series) -> np.ndarray:
 
 
 def _overfitting(series: Series) -> np.ndarray:
-    """The rule holds from such an evaluation until the next one."""
+    """Returns bool [steps]: the rule holds from such an evaluation (`_below_its_best`) until the next one."""
     reward = _mean(series, "reward/mean", SHORT)
     found = np.zeros(len(reward), bool)
     for name, values in series.items():
@@ -142,8 +142,8 @@ def _overfitting(series: Series) -> np.ndarray:
 
 
 def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, reward: np.ndarray) -> np.ndarray:
-    """Finds where a set's newest EVALUATIONS intervals end below that of its best score, and the reward is higher than
-    it was at that best: bool [steps].
+    """Finds the steps, bool [steps], at which a set's newest EVALUATIONS intervals end below that of its best score.
+    The reward must be higher than at that best.
 
     scores, low, high, reward: float64 [steps]; the first three are NaN at steps without an evaluation.
     """
@@ -257,7 +257,7 @@ RULES: dict[AlertName, Rule] = {
 
 
 def as_markdown() -> str:
-    """docs/health.md."""
+    """Returns the text of docs/health.md."""
     lines = [
         "# Is the run healthy?",
         "",

@@ -1,4 +1,4 @@
-"""What a run's directory says: its metrics by step as arrays, its recipe, versions and starts."""
+"""The content of a run's directory: its metrics by step as arrays, its recipe, versions and starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megagrpo.errors import Problem, ReportError
 from megagrpo.track.jsonl import read_json
 
 RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
-"""Where `megagrpo eval` has its responses: in a run's directory, in its own --output, and in one model's folder."""
+"""Responses of `megagrpo eval`: in a run's directory, in its own --output, and in one model's folder."""
 
 
 @dataclass(frozen=True)
 class RunRead:
-    """A run, as far as it has come.
+    """A run up to its newest step.
 
     metrics: float64 [steps] by name, NaN where a step has no such metric; `steps` has the numbers of the steps, int64
     [steps], rising. times: seconds since 1970, float64 [steps]. starts: how many times the run was started.
@@ -37,7 +37,7 @@ class RunRead:
     starts: int
 
     def known(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps that have this metric, and its finite values; both empty if none has."""
+        """Returns the steps that have this metric, and its finite values; both empty if none has."""
         values = self.metrics.get(name)
         if values is None:
             return np.empty(0, np.int64), np.empty(0)
@@ -46,7 +46,7 @@ class RunRead:
 
 
 def read_run(directory: Path) -> RunRead:
-    """The run in `directory`, also while it goes on, or without steps what `megagrpo eval` has left there.
+    """Reads the run in `directory`, running or ended, or the output of `megagrpo eval` as a run without steps.
 
     Raises ReportError if there is neither.
     """
@@ -84,12 +84,12 @@ def read_run(directory: Path) -> RunRead:
 
 
 def responses_in(directory: Path) -> list[Path]:
-    """The files of `megagrpo eval`, one for each model, each in a folder named after it."""
+    """Returns the files of `megagrpo eval`, one for each model, each in a folder named after it."""
     return [path for pattern in RESPONSES for path in sorted(directory.glob(pattern))]
 
 
 def require_directory(directory: Path) -> None:
-    """Raises ReportError."""
+    """Raises ReportError unless there is a directory."""
     if not directory.is_dir():
         given = "no such directory" if not directory.exists() else "a file"
         needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
@@ -98,7 +98,7 @@ def require_directory(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run. first: its first step; None if it has finished none."""
+    """One start of a run. first: its first step; None if it finished no step."""
 
     number: int
     first: int | None
@@ -107,7 +107,7 @@ class Start:
 
 
 def starts_of(run: RunRead) -> list[Start]:
-    """Every start, from the numbered copies that it has left."""
+    """Returns every start, from the numbered copies of recipe and environment."""
     found = []
     for number in range(1, run.starts + 1):
         environment = read_json(run.directory / f"environment.{number}.json")
@@ -127,7 +127,7 @@ def _column(entries: Mapping[int, Mapping[str, Any]], steps: list[int], name: st
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty if there is none."""
+    """Reads the mapping in a file; empty if there is none."""
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, yaml.YAMLError, ValueError, RecursionError):

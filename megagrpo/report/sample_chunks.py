@@ -40,16 +40,16 @@ class Texts:
         self.characters += len(text)
 
     def columns(self, name: str) -> dict[str, np.ndarray]:
-        """UTF-8 bytes, and where each text ends, in UTF-16 units as JavaScript counts them."""
+        """Returns the UTF-8 bytes, and the end of each text, uint32, in UTF-16 units as JavaScript counts them."""
         raw = "".join(self.pieces).encode(errors="replace")
         units = [len(text) if text.isascii() else len(text.encode("utf-16-le", "replace")) // 2 for text in self.pieces]
         return {name: np.frombuffer(raw, np.uint8), f"{name}_ends": np.cumsum(np.array(units, np.int64)).astype("u4")}
 
 
 class Chunks:
-    """Samples become columns in the order in which they are added. Encoding goes on in `threads`.
+    """The columns of samples, in the order in which they are added. Encoding runs in `threads`.
 
-    Names of chunks begin with a digest of what all of them hold: a page keeps what it has opened by its name.
+    Names of chunks begin with a digest of all chunks: a page keeps opened chunks by their names.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
@@ -66,7 +66,7 @@ class Chunks:
         self._tokens_held = self._figured = 0
 
     def add(self, source: Source, kept: np.ndarray, figured: np.ndarray) -> None:
-        """kept: bool [rows of the source], those that are added; figured: bool [rows], those of them with tokens.
+        """Adds rows of a source. kept: bool [rows], those to add; figured: bool [rows], those of them with tokens.
 
         Raises OSError and pa.ArrowException.
         """
@@ -77,8 +77,8 @@ class Chunks:
             self._add_tokens(table.select(TOKEN_COLUMNS).filter(pa.array(figured)))
 
     def end(self, rows: Rows, figured: np.ndarray, told: Mapping[str, Any]) -> tuple[Columns, dict[str, bytes]]:
-        """Columns of all samples, which say where chunks begin; the chunks by name. figured: int64 [n], rows with
-        tokens; told: JSON values that a page shows."""
+        """Returns the columns of all samples, with the first row of each chunk, and the chunks by name. figured: int64
+        [n], rows with tokens; told: JSON values that a page shows."""
         self._end_texts("texts", self._texts, len(self.prompt_of))
         self._end_texts("prompts", self._prompt_texts, len(self._prompts))
         self._end_tokens()
@@ -145,7 +145,7 @@ class Chunks:
             columns[name] = Texts()
 
     def _add_tokens(self, table: pa.Table) -> None:
-        """All of a source's tokens at once: there are many."""
+        """Adds all of a source's tokens at once, because they are many."""
         sizes = pc.list_value_length(table["rollout_logprobs"]).to_numpy().astype(np.int64)
         texts = _flat(table["token_texts"], sizes, "").dictionary_encode()
         ids = _flat(table["token_ids"], sizes, NO_TOKEN).to_numpy(zero_copy_only=False)
@@ -186,7 +186,7 @@ class Chunks:
 
 
 def _flat(column: pa.ChunkedArray, sizes: np.ndarray, missing: object) -> pa.Array:
-    """All values end to end, `missing` for those of a row that has no such list. sizes: int64 [rows], of each row."""
+    """Returns all values end to end, `missing` for those of a row without such a list. sizes: int64 [rows]."""
     whole = column.combine_chunks()
     if np.array_equal(pc.fill_null(pc.list_value_length(whole), -1).to_numpy(zero_copy_only=False), sizes):
         return whole.flatten()
@@ -199,13 +199,13 @@ def _flat(column: pa.ChunkedArray, sizes: np.ndarray, missing: object) -> pa.Arr
 
 
 def _half(values: np.ndarray) -> np.ndarray:
-    """float32 values as the bits of float16, uint16: three digits, which is what a colour and a reader need."""
+    """Returns float32 values as the bits of float16, uint16: three digits suffice for a colour and a reader."""
     with np.errstate(over="ignore"):
         return values.astype(np.float16).view(np.uint16)
 
 
 def _preview(text: str, characters: int) -> str:
-    """The first characters of a text in one line; the last ones if `characters` is negative."""
+    """Returns the first characters of a text in one line; the last ones if `characters` is negative."""
     size = abs(characters)
     part = text[: 4 * size] if characters > 0 else text[-4 * size :]
     words = " ".join(part.split())
@@ -215,7 +215,7 @@ def _preview(text: str, characters: int) -> str:
 
 
 def _asked(messages: str) -> str:
-    """What the user said last, in JSON messages; empty if they cannot be read."""
+    """Returns the user's last message in JSON messages; empty if they cannot be read."""
     try:
         said = [message["content"] for message in json.loads(messages or "[]") if message.get("role") == "user"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -224,5 +224,5 @@ def _asked(messages: str) -> str:
 
 
 def _finite(value: float | None) -> float | str | None:
-    """The value as JSON takes it: NaN and infinities by their names."""
+    """Returns the value as JSON takes it: NaN and infinities by their names."""
     return value if value is None or math.isfinite(value) else str(value)

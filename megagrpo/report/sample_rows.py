@@ -1,4 +1,4 @@
-"""All samples of runs as columns of numbers: their files, and what samples are filtered, sorted and chosen by."""
+"""All samples of runs as columns of numbers: their files, and the columns that filter, sort and choose samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megagrpo.report.run import RunRead, responses_in
 from megagrpo.track.rollout_files import SCHEMA, encodable, rollout_files
 
 NO_STEP = -1
-"""Step of what `megagrpo eval` has made."""
+"""Step of the responses of `megagrpo eval`."""
 SOLVED, MASKED, FAILED, AGENT = 1, 2, 4, 8
 """Bits of a row's flags."""
 TEXTS = ("prompt", "messages", "response", "agent")
@@ -43,7 +43,7 @@ class Source:
     table: pa.Table | None = None
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        """These columns, as SCHEMA has them; null where the file has none. Raises OSError and pa.ArrowException."""
+        """Reads these columns in SCHEMA's types; null where the file has none. Raises OSError and pa.ArrowException."""
         fields = pa.schema([SCHEMA.field(name) for name in columns])
         table = self.table
         if table is None:
@@ -74,14 +74,14 @@ class Rows:
         return len(self.source)
 
     def where(self, kept: np.ndarray) -> Rows:
-        """kept: bool [rows]."""
+        """Returns the rows that are kept. kept: bool [rows]."""
         numbers = {name: column[kept] for name, column in self.numbers.items()}
         codes = {name: column[kept] for name, column in self.codes.items()}
         return Rows(self.source[kept], numbers, codes, self.values)
 
 
 def sources_of(run: RunRead, number: int) -> list[Source]:
-    """A run's files of samples: rollouts/ by step, then evaluations that it lacks, then those of `megagrpo eval`."""
+    """Returns a run's files of samples: rollouts/ by step, evaluations that it lacks, then those of `megagrpo eval`."""
     directory = run.directory
     files = rollout_files(directory)
     found = [Source(number, path) for _, path in files]
@@ -95,7 +95,7 @@ def sources_of(run: RunRead, number: int) -> list[Source]:
 
 
 def read_rows(sources: Sequence[Source]) -> tuple[Rows, list[Source], list[str]]:
-    """Rows, the sources that could be read, and a sentence for each source that could not."""
+    """Reads the rows, and returns them, the readable sources, and a sentence for each unreadable source."""
     parts, coded, read, failed = list[dict[str, np.ndarray]](), list[pa.Table](), list[Source](), list[str]()
     with ThreadPoolExecutor(READERS, "samples of a run") as threads:
         tables = list(threads.map(_facts, sources))
@@ -120,7 +120,7 @@ def read_rows(sources: Sequence[Source]) -> tuple[Rows, list[Source], list[str]]
 
 
 def _facts(source: Source) -> tuple[dict[str, np.ndarray], pa.Table] | str:
-    """Numbers [rows] and the CODED columns of a source, or why it can't be read."""
+    """Returns numbers [rows] and the CODED columns of a source, or a sentence about the failure to read it."""
     try:
         status = source.path.stat()
         if source.table is not None:
@@ -134,7 +134,7 @@ def _facts(source: Source) -> tuple[dict[str, np.ndarray], pa.Table] | str:
 
 @lru_cache(FILES_KEPT)
 def _read_file(path: Path, changed: int, size: int) -> tuple[dict[str, np.ndarray], pa.Table]:
-    """A report that follows a run reads each file once. changed: nanoseconds; size: bytes."""
+    """Reads each file once in a report that follows a run. changed: nanoseconds; size: bytes."""
     return _read(Source(0, path))
 
 
@@ -163,7 +163,7 @@ def _numbers(table: pa.Table) -> dict[str, np.ndarray]:
 
 
 def _mismatch(rollout: pa.ListArray, train: pa.ListArray) -> np.ndarray:
-    """Mean absolute difference of each row's logprobs, float32 [rows]; NaN where a row lacks either."""
+    """Returns the mean absolute difference of each row's logprobs, float32 [rows]; NaN where a row lacks either."""
     sizes, others = (_array(pc.list_value_length(array), 0) for array in (rollout, train))
     both = (sizes == others) & (sizes > 0)
     found = np.full(len(sizes), np.nan, np.float32)
@@ -180,12 +180,12 @@ def _array(column: pa.ChunkedArray | pa.Array, null: object) -> np.ndarray:
 
 
 def _filled(column: pa.ChunkedArray) -> np.ndarray:
-    """Whether a text is there and not empty, bool [rows]."""
+    """Returns bool [rows]: the row has a text that is not empty."""
     return _array(pc.binary_length(column), 0) > 0
 
 
 def _responses(path: Path, step: int, model: str) -> pa.Table:
-    """Responses of an evaluation's file as SCHEMA has them. model: for `megagrpo eval`, named beside the set."""
+    """Reads the responses of an evaluation's file into SCHEMA. model: for `megagrpo eval`, named beside the set."""
     rows = list[dict[str, Any]]()
     try:
         for response in read_responses(path):
@@ -201,7 +201,7 @@ def _responses(path: Path, step: int, model: str) -> pa.Table:
 
 
 def _encodable(value: Any) -> Any:
-    """A text, or texts in lists and tuples, without halves of characters, which JSON may have and Arrow may not."""
+    """Replaces halves of characters in a text, or in lists and tuples of texts: JSON may have them, Arrow may not."""
     if isinstance(value, list | tuple):
         return type(value)(map(_encodable, value))
     return encodable(value) if isinstance(value, str) else value

@@ -1,6 +1,6 @@
 """Samples of runs as a page carries them: columns of all, and texts and tokens in chunks, opened when needed.
 
-What a page can't hold is left out by rules (`kept_rows`, `token_rows`), and the page says so (`left_out`).
+Samples beyond a page's size are left out by rules (`kept_rows`, `token_rows`), and the page says so (`left_out`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megagrpo.report.sample_rows import TEXTS, Rows, Source, read_rows, sources_
 from megagrpo.track.conversation import BRANCHES
 
 PAGE_BYTES = 64_000_000
-"""Most that samples take of a page, in base64, unless a number of samples is asked for."""
+"""Most bytes of a page that samples take, in base64, unless a number of samples is asked for."""
 TOKEN_SHARE = 0.2
 """Share of PAGE_BYTES that figures of tokens may take."""
 TOKEN_BYTES = 9.0
-"""About what a token's figures take of a page, compressed and in base64."""
+"""About the bytes of a page that a token's figures take, compressed and in base64."""
 ROW_BYTES = 150.0
-"""About what a sample takes besides its texts and figures."""
+"""About the bytes that a sample takes besides its texts and figures."""
 PROBES = 8
 SCRIPTS = ("vendor/diff.min.js", "samples_store.js", "sample_tokens.js", "sample_view.js", "samples.js")
 
 
 def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Part]:
-    """The section of samples; no section if all runs are fine-tuning. samples: as for sample_data."""
+    """Returns the section of samples; no section if all runs are fine-tuning. samples: as for sample_data."""
     columns, chunks = sample_data(runs, samples)
     if chunks:
         data, styles = {"samples": columns}, ("samples.css",)
@@ -47,7 +47,7 @@ def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Pa
 
 
 def sample_data(runs: Sequence[RunRead], samples: int | None = None) -> tuple[Columns, dict[str, bytes]]:
-    """Columns of all samples, and encoded chunks of texts and tokens by name; both empty if no run has samples.
+    """Returns the columns of all samples, and encoded chunks of texts and tokens by name; empty if no run has samples.
 
     samples: most samples that are taken, however large the page becomes. None: as many as PAGE_BYTES hold. Raises
     ReportError if a file goes while it is read.
@@ -80,10 +80,10 @@ def _data(runs: Sequence[RunRead], samples: int | None) -> tuple[Columns, dict[s
 
 
 def kept_rows(rows: Rows, samples: int | None, room: float, ratio: float) -> np.ndarray:
-    """bool [rows]: those that a page carries. room: bytes of the page; ratio: bytes of the page for a byte of text.
+    """Returns the rows that a page carries, bool [rows]. room: bytes of the page; ratio: its bytes for a byte of text.
 
     First each run's last step and its last evaluation of each set; then whole prompts, drawn by their ids: the same
-    ones at each step and in each run, so that all that is known of a prompt is there or nothing.
+    ones at each step and in each run, so that the page has all rows of a drawn prompt.
     """
     step, run, of_set, prompt = rows.numbers["step"], rows.numbers["run"], rows.codes["set"], rows.codes["prompt_id"]
     last = np.zeros(len(rows), bool)
@@ -99,7 +99,7 @@ def kept_rows(rows: Rows, samples: int | None, room: float, ratio: float) -> np.
 
 
 def token_rows(rows: Rows, tokens: int) -> np.ndarray:
-    """int64 [n]: rows whose tokens' figures a page carries, rising; with `tokens` tokens in all at most.
+    """Returns the rows whose tokens' figures a page carries, int64 [n], rising; at most `tokens` tokens in all.
 
     By turns from the newest step back, from the greatest mismatch, from the highest and the lowest score, and evenly
     from all steps.
@@ -126,7 +126,7 @@ def token_rows(rows: Rows, tokens: int) -> np.ndarray:
 def left_out(
     runs: Sequence[RunRead], all_rows: Rows, rows: Rows, figured: np.ndarray, samples: int | None
 ) -> list[str]:
-    """Sentences about what the page does not have, and why."""
+    """Returns sentences about the samples and figures that the page lacks, and the reasons."""
     told = []
     if len(rows) < len(all_rows):
         bound = f"it is bound to {PAGE_BYTES / 1e6:.0f} MB" if samples is None else f"--samples is {samples:,}"
@@ -161,7 +161,7 @@ def left_out(
 def _encoded(
     sources: Sequence[Source], all_rows: Rows, kept: np.ndarray, figured: np.ndarray, told: Mapping[str, Any]
 ) -> tuple[Columns, dict[str, bytes]]:
-    """kept: bool [all rows]; figured: int64 [n], among the kept rows."""
+    """Returns columns and chunks of the kept rows. kept: bool [all rows]; figured: int64 [n], among the kept rows."""
     with_tokens = np.zeros(len(all_rows), bool)
     with_tokens[np.flatnonzero(kept)[figured]] = True
     ends = np.searchsorted(all_rows.source, np.arange(len(sources)), "right")
@@ -174,7 +174,7 @@ def _encoded(
 
 
 def _ratio(sources: Sequence[Source]) -> float:
-    """Bytes of a page that a byte of text takes, compressed and in base64; measured on some of the sources."""
+    """Returns the bytes of a page for a byte of text, compressed and in base64; measured on some of the sources."""
     some = [sources[number] for number in np.linspace(0, len(sources) - 1, PROBES).astype(int)]
     texts = (source.read(TEXTS).slice(0, 64).to_pylist() for source in some)
     raw = "".join(str(value or "") for lines in texts for line in lines for value in line.values()).encode(

@@ -1,4 +1,4 @@
-"""A report that follows a run: the page, and what has changed since, on loopback, for those who know the token."""
+"""A report that follows a run: the page, and its changes, on loopback, for those who know the token."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class LiveReport:
         self._html: dict[str, str] = {}
 
     def page(self) -> bytes:
-        """Raises ReportError."""
+        """Returns the page. Raises ReportError."""
         with self._lock:
             self._refresh()
             return page_of(self._parts, self._runs, live=True).encode(errors="replace")
 
     def changes(self) -> bytes:
-        """Digests of all columns, and what parts without a script contain, for page.js. Raises ReportError."""
+        """Returns digests of all columns, and the HTML of parts without a script, for page.js. Raises ReportError."""
         with self._lock:
             self._refresh()
             columns = {name: digest(encoded) for name, encoded in self._columns.items()}
             return json.dumps({"data": columns, "html": self._html}).encode(errors="replace")
 
     def columns(self, name: str) -> bytes | None:
-        """Columns as embed.encode has made them; None if there are none of this name."""
+        """Returns columns encoded by embed.encode; None if there are none of this name."""
         with self._lock:
             self._refresh()
             return self._columns.get(name) or self._late.get(name) or self._late_before.get(name)
@@ -79,7 +79,7 @@ class LiveReport:
 
 
 def _marks(directory: Path) -> list[object]:
-    """What tells whether a report would be another: name, time and size of files.
+    """Returns marks that change with the report: name, time and size of files.
 
     Files by step may be thousands, and are not written twice unless the run goes back: then later names are missing.
     The names of all, and time and size of the newest, are enough.
@@ -113,7 +113,7 @@ def serve(directories: Sequence[Path], port: int, say: Callable[[str], None]) ->
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers those who know the token, and who call it by its own address."""
+    """A server that answers only requests that carry the token and name its own address."""
 
     daemon_threads = True
 
@@ -123,7 +123,7 @@ class ReportServer(ThreadingHTTPServer):
 
 
 def server_of(live: LiveReport, port: int) -> ReportServer:
-    """A server that listens. Raises ReportError if the port is taken."""
+    """Starts a server that listens. Raises ReportError if the port is taken."""
     try:
         return ReportServer(live, port)
     except OSError as error:

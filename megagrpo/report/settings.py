@@ -1,4 +1,4 @@
-"""What runs were made with: recipes, versions and starts, each beside those of the other runs; and how runs ended."""
+"""The settings of runs: recipes, versions and starts, each beside those of the other runs; and final values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_A_START = ("time", "command", "directory")
 
 
 def settings_parts(runs: Sequence[RunRead]) -> list[Part]:
-    """Recipes, versions and starts; with several runs also their final values."""
+    """Returns recipes, versions and starts; with several runs, final values first."""
     names = labels(runs)
     recipes = [json_by_path(run.recipe) for run in runs]
     paths = list(dict.fromkeys(path for recipe in recipes for path in recipe))
@@ -39,7 +39,7 @@ def settings_parts(runs: Sequence[RunRead]) -> list[Part]:
 
 
 def json_by_path(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """Each leaf of nested mappings as JSON, by its path, such as train.optimizer.lr. A list is one leaf."""
+    """Returns each leaf of nested mappings as JSON, by its path, such as train.optimizer.lr. A list is one leaf."""
     found = dict[str, str]()
     for name, value in values.items():
         path = f"{within}{name}"
@@ -51,14 +51,14 @@ def json_by_path(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What differs between two nested mappings: path, and both values as JSON, "–" for none."""
+    """Returns the differences between two nested mappings: path, and both values as JSON, "–" for none."""
     old, new = json_by_path(before), json_by_path(after)
     paths = [path for path in dict.fromkeys((*old, *new)) if old.get(path) != new.get(path)]
     return [(path, old.get(path, "–"), new.get(path, "–")) for path in paths]
 
 
 def _final(runs: Sequence[RunRead], names: Sequence[str]) -> str:
-    """A row for each metric to compare: its final value in each run, and how far that is from the first run's."""
+    """Returns a row for each metric: its final value in each run, and the difference from the first run's."""
     metrics = sorted({name for run in runs for name in run.metrics})
     rows = []
     for name in dict.fromkeys(name for pattern in FINAL for name in metrics if re.fullmatch(pattern, name)):
@@ -85,7 +85,7 @@ def _cell(value: float | None, first: float | None) -> str:
 
 
 def _compared(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
-    """A row for each path. facts: of each run, JSON by path. Rows in which runs differ are marked."""
+    """Returns a row for each path. facts: of each run, JSON by path. Rows in which runs differ are marked."""
     rows, kinds = [], []
     for path in dict.fromkeys(path for fact in facts for path in fact):
         found = [fact.get(path, "–").strip('"') for fact in facts]
@@ -97,7 +97,7 @@ def _compared(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
 
 
 def _starts(starts: Sequence[Start]) -> str:
-    """A row for each start: when, its first step, and what has changed since the start before."""
+    """Returns a row for each start: its time, its first step, and the changes since the start before."""
     if not starts:
         return "<p class=soft>This directory has no numbered recipes.</p>"
     rows = []
@@ -121,7 +121,7 @@ def _starts(starts: Sequence[Start]) -> str:
 
 
 def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], kinds: Sequence[str] = ()) -> str:
-    """Cells are HTML. kinds: a class for each row."""
+    """Returns a table in HTML. Cells are HTML. kinds: a class for each row."""
     head = "".join(f"<th>{text}</th>" for text in heads)
     body = ""
     for number, row in enumerate(rows):

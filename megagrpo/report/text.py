@@ -1,4 +1,4 @@
-"""What `megagrpo report --mismatch` and `--rollout` print. Reads files only."""
+"""The texts of `megagrpo report --mismatch` and `--rollout`. Reads files only."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ QUANTIZED = (
     "mean 0.00038, p99 0.0022, k3 6e-05 (emulated on CPUs, docs/mismatch.md#float8). How much it is of your model, a\n"
     "run with quantization: null shows."
 )
-"""Said of runs with fp8 engines; benchmarks/quantization.py measured the figures."""
+"""Text for runs with fp8 engines; benchmarks/quantization.py measured the figures."""
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
 KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
 
 
 def mismatch_report(directory: Path, steps: int) -> str:
-    """How far train and rollout logprobs differ; tables show the run's last `steps` steps. Raises ReportError."""
+    """Reports the mismatch of train and rollout logprobs; tables show the last `steps` steps. Raises ReportError."""
     require_directory(directory)
     records, recipe = read_mismatch(directory), read_yaml(directory / "recipe.yaml")
     if not records and recipe.get("kind") == "sft":
@@ -41,7 +41,7 @@ def mismatch_report(directory: Path, steps: int) -> str:
 
 
 def rollout_report(directory: Path, step: int, number: int) -> str:
-    """One rollout of a step as a conversation. number: from 0, among the kept ones of the step, evaluations last.
+    """Returns one rollout of a step as a conversation. number: from 0, among the step's kept ones, evaluations last.
 
     Raises ReportError.
     """
@@ -64,7 +64,7 @@ def rollout_report(directory: Path, step: int, number: int) -> str:
 
 
 def read_mismatch(directory: Path) -> list[MismatchRecord]:
-    """Every whole line of the run's mismatch.jsonl; a last line that is still being written is left out.
+    """Reads every whole line of the run's mismatch.jsonl; a last line that is still being written is left out.
 
     Numbers that were not finite are NaN. Raises ReportError if there is no such file, or if it is not one of ours.
     """
@@ -86,7 +86,7 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
 
 
 def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
-    """Lines of text: the last `steps` records, and the worst tokens of all of them."""
+    """Returns lines of text: the last `steps` records, and the worst tokens of all records."""
     title = "Train-versus-rollout mismatch: train logprob - rollout logprob of the trained response tokens, in nats"
     if not records:
         return [title, "No step has trained on any token yet."]
@@ -152,12 +152,12 @@ def _number(value: float, form: str = ".3g") -> str:
 
 
 def _line(text: str) -> str:
-    """`text` in one line."""
+    """Returns `text` in one line."""
     return printable(text).replace("\n", "\\n")
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """A text table, columns two spaces apart. Columns named in `left` are left-aligned, the others right-aligned."""
+    """Returns a text table, columns two spaces apart. Columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""Where a run's time and memory go: seconds by phase, idle shares, weight syncs, and what its plan predicted."""
+"""A run's time and memory: seconds by phase, idle shares, weight syncs, and the predictions of its plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CURVES = (
 
 
 def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
-    """Curves of time and memory, and both beside what the plan predicted."""
+    """Returns curves of time and memory, and both beside the plan's predictions."""
     named = zip(runs, labels(runs), strict=True)
     phases = {}
     for number, run in enumerate(runs):
@@ -85,9 +85,9 @@ def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
 
 
 def phases_of(run: RunRead) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Steps with seconds/step, int64 [n], and their seconds by phase, each float64 [n].
+    """Returns the steps with seconds/step, int64 [n], and their seconds by phase, each float64 [n].
 
-    Seconds of a step that are in none of its phases are "other"; phases that come on top of seconds/step are last.
+    Seconds of a step outside of its phases are "other"; phases that come on top of seconds/step are last.
     """
     there = np.isfinite(run.metrics.get("seconds/step", np.full(len(run.steps), np.nan)))
     spent = {
@@ -102,7 +102,7 @@ def phases_of(run: RunRead) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _html(run: RunRead, label: str, several: bool) -> str:
-    """One run's seconds and memory beside its plan, and what the plan says of it."""
+    """Returns one run's seconds and memory beside its plan, and the plan's summary, in HTML."""
     plan = read_json(run.directory / PLAN_FILE)
     heads = "<th>phase</th><th class=number>seconds, median</th><th class=number>planned</th>"
     heads += "<th class=number>tensors of a rank, most</th><th class=number>planned</th>"
@@ -122,7 +122,7 @@ def _html(run: RunRead, label: str, several: bool) -> str:
 
 
 def _against_plan(run: RunRead, plan: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A row for each phase: its name, and seconds and a training rank's tensors in bytes as measured and as planned."""
+    """Yields a row for each phase: its name, its seconds and a rank's bytes of tensors, measured and planned."""
     phases = _mappings(_mapping(plan.get("time")).get("phases"))
     seconds = {str(phase.get("phase")): phase.get("seconds") for phase in phases}
     held: dict[str, int] = {}

@@ -1,6 +1,6 @@
-r"""Where the answer of a response is, and texts as question-answering benchmarks compare them.
+r"""Functions that find the answer in a response, and that normalise texts as question-answering benchmarks do.
 
-All of it takes time linear in the length of the text, whatever the text.
+Each takes time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOPE = re.compile(r"(?i)I hope it is correct")
 
 
 class _Plain(dict[int, int | None]):
-    """For str.translate: full-width forms are ASCII's, and what has no width is left out."""
+    """A table for str.translate: maps full-width forms (except the comma) to ASCII and drops zero-width characters."""
 
     def __missing__(self, code: int) -> int | None:
         of_width = (
@@ -37,7 +37,7 @@ _PLAIN = _Plain()
 
 
 def plain(text: str) -> str:
-    """The text with full-width letters, digits and signs as those of ASCII, and without zero-width characters.
+    """Returns the text with full-width letters, digits and signs in ASCII, and without zero-width characters.
 
     >>> plain("１０\u200b＋Ａ"), plain("½²，é")
     ('10+A', '½²，é')
@@ -46,9 +46,9 @@ def plain(text: str) -> str:
 
 
 def after_thinking(response: str, prompt_text: str = "") -> str:
-    """What follows the reasoning: the text after the last `</think>`, and before a `<think>` that is not closed.
+    """Returns the text after the reasoning: after the last `</think>`, and before a `<think>` that is not closed.
 
-    If the prompt ends in `<think>`, the response begins in its reasoning: nothing follows that if it is not closed.
+    If the prompt ends in `<think>`, the response begins inside the reasoning. Returns "" if that is not closed.
 
     >>> after_thinking("<think>3? no</think>It is 4."), after_thinking("It is 4."), after_thinking("<think>is it 3")
     ('It is 4.', 'It is 4.', '')
@@ -61,10 +61,10 @@ def after_thinking(response: str, prompt_text: str = "") -> str:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that a text ends with: its last `\boxed{…}`, or what its last "final answer is" names, the later one.
+    r"""Returns the answer at the end of a text: its last `\boxed{…}` or its last "final answer is", the later one.
 
-    The second is Minerva's form, "Final Answer: The final answer is X. I hope it is correct.", to the end of the
-    line or sentence. Words alone, as in "the final answer is correct", do not outdo a box. None if there is neither.
+    The second is Minerva's form, "Final Answer: The final answer is X. I hope it is correct.": X ends with its line or
+    sentence. A box wins over mere words, as in "the final answer is correct". Returns None if there is neither.
 
     >>> final_answer("Final Answer: The final answer is $x=4$. I hope it is correct.")
     '$x=4$'
@@ -87,7 +87,7 @@ def final_answer(text: str) -> str | None:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """The stripped text of the last `<tag>…</tag>`, None if there is none.
+    """Returns the stripped text of the last `<tag>…</tag>`, or None if there is none.
 
     >>> tagged("<answer>no</answer> <answer> Paris </answer>", "answer"), tagged("Paris </answer>", "answer")
     ('Paris', None)
@@ -103,16 +103,16 @@ _PYTHON = re.compile(r"(?:py|python)[0-9.]*|")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What stands between two lines of fences."""
+    """A fenced block: the lines between an opening and a closing fence."""
 
     label: str
     """The first word behind the fence, in lower case: mostly a language. Empty if there is none."""
     text: str
-    """Its lines, without as much white space before them as the fence has."""
+    """Its lines, without the indentation of the fence."""
 
 
 def blocks(text: str) -> list[Block]:
-    r"""The fenced blocks of a text, also of its list items, in their order; only those that are closed.
+    r"""Returns the closed fenced blocks of a text in order, those of its list items included.
 
     >>> blocks("1. So:\n   ```JSON title=x\n   {}\n   ```\nand ```this``` is none")
     [Block(label='json', text='{}\n')]
@@ -134,7 +134,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def last_program(text: str) -> str | None:
-    r"""The last of `blocks` that is labelled as Python, else the last without a label, which may be output; or None.
+    r"""Returns the last of `blocks` labelled as Python, else the last without a label (possibly output), or None.
 
     >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
     'first\n'
@@ -144,7 +144,7 @@ def last_program(text: str) -> str | None:
 
 
 class _Punctuation(dict[int, int | None]):
-    """For str.translate: every character of Unicode's punctuation, and of ASCII's symbols, is left out."""
+    """A table for str.translate: drops every character of Unicode's punctuation and of ASCII's symbols."""
 
     def __missing__(self, code: int) -> int | None:
         character = chr(code)
@@ -167,11 +167,11 @@ _BACK = str.maketrans({kept: chr(sign) for sign, kept in _KEPT.items()})
 
 
 def squad_words(text: str) -> list[str]:
-    """The words of a text as SQuAD compares them: lower case, without punctuation and articles.
+    """Returns the words of a text as SQuAD compares them: lower case, without punctuation and articles.
 
-    Unlike SQuAD's own, numbers keep their minus and the signs between digits (3.5 is not 35, nor 5/6 56) but for commas
-    and apostrophes, .75 is 0.75, and a text of articles alone keeps them. Other signs of ASCII vanish, as there: C++
-    and C# are C.
+    Unlike SQuAD, keeps a number's minus and the signs between digits except commas and apostrophes: 3.5 is not 35, 5/6
+    is not 56. Reads .75 as 0.75. Keeps the articles of a text that has no other words. Like SQuAD, drops other signs of
+    ASCII: C++ and C# are C.
 
     >>> squad_words("The  Beatles' 1st U.S. tour!"), squad_words("-3.50 $"), squad_words("A")
     (['beatles', '1st', 'us', 'tour'], ['-3.50'], ['a'])
@@ -190,9 +190,9 @@ def _kept(sign: re.Match[str]) -> str:
 
 @lru_cache(maxsize=65536)
 def accepted_answers(ground_truth: str) -> tuple[str, ...]:
-    """The texts of which any is right: the ground truth, or those of a JSON list, also as Search-R1's {"target": […]}.
+    """Returns the accepted texts: the ground truth, those of a JSON list, or those of Search-R1's {"target": […]}.
 
-    ValueError if there is none.
+    Raises ValueError if there is none, or if one is neither a text nor a number.
 
     >>> accepted_answers("Paris"), accepted_answers('["NYC", "New York"]'), accepted_answers('{"target": "Paris"}')
     (('Paris',), ('NYC', 'New York'), ('Paris',))

@@ -1,4 +1,4 @@
-"""Calls of reward functions that ask models: in an event loop of this process, beside those of the workers."""
+"""Calls of reward functions that ask models, in an event loop of this process, beside the workers' calls."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Served = Endpoint | ServedClassifier
 
 @dataclass(frozen=True)
 class Models:
-    """What the functions that ask models have at hand."""
+    """The models that functions may ask, and the directory of the cache."""
 
     directory: Path | None = None
-    """Where judges' answers are kept. None: nowhere."""
+    """Directory of the cache of judges' answers. None: no cache."""
 
     served: Mapping[str, Served] = field(default_factory=dict)
-    """Those of reward.models, by name."""
+    """The models of reward.models, by name."""
 
 
 class AskingFunctions:
-    """The functions of a recipe that ask models, by their places among its specs.
+    """The functions of a recipe that ask models, by their indices among its specs.
 
-    Raises RewardError from the constructor if a variable with an API key is not set, or if a model is not there.
+    The constructor raises RewardError if the variable of an API key is not set, or if a model is not served.
     """
 
     def __init__(self, functions: Mapping[int, Function], specs: Sequence[FunctionSpec], models: Models) -> None:
@@ -54,7 +54,7 @@ class AskingFunctions:
         self._thread = threading.Thread()
 
     def begin(self, calls: Sequence[tuple[int, Task]]) -> Future[list[list[Outcome]]]:
-        """Starts the calls, each of the function at a place; for `wait`."""
+        """Starts the calls (index of the function, task). Returns the future for `wait`."""
         if not calls:
             nothing: Future[list[list[Outcome]]] = Future()
             nothing.set_result([])
@@ -66,7 +66,7 @@ class AskingFunctions:
         return asyncio.run_coroutine_threadsafe(self._outcomes(calls), self._loop)
 
     def wait(self, begun: Future[list[list[Outcome]]], check: Callable[[], None]) -> list[list[Outcome]]:
-        """The outcomes of each call. What `check` raises ends them."""
+        """Returns the outcomes of each call. If `check` raises, cancels the calls and raises the same."""
         while True:
             try:
                 return begun.result(CHECK_SECONDS)
@@ -80,13 +80,13 @@ class AskingFunctions:
                     raise
 
     def take_metrics(self) -> dict[str, float]:
-        """What judges have done since the last call, as `judge/NAME/WHAT`. Budgets begin anew."""
+        """Returns the judges' metrics since the last call, as `judge/NAME/METRIC`. Begins new budgets."""
         if self._loop is None:
             return {}
         return asyncio.run_coroutine_threadsafe(self._take_metrics(), self._loop).result()
 
     def close(self) -> None:
-        """Ends what is under way. A later `begin` opens everything again."""
+        """Cancels the running calls, and closes the judges and the cache. A later `begin` opens them again."""
         if self._loop is None:
             return
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, what they may return, and how the recipe's entries become callables.
+"""Reward functions: their arguments, their return values, and the loading of the recipe's entries.
 
 Worker processes import this module, so it imports nothing heavy.
 """
@@ -30,21 +30,21 @@ if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
 
 RewardReturn = float | Mapping[str, Any]
 RewardCallable = Callable[..., Any]
-"""Called by keyword with what its parameters name, of RESPONSE_ARGUMENTS or GROUP_ARGUMENTS."""
+"""Called by keyword with those of RESPONSE_ARGUMENTS or GROUP_ARGUMENTS that its parameters name."""
 
 METRICS_MAX = 100
-"""How many numbers a function may return beside its score for one response."""
+"""Most numbers that a function may return beside its score for one response."""
 ERROR_CHARACTERS_MAX, TRACE_CHARACTERS_MAX = 300, 4000
 
 ROW_ARGUMENTS = ("data_source", "prompt", "prompt_text", "ground_truth", "ability", "extra_info")
 AGENT_ARGUMENTS = ("messages", "tool_calls", "agent_reward")
 """The conversation with its answers, the calls in it, and what the agent gave: a mapping with "score", or None."""
 RESPONSE_ARGUMENTS = (*ROW_ARGUMENTS, "response", "solution_str", "tokens", "finish", *AGENT_ARGUMENTS)
-"""What a function of one response may name; solution_str is verl's name of the response."""
+"""Names of the arguments of a function of one response; solution_str is verl's name of the response."""
 GROUP_ARGUMENTS = (*ROW_ARGUMENTS, "responses", "tokens", "finish", *AGENT_ARGUMENTS)
-"""What a function of a whole group may name; it names `responses`. What is a response's own is then a list."""
+"""Names of the arguments of a function of a group, which names `responses`. Values per response are lists."""
 BY_NAME = ("solution_str", *AGENT_ARGUMENTS)
-"""Not given to a function for its **arguments alone."""
+"""Arguments that a function gets only if a parameter names them: **arguments is not enough."""
 
 ANSWER = "answer"
 NOTE_CHARACTERS_MAX = 2000
@@ -95,35 +95,35 @@ ASKING = ("judge", "judge_pairs", "judge_ranking", "reward_model")
 """Called in an event loop of the scorer's process, because they ask models and compute next to nothing."""
 
 SANDBOXED = ("code", "reasoning_gym")
-"""What they score runs in a sandbox, for `seconds` at most; `isolation` says in which."""
+"""Verifiers that score in a sandbox, for `seconds` at most; `isolation` selects the sandbox."""
 
 TAKEN_NAMES = (
     "mean", "std", "max", "min", "errors", "errors_share", "solved_share", "truncated_masked", "overlong", "greedy",
 )  # fmt: skip
-"""Metrics of the whole reward: a function of that name would have the same `reward/NAME`."""
+"""Metrics of the whole reward: a function of such a name would write the same `reward/NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFunction:
-    """What `make` of a function in ASKING returns: called with the model, then as others are."""
+    """The result of `make` for a function in ASKING: called with the model, then with the usual arguments."""
 
     function: Callable[..., Awaitable[Any]]
     arguments: Any
-    """Its arguments, checked: they say which model it asks, and how."""
+    """The checked arguments: they name the model and set how it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A reward function that is loaded, and the arguments that its parameters name."""
+    """A loaded reward function and the names of the arguments that it takes."""
 
     function: RewardCallable
     wanted: tuple[str, ...]
     arguments: Any = None
-    """What a function in ASKING was made with: the arguments of its ModelFunction."""
+    """For a function in ASKING, the arguments of its ModelFunction."""
 
     @property
     def by_group(self) -> bool:
-        """Whether one call scores all responses of a group."""
+        """Returns whether one call scores all responses of a group."""
         return "responses" in self.wanted
 
     @property
@@ -133,13 +133,13 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one call scores: one response to a prompt, or all of a group for a function `by_group`."""
+    """The input of one call: one response to a prompt, or all of a group for a function `by_group`."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
 
     def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
-        """The arguments of these names, as plain values."""
+        """Returns the arguments of these names as plain values."""
         by_group = "responses" in wanted
         return {name: self._argument(name, by_group) for name in wanted}
 
@@ -165,15 +165,15 @@ class Task:
 
 
 def messages_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
-    """The whole conversation, answers included."""
+    """Returns the messages of the whole conversation, answers included."""
     if sample.agent is not None:
         return [dict(message) for message in sample.agent.messages]
     return [*map(dict, prompt.messages), {"role": "assistant", "content": sample.text}]
 
 
 def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
-    """The calls in the policy's answers: name, arguments, and result, the text that came back, or None. Calls that the
-    row or the agent gives as examples are not among them."""
+    """Returns the calls in the policy's answers: name, arguments, and result (the text that came back, or None). Leaves
+    out calls that the row or the agent gives as examples."""
     if sample.agent is None:
         return []
     messages = sample.agent.messages
@@ -200,21 +200,21 @@ OF_AGENT = {"messages": messages_of, "tool_calls": tool_calls_of, "agent_reward"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one function returned for one response: a finite score with metrics and notes, or an error."""
+    """The result of one function for one response: a finite score with metrics and notes, an error, or a mask."""
 
     score: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Texts that it returned beside the score. `answer` is what it read as the answer."""
+    """Texts that it returned beside the score. `answer` is the answer that it read."""
     error: str = ""
     trace: str = ""
-    """Where a function raised, as Python tells it; the last lines of it."""
+    """The end of the traceback of a function that raised."""
     masked: str = ""
-    """Why the recipe leaves the response out, which is no failure. It has no score then."""
+    """The reason why the recipe leaves the response out: no failure, and no score."""
 
 
 def outcomes_of(returned: object, by_group: bool, responses: int) -> list[Outcome]:
-    """One outcome for each response from what a call returned, which is a list of them if it is `by_group`."""
+    """Returns one outcome per response from the return value of a call, which is a list if `by_group`."""
     if not by_group:
         return [outcome_of(returned)]
     if not isinstance(returned, list | tuple) or len(returned) != responses:
@@ -224,8 +224,8 @@ def outcomes_of(returned: object, by_group: bool, responses: int) -> list[Outcom
 
 
 def outcome_of(returned: object) -> Outcome:
-    """Checks a return value: a finite number, or a mapping with a finite `score`, other finite metrics, and texts. An
-    Outcome is returned as it is: functions in ASKING say so why one response of several has no score."""
+    """Checks a return value: a finite number, or a mapping with a finite `score`, other finite metrics, and texts.
+    Returns an Outcome unchanged: functions in ASKING return one if a single response of several has no score."""
     if isinstance(returned, Outcome):
         return returned
     if type(returned) is float and math.isfinite(returned):  # nearly always
@@ -253,7 +253,7 @@ def outcome_of(returned: object) -> Outcome:
 
 
 def checked_outcome(message: Mapping[str, Any]) -> Outcome:
-    """The Outcome whose fields came from another process. Raises ValueError if they are no Outcome's."""
+    """Returns the Outcome whose fields came from another process. Raises ValueError if they are invalid."""
     score, metrics, notes = message.get("score"), message.get("metrics"), message.get("notes")
     error, trace = message.get("error"), message.get("trace")
     if not isinstance(metrics, dict) or not isinstance(error, str) or not isinstance(trace, str):
@@ -269,7 +269,7 @@ def checked_outcome(message: Mapping[str, Any]) -> Outcome:
 
 
 def failure_of(raised: BaseException) -> Outcome:
-    """The outcome of a function that raised."""
+    """Returns the outcome of a function that raised."""
     trace = "".join(traceback.format_exception(raised))[-TRACE_CHARACTERS_MAX:]
     try:
         text = f"{type(raised).__name__}: {raised}"
@@ -279,7 +279,7 @@ def failure_of(raised: BaseException) -> Outcome:
 
 
 def timed_out(timeout_seconds: float) -> Outcome:
-    """The outcome of a function that did not return in time."""
+    """Returns the outcome of a function that did not return within the timeout."""
     return Outcome(None, error=f"took longer than {timeout_seconds:g} s")
 
 
@@ -298,7 +298,7 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """One entry of reward.functions or of a list of reward.by_source. `name`, its key in Score.parts, is unique in its
+    """An entry of reward.functions or of a list of reward.by_source. `name`, its key in Score.parts, is unique in its
     list."""
 
     name: str
@@ -307,7 +307,7 @@ class FunctionSpec:
     arguments: Mapping[str, Any]
     where: str
     source: bytes | None = None
-    """The text of the user's file, once it has been read: whatever becomes of the file, workers run the same."""
+    """The text of the user's file, once read. Workers run this text, even if the file changes."""
 
     @property
     def built_in(self) -> bool:
@@ -315,8 +315,8 @@ class FunctionSpec:
 
 
 def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
-    """One spec per entry, list after list. A second function of the same name in a list is called `name_2`, and so
-    on."""
+    """Returns one spec per entry, list after list. Renames a second function of the same name in a list `name_2`, the
+    next `name_3`."""
     specs = []
     for where, entries in reward.lists().items():
         seen: Counter[str] = Counter()
@@ -329,9 +329,9 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
 
 
 def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Problem]:
-    """What is wrong with the section, as far as it is known without running a user's code.
+    """Returns the problems of the section that are found without running a user's code.
 
-    Without `sandbox`, functions do not try out the sandbox that they need: the run may start on another machine.
+    Without `sandbox`, does not try out the sandbox that functions need: the run may start on another machine.
     """
     specs = function_specs(reward)
     if not sandbox:
@@ -346,7 +346,7 @@ def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Probl
 
 
 def sandbox_problems(reward: RewardConfig) -> list[Problem]:
-    """What is wrong with the section on this machine alone, which cannot do the isolation."""
+    """Returns the problems of the section on this machine alone: those of an isolation that it lacks."""
     elsewhere = static_problems(reward, sandbox=False)
     return [] if elsewhere else static_problems(reward)
 
@@ -358,7 +358,7 @@ def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
 
 
 def _late_problem(spec: FunctionSpec, timeout_seconds: float) -> Problem | None:
-    """A problem if a verifier that ends by itself after `seconds` with a score would be ended without one before."""
+    """Returns a problem if `seconds` of a SANDBOXED verifier reach the timeout, which would end it without a score."""
     if spec.function not in SANDBOXED:
         return None
     make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
@@ -393,7 +393,7 @@ def _spec_problems(spec: FunctionSpec) -> list[Problem]:
 
 
 def user_file_problem(spec: FunctionSpec) -> Problem | None:
-    """What can be known of FILE.py:FUNCTION without running the file."""
+    """Returns the problem of FILE.py:FUNCTION that is found without running the file, or None."""
     problem = file_problem(spec.function, f"{spec.where}.function", f"{', '.join(BUILT_IN)}, or ")
     if problem is not None and (near := difflib.get_close_matches(spec.function, BUILT_IN, n=1)):
         return replace(problem, fix=f"did you mean {near[0]}?")
@@ -401,7 +401,7 @@ def user_file_problem(spec: FunctionSpec) -> Problem | None:
 
 
 def with_source(spec: FunctionSpec) -> FunctionSpec:
-    """The spec with the text of the user's file. Raises RewardError if it cannot be read."""
+    """Returns the spec with the text of the user's file. Raises RewardError if it cannot be read."""
     if spec.built_in:
         return spec
     if problem := user_file_problem(spec):
@@ -414,12 +414,12 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
 
 
 def load(spec: FunctionSpec) -> Function:
-    """The function of a spec, the recipe's arguments bound. Raises RewardError. Importing a user's file runs it."""
+    """Returns the function of a spec with the recipe's arguments bound. Raises RewardError. Runs a user's file."""
     return _load_built_in(spec) if spec.built_in else _load_user_function(spec)
 
 
 def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names that a function's parameters ask for, without those that the recipe gives (`bound`)."""
+    """Returns the argument names that a function's parameters ask for, except those that the recipe binds (`bound`)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a callable written in C may have no signature
@@ -448,7 +448,7 @@ def _load_built_in(spec: FunctionSpec) -> Function:
 
 
 def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Problem | None:
-    """A problem if an argument is not of the type that `make` says."""
+    """Returns a problem if the type of an argument differs from its annotation in `make`."""
     parameter = inspect.signature(make, eval_str=True).parameters.get(name)
     value = spec.arguments[name]
     if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
@@ -458,7 +458,7 @@ def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Pr
 
 
 def _fits(value: object, annotation: Any) -> bool:
-    """Whether a value of YAML is of a type: a whole number is a float too, and a text is no sequence."""
+    """Returns whether a value of YAML fits a type: a whole number fits float, a text does not fit Sequence."""
     if annotation is Any or annotation is inspect.Parameter.empty:
         return True
     origin, inner = get_origin(annotation) or annotation, get_args(annotation)

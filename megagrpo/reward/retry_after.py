@@ -1,4 +1,4 @@
-"""How long a server that is busy asks to be left alone."""
+"""The Retry-After header of a busy server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ RETRY_AFTER_SECONDS_MAX = 300.0
 
 
 def retry_after(header: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for: a number, or a date. None if it says neither.
+    """Returns the seconds of a Retry-After header, a number or a date, at most 300. Returns None if it is neither.
 
     >>> retry_after("7"), retry_after("Thu, 01 Jan 1970 00:00:00 GMT"), retry_after("soon"), retry_after("1e9")
     (7.0, 0.0, None, 300.0)

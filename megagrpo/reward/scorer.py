@@ -1,4 +1,4 @@
-"""Samples to scores: every function of the recipe on every response, weighted, gated, summed and shaped."""
+"""The scorer: calls every function of the recipe on every response, then weights, gates, sums and shapes the scores."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ REACHED_LIMIT = "the response reached the token limit"
 NO_MODELS = Models()
 GIVEN_UP = "the engine gave up on the response"
 NOT_DONE = ("late", "failed")
-"""What an agent's rollout counts if it has not ended as it should: by its own fault, not by an engine's."""
+"""Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 
 
 class Scorer:
-    """Scores groups by the `reward:` section. What is INLINE runs here, and what asks `models` in a thread here; all
-    else in processes, which start at the first score.
+    """The scorer of groups by the `reward:` section. Functions in INLINE run here, functions that ask `models` in a
+    thread here, all others in processes, which start at the first score.
 
-    response_tokens_max is the limit that penalties for length are measured from. `check` is called a few times a
-    second while functions are waited for; what it raises ends the scoring. `say` gets where each function first failed.
-    Raises RewardError: from the constructor for what is wrong with the section, from scoring if a user's file cannot be
-    loaded or if functions fail on more than reward.failed_share_max of the responses, once there are at least
-    `judged_responses`. One that fails on a response masks that sample (value None, error says why); it never scores 0.
-    Any thread may score; one does at a time. `pool_of` makes the processes, which may be on other nodes too.
+    Penalties for length are measured from response_tokens_max. `check` is called a few times a second while functions
+    run; an exception from it ends the scoring. `say` reports the first failure of each function. The constructor raises
+    RewardError if the section is wrong. Scoring raises it if a user's file cannot be loaded, or if functions fail on
+    more than reward.failed_share_max of the responses, once there are at least `judged_responses`. A function that
+    fails on a response masks that sample (value None, error says why); it never scores 0. Any thread may score; one
+    does at a time. `pool_of` makes the processes, which may run on other nodes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Scorer:
         self._models = AskingFunctions(self._asking, self._specs, models)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """The same groups with a score for each sample, as training sees it: penalties and masks included."""
+        """Returns the same groups with a score for each sample as training uses it, with penalties and masks."""
         with self._lock:
             scored = self._score_unshaped(groups)
         return [
@@ -96,9 +96,8 @@ class Scorer:
         ]
 
     def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
-        """The same with the functions' weighted sums alone, gates included: what responses are worth to an evaluation,
-        whatever their length and however they ended. Rollouts whose agent was late or failed have not solved their
-        task: 0, with the error."""
+        """Returns the same groups with the weighted sums, gates included, for an evaluation: length and finish do not
+        count. A rollout whose agent was late or failed scores 0, with the error."""
         with self._lock:
             scored = self._score_unshaped(groups)
         return [replace(group, scores=tuple(map(evaluated_score, group.scores, group.samples))) for group in scored]
@@ -159,8 +158,8 @@ class Scorer:
         return self._lists[where]
 
     def _note_failures(self, groups: Sequence[Group], found: Mapping[tuple[int, int, int], Outcome]) -> None:
-        """Says at which row each function first failed. Raises RewardError, which says so too, if too many have no
-        score."""
+        """Reports the row at which each function first failed. Raises RewardError, with the same rows, if too many
+        responses have no score."""
         failed, first_failed = set[tuple[int, int]](), dict[str, str]()
         for (spec, row, member), outcome in found.items():
             if outcome.score is not None or outcome.masked:
@@ -190,7 +189,7 @@ class Scorer:
             self._say(f"warning: reward {name} failed for the first time: {first}".rstrip())
 
     def take_metrics(self) -> dict[str, float]:
-        """What judges have done since the last call, which begins a new budget: called once in each step, and after
+        """Returns the judges' metrics since the last call, and begins a new budget. Called once in each step, and after
         each evaluation."""
         return self._models.take_metrics()
 
@@ -201,8 +200,8 @@ class Scorer:
 
 
 def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> list[Problem]:
-    """Everything wrong with the section; without `sandbox`, whatever this machine can isolate. Files of the user's own
-    are imported, in a process that ends afterwards."""
+    """Returns all problems of the section; without `sandbox`, not those of this machine's isolation. Imports the user's
+    own files, in a process that ends afterwards."""
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
     return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, _limits(reward)) if loadable else [])
 
@@ -213,7 +212,7 @@ def _limits(reward: schema.RewardConfig) -> Limits:
 
 
 def _members_of_calls(group: Group, by_group: bool) -> list[tuple[int, ...]]:
-    """Places in the group of the samples that each call scores. Those that the engine gave up are in none."""
+    """Returns the samples that each call scores, as indices in the group. Leaves out those that the engine gave up."""
     whole = tuple(member for member, sample in enumerate(group.samples) if sample.finish != "abort")
     return [whole] if by_group and whole else [(member,) for member in whole]
 
@@ -228,7 +227,7 @@ def _call_inline(function: Function, task: Task) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class FunctionList:
-    """The functions that score the rows of some data sources: their places among all specs, and what they come to."""
+    """The functions that score the rows of some data sources: their range among all specs, gates, and solved score."""
 
     specs: range
     gated: tuple[bool, ...]
@@ -236,7 +235,7 @@ class FunctionList:
 
 
 def function_lists(reward: schema.RewardConfig) -> dict[str, FunctionList]:
-    """Every list of functions by the field that holds it, in the order of `function_specs`."""
+    """Returns every list of functions by the field that holds it, in the order of `function_specs`."""
     found: dict[str, FunctionList] = {}
     start = 0
     for where, entries in reward.lists().items():
@@ -247,7 +246,7 @@ def function_lists(reward: schema.RewardConfig) -> dict[str, FunctionList]:
 
 
 def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
-    """For each function, whether it counts only if those that always count give a sum other than 0."""
+    """Returns, for each function, whether it counts only if the functions without a gate give a sum other than 0."""
     waits = [
         function.counts == "when_others_score" or (function.counts == "auto" and function.function == "format")
         for function in functions
@@ -259,21 +258,21 @@ def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[b
 
 
 def solved_from(solved_at: float | None, functions: Sequence[schema.RewardFunctionConfig]) -> float:
-    """The least weighted sum of a solved response: what the recipe says, else full marks of every function."""
+    """Returns the least weighted sum of a solved response: the recipe's solved_at, else the sum of positive weights."""
     if solved_at is not None:
         return solved_at
     return rounded(sum(function.weight for function in functions if function.weight > 0))
 
 
 def rounded(score: float) -> float:
-    """To 12 digits, so that 0.1 + 0.2 and 0.3 are one score: a group that differs by rounding alone teaches nothing."""
+    """Rounds to 12 digits: 0.1 + 0.2 and 0.3 are one score. A group that differs by rounding alone teaches nothing."""
     return float(f"{score:.12g}")
 
 
 def weighted_score(
     specs: Sequence[FunctionSpec], gated: Sequence[bool], outcomes: Sequence[Outcome], solved_at: float
 ) -> Score:
-    """The weighted sum, or no value if any function failed, gated or not.
+    """Returns the weighted sum as a Score; its value is None if any function failed, gated or not.
 
     `parts`: raw scores by name, and metrics as name.metric; `notes` likewise. `counted`: raw scores in order, 0 where a
     gate was shut. A gate is shut if the weighted sum of the functions that always count is 0.
@@ -303,7 +302,7 @@ def weighted_score(
 
 
 def evaluated_score(score: Score, sample: Sample) -> Score:
-    """What an evaluation makes of a score: without a value it would be left out, and the others' mean be too high."""
+    """Returns the score for an evaluation: 0 if the agent was late or failed. A missing value would raise the mean."""
     counts = sample.agent.counts if sample.agent else {}
     if score.value is None and sample.finish == "abort" and any(counts.get(name) for name in NOT_DONE):
         return replace(score, value=0.0)
@@ -311,9 +310,9 @@ def evaluated_score(score: Score, sample: Sample) -> Score:
 
 
 def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, response_tokens_max: int) -> Score:
-    """What training makes of a score: non_stop_score, then the penalty for length, then the mask. `solved` stays.
+    """Returns the score for training: applies non_stop_score, the penalty for length, then the mask. Keeps `solved`.
 
-    A score without a value is returned as it is.
+    Returns a score without a value unchanged.
     """
     if score.value is None:
         return score
@@ -330,6 +329,6 @@ def shaped_score(score: Score, sample: Sample, reward: schema.RewardConfig, resp
 
 
 def overlong_penalty(tokens: int, overlong: schema.OverlongConfig, response_tokens_max: int) -> float:
-    """DAPO, arXiv:2503.14476, eq. 13: 0 up to the buffer, falling in a line to -penalty at the limit; never above 0."""
+    """Returns DAPO's penalty <= 0 (arXiv:2503.14476, eq. 13): 0 up to the buffer, linear to -penalty at the limit."""
     used = tokens - (response_tokens_max - overlong.buffer_tokens)
     return -overlong.penalty * min(max(used / overlong.buffer_tokens, 0.0), 1.0) + 0.0

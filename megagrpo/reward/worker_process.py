@@ -32,7 +32,7 @@ from megagrpo.reward.functions import Function, Outcome, failure_of, load, outco
 from megagrpo.user_functions import IMPORTED
 
 OUTPUT_BYTES_MAX = 1 << 20
-"""What the functions of one worker may print in all; the rest is read and dropped."""
+"""Most bytes that the functions of one worker may print in all; the rest is read and dropped."""
 SWEEP_SECONDS = 5.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -50,13 +50,13 @@ worker_process.{function}(int(sys.argv[1]), *json.loads(sys.argv[3]))
 
 
 def python(function: str, descriptor: int, *arguments: object) -> list[str]:
-    """The command that calls a function of this module in a new process."""
+    """Returns the command that calls a function of this module in a new process."""
     boot = BOOT.format(function=function)
     return [sys.executable, "-c", boot, str(descriptor), json.dumps(sys.path), json.dumps(arguments)]
 
 
 def tell_to_end(keeper: subprocess.Popen[bytes]) -> None:
-    """Tells a keeper to end its process with all that this started. A keeper that was stopped goes on, to do so."""
+    """Tells a keeper to end its process and all that this started. Resumes a stopped keeper, so that it can."""
     keeper.terminate()
     keeper.send_signal(signal.SIGCONT)
 
@@ -64,7 +64,7 @@ def tell_to_end(keeper: subprocess.Popen[bytes]) -> None:
 def main(descriptor: int, apart: Sequence[str]) -> None:
     """Serves the socket with this file descriptor until its other end is closed. Never returns.
 
-    apart: a command of bubblewrap that what follows runs in; empty where there is none.
+    apart: the bubblewrap command that the worker runs in; empty where there is none.
     """
     output, printed = _begin_keeping(descriptor)
     sys.dont_write_bytecode = True  # beside a user's files, whose functions may import others when they are called
@@ -102,8 +102,8 @@ def keep(descriptor: int, command: Sequence[str], output_bytes_max: int) -> None
 
 
 def _begin_keeping(descriptor: int) -> tuple[int, int]:
-    """Makes this process a keeper, which heeds no SIGTERM until it can end what it starts. Both ends of a pipe for what
-    is printed."""
+    """Makes this process a keeper, which blocks SIGTERM until it can end what it starts. Returns both ends of a pipe
+    for the printed output."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     os.set_inheritable(descriptor, False)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes the keeper's child
@@ -119,7 +119,7 @@ def _heed_sigterm() -> None:
 
 
 def _keep(worker: int, channel: int, output: int, died_from: int | None, output_bytes_max: int) -> None:
-    """died_from: what bubblewrap adds to the number of the signal that its command died of."""
+    """Keeps the worker until it ends. died_from: what bubblewrap adds to the signal number that its command died of."""
     ended = os.pidfd_open(worker)
 
     def kill_worker(*_: object) -> None:
@@ -161,7 +161,7 @@ def _keep(worker: int, channel: int, output: int, died_from: int | None, output_
 
 
 def _pass_on(output: int, bytes_max: int) -> Iterator[bool]:
-    """Each `next` passes on what there is to read, up to the limit in all; whether more may come."""
+    """Passes on the output that is there at each `next`, up to `bytes_max` in all. Yields whether more may come."""
     left, dropped = bytes_max, 0
     while True:
         try:

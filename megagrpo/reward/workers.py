@@ -4,7 +4,7 @@ A worker runs one synchronous call, or up to `ASYNC_AT_ONCE` async ones, at a ti
 that it was working on are known. If it was one, that response is an error. If there were several, each is run again
 alone, so that only the one that caused it fails.
 
-What a worker answers is a line of JSON of bounded length, checked before it is used: a function can write anything into
+A worker answers with a line of JSON of bounded length, checked before it is used: a function can write anything into
 its process's sockets. Functions see only the environment variables in ENVIRONMENT and those that the recipe names, and
 where bubblewrap works no process but their own.
 """
@@ -45,7 +45,7 @@ ASYNC_GRACE_SECONDS = 1.0
 ANSWER_BYTES_MAX = 1 << 20
 APART_SECONDS = 10.0
 END_SECONDS = 10.0
-"""How long a worker may take to end with all that its functions started, before it is killed without them."""
+"""Time for a worker to end with all that its functions started, before it is killed without them."""
 ENVIRONMENT = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
     "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE",
@@ -56,7 +56,7 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a worker's functions may take and see."""
+    """The limits of a worker's functions, and the environment variables that they see."""
 
     timeout_seconds: float
     memory_bytes: int
@@ -66,20 +66,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class LoadedFunction:
-    """What a worker says of a function that it has loaded."""
+    """The properties of a loaded function, as its worker reports them."""
 
     is_async: bool
     wanted: tuple[str, ...]
 
     @property
     def by_group(self) -> bool:
-        """Whether one call scores all responses of a group."""
+        """Returns whether one call scores all responses of a group."""
         return "responses" in self.wanted
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a worker works on: of which function, on how many responses. Times are time.monotonic's."""
+    """A call in flight: the index of its function, its number of responses, and its times on time.monotonic's clock."""
 
     function: int
     responses: int
@@ -88,7 +88,7 @@ class Call:
 
 
 class Worker:
-    """One keeper with its worker, and what it is working on. `ready` once its functions are loaded."""
+    """A keeper with its worker and the calls in flight. `ready` once its functions are loaded."""
 
     def __init__(self, specs: Sequence[FunctionSpec], limits: Limits) -> None:
         ours, theirs = socket.socketpair()
@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def deadline(self) -> float:
-        """When to give it up, on time.monotonic's clock."""
+        """Returns the time at which the worker is given up, on time.monotonic's clock."""
         if self.broken:
             return 0.0
         if not self.ready:
@@ -127,7 +127,7 @@ class Worker:
         return min((call.deadline for call in self.in_flight.values()), default=float("inf"))
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived whole. Raises EOFError if the process died, ValueError for anything else."""
+        """Returns the messages that have arrived whole. Raises EOFError if it died, ValueError for bad data."""
         data = os.read(self.connection.fileno(), 1 << 16)
         if not data:
             raise EOFError
@@ -143,7 +143,7 @@ class Worker:
         return messages
 
     def greet(self, message: dict[str, Any]) -> None:
-        """Takes the first message. Raises RewardError if a function cannot be loaded, ValueError for another."""
+        """Reads the first message. Raises RewardError if a function cannot be loaded, ValueError for bad messages."""
         try:
             problems = [
                 Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
@@ -161,7 +161,7 @@ class Worker:
         self.functions, self.ready = functions, True
 
     def take(self, message: dict[str, Any]) -> tuple[int, list[Outcome]]:
-        """The call that a message answers, and its outcomes. Raises ValueError for any other message."""
+        """Returns the number of the call that a message answers, and its outcomes. Raises ValueError otherwise."""
         number, outcomes = message.get("number"), message.get("outcomes")
         if type(number) is not int or number not in self.in_flight:
             raise ValueError("an answer to no call")
@@ -194,7 +194,7 @@ class Worker:
             self.broken = True
 
     def kill(self) -> int:
-        """Ends the process and all that it started; its exit status."""
+        """Ends the process and all that it started. Returns its exit status."""
         worker_process.tell_to_end(self.process)
         try:
             status = self.process.wait(END_SECONDS)
@@ -208,7 +208,7 @@ class Worker:
 
 @lru_cache
 def processes_apart() -> tuple[str, ...]:
-    """The command of bubblewrap that gives a worker processes and a /proc of its own; empty where it does not work."""
+    """Returns the bubblewrap command that gives a worker its own processes and /proc, empty where it does not work."""
     options = ("--dev-bind", "/", "/", "--proc", "/proc", "--unshare-pid", "--die-with-parent", "--")
     command = (shutil.which("bwrap") or "", *options)
     try:
@@ -219,7 +219,7 @@ def processes_apart() -> tuple[str, ...]:
 
 
 class RewardPool(Protocol):
-    """Processes that score, wherever they are: a WorkerPool, or one on each node."""
+    """The processes that score: a WorkerPool, or one on each node."""
 
     def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]: ...
     def run(
@@ -239,9 +239,9 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     def run(self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
-        """The outcomes of each call (index of the function, task), in order: one for each of its responses.
+        """Returns the outcomes of each call (index of the function, task), in order: one per response of the call.
 
-        `check` is called a few times a second; what it raises ends the run.
+        `check` is called a few times a second; an exception from it ends the run.
         Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if a function cannot be loaded.
         """
         with self._lock:
@@ -254,8 +254,8 @@ class WorkerPool:
                 raise
 
     def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]:
-        """Waits until a worker has loaded the functions, and says what they are. Raises RewardError if one cannot
-        be."""
+        """Waits until a worker has loaded the functions. Returns their properties. Raises RewardError if one cannot be
+        loaded."""
         if not self.specs:
             return ()
         with self._lock:
@@ -274,7 +274,7 @@ class WorkerPool:
             self._kill_all()
 
     def workers(self) -> list[Worker]:
-        """All of them, with those that are missing started."""
+        """Starts the missing workers. Returns all workers."""
         while len(self._workers) < self.size:
             self._workers.append(Worker(self.specs, self.limits))
         return self._workers
@@ -291,7 +291,7 @@ class WorkerPool:
 
 
 class _Run:
-    """One call of WorkerPool.run."""
+    """The state of one WorkerPool.run."""
 
     def __init__(self, pool: WorkerPool, calls: Sequence[tuple[int, Task]], check: Callable[[], None]) -> None:
         self.pool = pool
@@ -312,7 +312,7 @@ class _Run:
         return [self.done[number] for number in range(len(self.calls))]
 
     def wait(self) -> None:
-        """Takes what workers say until one of them does, is late, or CHECK_SECONDS have passed."""
+        """Waits for a message, a deadline or CHECK_SECONDS. Reads the messages and ends the late workers."""
         workers = self.pool.workers()
         first_deadline = min(worker.deadline for worker in workers)
         seconds = min(CHECK_SECONDS, max(0.0, first_deadline - time.monotonic()))
@@ -356,7 +356,7 @@ class _Run:
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
-        """Ends a worker that died or is late, and settles what it was working on. `outcome` of a late task."""
+        """Ends a worker that died or is late and settles its calls in flight. `outcome`: its error, None if it died."""
         numbers, ready = list(worker.in_flight), worker.ready
         status = self.pool.remove(worker)
         if not ready:
@@ -369,7 +369,7 @@ class _Run:
 
 
 def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
-    """What is wrong with these functions, found by loading them in a process that is ended afterwards."""
+    """Returns the problems found by loading these functions in a process, which is ended afterwards."""
     pool = WorkerPool(specs, workers=1, limits=limits)
     try:
         pool.start()

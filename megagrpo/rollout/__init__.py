@@ -1,1 +1,1 @@
-"""What does the policy answer? Prompts to sampled responses, with the logprob and weight version of each token."""
+"""Sampling of responses to prompts by the policy, with the logprob and weight version of each token."""

@@ -1,5 +1,5 @@
-"""One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave.
-A response that has begun goes on: it is part of its prompt then.
+"""One batch from prompts to responses: each prompt is read once, its samples are decoded together, ended rows leave. A
+response that has begun resumes as a part of its prompt.
 
 Keys and values lie in storage that grows in steps, with one row per prompt and then one per sample.
 """
@@ -24,8 +24,8 @@ COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What was sampled for one row. `stopped` says that the last token is a stop token, `ended` that no token is left
-    to sample."""
+    """The tokens sampled for one row. `stopped`: the last token is a stop token. `ended`: no token is left to
+    sample."""
 
     tokens: np.ndarray  # int32 [t]
     logprobs: np.ndarray  # float32 [t]
@@ -46,9 +46,8 @@ def decode(
     before_step: Callable[[], int | None],
     record: Record,
 ) -> list[Response]:
-    """Samples one response per row; row i continues prompts[prompt_of_row[i]], of which the last begun[i] tokens are
-    sampled ones, with the random numbers of seeds[i]. Raises EngineError, naming a row, for logits that are NaN or
-    infinite.
+    """Decodes one response per row. Row i continues prompts[prompt_of_row[i]], whose last begun[i] tokens are sampled
+    ones, with the random numbers of seeds[i]. Raises EngineError, naming a row, for logits that are NaN or infinite.
 
     before_step is called before each step of the model, and returns the version of its weights. If it returns None,
     all rows end with the tokens that they have. `record`, of these rows, may be read by other threads meanwhile.
@@ -135,10 +134,10 @@ class _Batch:
 
 
 class Record:
-    """Tokens of a batch, on the host. A slot whose row has ended goes on, unrecorded, until it is dropped."""
+    """The tokens of a batch, on the host. A slot whose row has ended continues, unrecorded, until it is dropped."""
 
     def __init__(self, limits: np.ndarray) -> None:
-        """limits: int64 [rows], most tokens of each."""
+        """Allocates the arrays. limits: int64 [rows], most tokens of each row."""
         rows, self.longest = len(limits), int(limits.max())
         self.tokens = np.zeros((rows, self.longest), dtype=np.int32)
         self.logprobs = np.zeros((rows, self.longest), dtype=np.float32)
@@ -151,7 +150,7 @@ class Record:
     def add(
         self, position: int, tokens: np.ndarray, logprobs: np.ndarray, version: int, stops: np.ndarray
     ) -> np.ndarray:
-        """Records what each slot drew; returns which slots go on, bool [slots]."""
+        """Records what each slot drew; returns which slots continue, bool [slots]."""
         running = self._running()
         rows = self.row_of_slot[running]
         self.tokens[rows, position] = tokens[running]
@@ -168,7 +167,7 @@ class Record:
         self.row_of_slot = self.row_of_slot[running]
 
     def responses(self) -> list[Response]:
-        """What each row has so far."""
+        """Returns the response so far of each row."""
         return [
             Response(
                 tokens=self.tokens[row, :length].copy(),
@@ -185,14 +184,14 @@ class Record:
 
 
 def broken(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Rows of `logits` [rows, vocab] with one that is NaN or, divided by the temperature, too large: bool [rows]."""
+    """Finds rows of `logits` [rows, vocab] with a NaN or, divided by the temperature, one too large: bool [rows]."""
     return ~(logits.amax(-1).float() / (temperature or 1.0)).isfinite()
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [rows]) and their logprobs (float32 [rows]) from `logits` [rows, vocab] and `uniforms` [rows].
+    """Draws tokens (int64 [rows]) and their logprobs (float32 [rows]) from `logits` [rows, vocab], `uniforms` [rows].
 
-    Drawn by inverting the cumulative distribution at each row's uniform number. The logprob is under the whole
+    Inverts the cumulative distribution at each row's uniform number. The logprob is under the whole
     temperature-scaled distribution even when top-k or top-p narrowed the draw, and at temperature 1 when greedy.
     """
     logits = logits.float()
@@ -206,7 +205,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams)
 
 
 def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """`probabilities` [rows, vocab] with 0 outside the k likeliest tokens (0: all) and then outside their nucleus.
+    """Returns `probabilities` [rows, vocab] with 0 outside the k likeliest tokens (0: all), then outside their nucleus.
 
     The nucleus is the smallest set of likeliest tokens whose share of the remaining mass reaches `top_p`
     (Holtzman et al., arXiv:1904.09751). Not renormalised, and in the order of the vocabulary: two tokens that swap
@@ -227,13 +226,13 @@ def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Ten
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0."""
+    """Returns the first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0."""
     cumulated = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One uniform number in [0, 1) for each (seed, position): the same in any batch, order, engine or restart.
+    """Returns one uniform number in [0, 1) for each (seed, position): the same in any batch, order, engine or restart.
 
     `seeds` and `positions` are int64 of one shape, as is the float64 result. It is SplitMix64, started at the mixed
     seed and jumped to the position. 52 of its bits are kept: `u * total < total` then holds in float64 for any total,
@@ -317,7 +316,7 @@ class GrowingCache(Cache):
 
     @property
     def length(self) -> int:
-        """Columns in use, the same in every layer."""
+        """Returns the number of columns in use, the same in every layer."""
         return self.growing[0].length
 
     def select_rows(self, rows: torch.Tensor) -> None:

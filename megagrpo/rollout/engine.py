@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine, in any process and by any protocol."""
+"""The interface of an engine to the trainer, in any process and by any protocol."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 MemoryTag = Literal["weights", "kv_cache"]
 Done = Callable[[int, "Sample | MegagrpoError"], None]
-"""Takes a ticket and what became of its request, in any thread."""
+"""Takes a ticket and its request's sample or error, in any thread."""
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """All tokens that an engine has sampled of requests that run, in arrays of all of them: few objects, however many
+    """All tokens that an engine has sampled of running requests, in arrays of all of them: few objects, however many
     requests there are."""
 
     tickets: np.ndarray  # int64 [requests]
@@ -36,7 +36,7 @@ class SoFar:
 
     @classmethod
     def of(cls, samples: Mapping[int, Sample]) -> SoFar:
-        """samples: by ticket. Without the last token of one that has ended: an engine that goes on samples it again."""
+        """Joins samples, by ticket. Drops the last token of an ended one: an engine that resumes it samples that."""
         whole = {ticket: one if one.finish == "abort" else shortened(one) for ticket, one in samples.items()}
         parts = {ticket: one for ticket, one in whole.items() if len(one.tokens)}
         return cls(
@@ -48,11 +48,11 @@ class SoFar:
         )
 
     def counts(self) -> dict[int, int]:
-        """Tokens by ticket."""
+        """Returns the number of tokens by ticket."""
         return dict(zip(self.tickets.tolist(), np.diff(self.ends, prepend=0).tolist(), strict=True))
 
     def samples(self, requests: Mapping[int, Request]) -> dict[int, Sample]:
-        """By ticket, of those of these requests of which there are tokens. They have no text."""
+        """Returns, by ticket, the samples of these requests that have tokens. They have no text."""
         found = {}
         for ticket, (start, end) in zip(self.tickets.tolist(), pairwise([0, *self.ends.tolist()]), strict=True):
             if (at := requests.get(ticket)) is not None:
@@ -62,10 +62,10 @@ class SoFar:
 
 
 class Engine(Protocol):
-    """Holds the policy on one or several engine ranks, and samples from it.
+    """An engine: it holds the policy on one or several engine ranks, and samples from it.
 
     Samples: `begin` hands requests over, each with a ticket, and returns. The engine calls `done` once for each, when
-    its sample is there. A request that begins while the weights are not verified waits for them.
+    its sample is ready. A request that begins while the weights are not verified waits for them.
 
     An update of the weights has four steps, and no token is sampled between the first and the last:
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
     """
 
     def manifests(self) -> list[Manifest]:
-        """What each engine rank holds and where: destinations of a weight plan, in rank order."""
+        """Returns what each engine rank holds and where: destinations of a weight plan, in rank order."""
         ...
 
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
@@ -98,27 +98,27 @@ class Engine(Protocol):
         ...
 
     def end_update(self, version: int) -> list[Mapping[str, int]]:
-        """Closes the transfer and returns, by engine rank, the digest of what it holds of every checkpoint tensor."""
+        """Closes the transfer and returns, by engine rank, the digest of every checkpoint tensor that it holds."""
         ...
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        """By engine rank, the "sent" and "arrived" digests of one tensor's buckets, to find the bucket that is wrong.
+        """Returns, by engine rank, the "sent" and "arrived" digests of a tensor's buckets, to find the wrong bucket.
 
         Called after end_update of a sync to these destinations of the plan. Empty if weights do not come in buckets.
         """
         ...
 
     def keep_weights(self, version: int) -> None:
-        """The weights that it serves are those of `version` too: an update that brings nothing. Raises EngineError if
-        it holds no verified weights."""
+        """Labels the weights that it serves as `version`: an update that brings nothing. Raises EngineError if it
+        holds no verified weights."""
         ...
 
     def commit_update(self, version: int) -> None:
-        """The digests agree: generation goes on, and tokens sampled from now on carry `version`."""
+        """Resumes generation, as the digests agree. Tokens sampled from now on carry `version`."""
         ...
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        """Samples for requests, by ticket. Raises EngineError for a prompt without tokens."""
+        """Starts to sample these requests, by ticket. Raises EngineError for a prompt without tokens."""
         ...
 
     def give_back(self, tickets: Collection[int]) -> None:
@@ -126,11 +126,11 @@ class Engine(Protocol):
         ...
 
     def so_far(self) -> SoFar:
-        """The tokens of requests that run, as far as the engine knows them. In any thread."""
+        """Returns the tokens of running requests, as far as the engine knows them. Any thread may call it."""
         ...
 
     def rests(self) -> bool:
-        """Whether no token is to be expected: nothing runs, weights are on their way, or it is not told."""
+        """Returns whether no token is due: nothing runs, weights are on their way, or the engine cannot tell."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -147,7 +147,7 @@ class Engine(Protocol):
 
 
 class EngineState(Enum):
-    """Where an engine stands between weight updates."""
+    """The state of an engine between weight updates."""
 
     SERVING = "serving"
     """Its weights are one verified version. The only state in which it generates."""
@@ -178,7 +178,7 @@ class UpdateProtocol:
     """No update brings an older version."""
 
     def connect(self) -> None:
-        """To training ranks that may have gone back to a checkpoint."""
+        """Allows older versions: the training ranks may have gone back to a checkpoint."""
         self.oldest = 0
 
     def begin(self, version: int) -> None:
@@ -207,7 +207,7 @@ class UpdateProtocol:
         self.state, self.version, self.oldest, self.incoming = EngineState.SERVING, version, version, None
 
     def lose_weights(self) -> None:
-        """The engine's weights are not, or no longer, the version that it last committed."""
+        """Marks the weights as unverified: they are not, or no longer, the version last committed."""
         self._require(self.state is not EngineState.CLOSED, "lose_weights", "an engine that is not closed")
         self.state, self.incoming = EngineState.UNVERIFIED, None
 
@@ -223,7 +223,7 @@ class UpdateProtocol:
 
 
 def shortened(sample: Sample) -> Sample:
-    """Without its last token."""
+    """Returns the sample without its last token."""
     tokens, logprobs, versions = (array[:-1] for array in (sample.tokens, sample.logprobs, sample.versions))
     return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)
 

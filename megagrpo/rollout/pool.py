@@ -1,4 +1,4 @@
-"""Which engine gets which request: requests are pulled by engines with free slots, and go on elsewhere if one is lost.
+"""The distribution of requests: engines with free slots pull them, and others resume those of a lost engine.
 
 Knows no process and no clock. Requests that are wanted together are an Order: a group's, or a part of an evaluation's.
 """
@@ -15,49 +15,49 @@ from megagrpo.errors import EngineError, Problem
 from megagrpo.types import Prompt, Request, Sample
 
 LOSSES_MAX = 3
-"""Engines that may be lost with one request on them: it may be what ends them."""
+"""The run ends when so many engines were lost with the same request on them: it may be the cause."""
 
 
 @dataclass(eq=False)
 class Order:
     """Requests that are wanted together. `on_complete` is called once the last sample is there.
 
-    While an order is withdrawn, `requests` have what was sampled of them, and it can be added again.
+    While an order is withdrawn, `requests` hold their tokens so far, and the order can be added again.
     """
 
     requests: list[Request]
     on_complete: Callable[[Order], None] = lambda order: None
     prompt: Prompt | None = None
-    """That of all requests, for an agent, which reads more of it than its tokens."""
+    """The prompt of all requests, for an agent, which reads more of it than its tokens."""
     bound: str = ""
-    """All orders that have the same go to one engine while it lives: it has read what they begin with. "": any."""
+    """Orders of one binding go to one engine while it lives: it has read their first tokens. "": any engine."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """By index of the request."""
     joints: dict[int, list[int]] = field(default_factory=dict)
-    """By index of a request, after how many of its tokens it went on: as these are read then, not sampled, last bits of
-    what follows are of their own."""
+    """By index of a request, the token counts after which it was resumed. These tokens are then read, not sampled: the
+    last bits of what follows differ."""
     continued: int = 0
-    """Times that a request went on after tokens of its own."""
+    """Number of times that a request was resumed after tokens of its own."""
 
     @property
     def complete(self) -> bool:
         return len(self.samples) == len(self.requests)
 
     def there(self) -> tuple[Sample, ...]:
-        """The samples that are there, in the order of their requests."""
+        """Returns the finished samples, in the order of their requests."""
         return tuple(self.samples[index] for index in sorted(self.samples))
 
     def tokens_so_far(self) -> list[int]:
-        """Tokens of each request without a sample, as far as they are known."""
+        """Returns the number of tokens of each request without a sample, as far as it is known."""
         begun = [self.requests[index].begun for index in self.missing()]
         return [0 if sample is None else len(sample.tokens) for sample in begun]
 
     def missing(self) -> list[int]:
-        """Indices of the requests without a sample."""
+        """Returns the indices of the requests without a sample."""
         return [index for index in range(len(self.requests)) if index not in self.samples]
 
     def go_on_after(self, index: int, sample: Sample) -> None:
-        """An engine that begins with this request has its first tokens."""
+        """Makes the next engine resume this request after the tokens of `sample`."""
         request = self.requests[index]
         if 0 < len(sample.tokens) < request.sampling.max_tokens:  # a continued run may have another limit
             self.requests[index] = replace(request, begun=sample)
@@ -87,7 +87,7 @@ class Pool:
     """
 
     def __init__(self, slots: int | None, *, continues: bool = False) -> None:
-        """continues: a request that an engine gives up on goes on after its tokens, as long as there are new ones."""
+        """Creates an empty pool. continues: a request that an engine aborts is resumed, if it has new tokens."""
         self.slots, self._continues = slots, continues
         self.engines: dict[str, dict[int, Ticket]] = {}
         """Requests that run, by engine and number of their ticket."""
@@ -97,11 +97,11 @@ class Pool:
         """Engines that get weights, and no requests until they have joined with them."""
         self._waiting: deque[Ticket] = deque()
         self._waiting_on: defaultdict[str, deque[Ticket]] = defaultdict(deque)
-        """What is bound to an engine that lives, by that."""
+        """Tickets bound to a living engine, by engine."""
         self._unplaced: deque[Ticket] = deque()
-        """What is bound, to no engine yet."""
+        """Tickets of bindings that have no engine yet."""
         self._engine_of: dict[str, str] = {}
-        """Engines that live, by what is bound to them."""
+        """Living engines, by binding."""
         self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
 
@@ -110,15 +110,15 @@ class Pool:
         return not any((self._waiting, self._unplaced, *self._waiting_on.values(), *self.engines.values()))
 
     def idle_share(self, *, held_sample: bool) -> float:
-        """Share of the slots of all engines that sample nothing: those that are free, and unless `held_sample` all of
-        engines that are held. Without a limit each engine is one slot."""
+        """Returns the share of all engines' slots that sample nothing: free ones, and unless `held_sample` all of held
+        engines. Without a limit each engine is one slot."""
         if not self.engines:
             return 1.0
         sampling = [running for engine, running in self.engines.items() if held_sample or engine not in self.held]
         return 1 - sum(min(1.0, len(running) / (self.slots or 1)) for running in sampling) / len(self.engines)
 
     def add(self, orders: Iterable[Order], *, first: bool = False) -> None:
-        """The requests without a sample wait for engines; `first`: before those that wait already."""
+        """Queues the requests without a sample; `first`: before those that wait already."""
         tickets: list[Ticket] = []
         for order in orders:
             self._withdrawn.discard(order)
@@ -127,22 +127,22 @@ class Pool:
             self._wait(ticket, first=first)
 
     def samples(self, bound: str) -> bool:
-        """Whether the engine of this binding may have requests; if it has none yet, whether any engine may."""
+        """Returns whether the engine of this binding may have requests; if it has none yet, whether any engine may."""
         engines = [self._engine_of[bound]] if bound in self._engine_of else self.engines
         return any(engine not in self.held for engine in engines)
 
     def release(self, bound: str) -> None:
-        """Nothing with this binding comes any more."""
+        """Forgets a binding, which gets no more requests."""
         self._engine_of.pop(bound, None)
 
     def join(self, engine: str) -> None:
-        """Its weights are those of all others: it may have requests."""
+        """Lets an engine have requests: its weights are those of all others."""
         self.engines.setdefault(engine, {})
         self.held.discard(engine)
 
     def leave(self, engine: str, *, failed: bool = True) -> dict[int, Request]:
-        """It is lost. What ran there, by ticket, is to be put back. Raises EngineError if some was too often on engines
-        that had `failed`."""
+        """Removes a lost engine. Returns its requests by ticket, to be put back. Raises EngineError if one of them was
+        too often on engines that had `failed`."""
         running = self.engines.pop(engine, {})
         self._engine_of = {bound: other for bound, other in self._engine_of.items() if other != engine}
         self._unplaced.extendleft(reversed(self._waiting_on.pop(engine, deque())))
@@ -160,7 +160,7 @@ class Pool:
         return {number: ticket.request for number, ticket in running.items()}
 
     def put_back(self, lost: Iterable[int], so_far: Mapping[int, Sample]) -> None:
-        """These tickets go on elsewhere, first, after what each has so far."""
+        """Queues these lost tickets first, for other engines, each resumed after its tokens so far."""
         for number in reversed(list(lost)):
             ticket = self.lost.pop(number)
             if number in so_far:
@@ -169,7 +169,7 @@ class Pool:
                 self._wait(ticket, first=True)
 
     def hand_out(self) -> dict[str, dict[int, Request]]:
-        """Requests that go to engines now, by engine and ticket."""
+        """Hands waiting requests to engines. Returns them by engine and ticket."""
         handed: dict[str, dict[int, Request]] = {}
         free = [engine for engine in self.engines if engine not in self.held]
         self._hand_out_bound(free, handed)
@@ -184,7 +184,7 @@ class Pool:
         return handed
 
     def _hand_out_bound(self, free: Sequence[str], handed: dict[str, dict[int, Request]]) -> None:
-        """What has an engine goes there; what has none yet, to the one with room to which least is bound."""
+        """Hands bound requests to their engines; unplaced ones to the engine with room that has the fewest bindings."""
         for engine in free:
             waiting = self._waiting_on[engine]
             for _ in range(min(self._room(engine), len(waiting))):
@@ -210,8 +210,8 @@ class Pool:
         self._next += 1
 
     def answered(self, engine: str, answers: Mapping[int, Sample]) -> list[Order]:
-        """Takes samples from an engine; the orders that they complete. What was given back goes on when its order is
-        added again."""
+        """Takes samples from an engine; returns the orders that they complete. A request that was given back resumes
+        when its order is added again."""
         completed = []
         for number, sample in answers.items():
             ticket = self.engines.get(engine, {}).pop(number, None)
@@ -234,7 +234,7 @@ class Pool:
         return completed
 
     def withdraw(self, orders: Iterable[Order]) -> dict[str, list[int]]:
-        """Takes orders back. What waits, waits no more; what runs is in the answer, by engine, to be given back."""
+        """Takes orders back: unqueues waiting requests; returns running ones, by engine, which are to be given back."""
         self._withdrawn |= set(orders)
         self._waiting, self._unplaced = self._kept(self._waiting), self._kept(self._unplaced)
         self._waiting_on = defaultdict(
@@ -247,7 +247,7 @@ class Pool:
         return {engine: numbers for engine, numbers in running.items() if numbers}
 
     def running(self, orders: Iterable[Order]) -> bool:
-        """Whether an engine still has requests of these orders, or had them when it was lost."""
+        """Returns whether an engine still has requests of these orders, or had them when it was lost."""
         wanted = set(orders)
         everywhere = (*self.engines.values(), self.lost)
         return any(ticket.order in wanted for tickets in everywhere for ticket in tickets.values())
@@ -262,11 +262,11 @@ class Pool:
         return deque(ticket for ticket in waiting if ticket.order not in self._withdrawn)
 
     def _room(self, engine: str) -> int:
-        """Free slots. Without a limit, a large number less what runs: the engine with the fewest has most room."""
+        """Counts free slots. Without a limit, a large number less what runs: the idlest engine has most room."""
         return (self.slots or 2**60) - len(self.engines[engine])
 
     def _next_together(self, room: int) -> Sequence[Ticket]:
-        """The next requests of one order, at most `room`."""
+        """Takes the next requests of one order, at most `room`."""
         together = [self._waiting.popleft()]
         while self._waiting and len(together) < room and self._waiting[0].order is together[0].order:
             together.append(self._waiting.popleft())

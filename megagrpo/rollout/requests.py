@@ -19,7 +19,7 @@ SEED_BITS = 63  # a seed fits a signed 64-bit integer, which torch and most engi
 
 
 def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingParams:
-    """How responses are sampled for training (section: recipe.rollout), or for an evaluation on a set."""
+    """Returns the sampling parameters of training (section: recipe.rollout), or of an evaluation on a set."""
     return SamplingParams(
         max_tokens=section.response_tokens_max or recipe.rollout.response_tokens_max,
         temperature=section.temperature,
@@ -32,7 +32,7 @@ def sampling_of(recipe: Recipe, section: RolloutConfig | EvalSet) -> SamplingPar
 def requests_for(
     prompt: Prompt, *, samples: int, sampling: SamplingParams, recipe_seed: int, step: int, first_index: int = 0
 ) -> list[Request]:
-    """`samples` requests for a prompt, counted from `first_index`."""
+    """Returns `samples` requests for a prompt, counted from `first_index`."""
     return [
         Request(prompt.id, index, prompt.tokens, sample_seed(recipe_seed, step, prompt.id, index), sampling)
         for index in range(first_index, first_index + samples)
@@ -40,7 +40,7 @@ def requests_for(
 
 
 def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request]:
-    """All of a prompt in a step: its samples, and then the greedy response that remax wants."""
+    """Returns all requests of a prompt in a step: its samples, then the greedy response that remax wants."""
     sampling = sampling_of(recipe, recipe.rollout)
     samples, seeds = recipe.rollout.samples_per_prompt, {"recipe_seed": recipe.seed, "step": step}
     greedy, likeliest = recipe.algorithm.greedy_responses, replace(sampling, temperature=0.0)
@@ -51,7 +51,7 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
 
 
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:
-    """The requests of each prompt of a set. A prompt that occurs again gets other samples: they are counted on."""
+    """Returns the requests of each prompt of a set. A repeated prompt gets other samples: indices continue."""
     sampling, samples = sampling_of(recipe, held_out), held_out.samples_per_prompt
     asked: Counter[str] = Counter()
     requests = []
@@ -65,19 +65,19 @@ def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Pro
 
 
 def sample_seed(recipe_seed: int, step: int, prompt_id: str, index: int) -> int:
-    """Seed of sample `index` of a prompt in a step, in [0, 2**63): BLAKE2b of the four, the same on every machine."""
+    """Hashes the four arguments, by BLAKE2b, into a sample's seed in [0, 2**63): the same on every machine."""
     digest = hashlib.blake2b(f"{recipe_seed}/{step}/{index}/{prompt_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
 def nothing_sampled(request: Request) -> Sample:
-    """The sample of a request that ended before its first token."""
+    """Returns the sample of a request that ended before its first token."""
     nothing = np.zeros(0, dtype=np.int32)
     return Sample(request.prompt_id, request.index, nothing, nothing.astype(np.float32), nothing, "abort", "")
 
 
 def after_begun(request: Request, sample: Sample) -> Sample:
-    """The whole sample, from what was sampled after `request.read`. Its text is that of `sample` alone."""
+    """Joins the tokens of `request.begun` and those of `sample`, sampled after them. The text is `sample`'s alone."""
     begun = request.begun
     if begun is None:
         return sample
@@ -87,7 +87,7 @@ def after_begun(request: Request, sample: Sample) -> Sample:
 
 
 def group_of(prompt: Prompt, samples: Sequence[Sample], wanted: int) -> Group:
-    """The group of a prompt, from its samples in their order. Raises EngineError if they are others."""
+    """Joins a prompt's samples, in order, to a group. Raises EngineError unless they are `wanted` samples of it."""
     if [sample.prompt_id for sample in samples] != [prompt.id] * wanted:
         given = f"{len(samples)} samples of prompts {sorted({sample.prompt_id for sample in samples})}"
         where = "rollout: the samples are not those that were asked for"
@@ -96,7 +96,7 @@ def group_of(prompt: Prompt, samples: Sequence[Sample], wanted: int) -> Group:
 
 
 def parted(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
-    """The groups without the greedy responses of training_requests; and those, as groups of one, if there are any."""
+    """Splits off the greedy responses of training_requests: groups without them, and groups of one if there are any."""
     if not recipe.algorithm.greedy_responses:
         return list(groups), []
     return (

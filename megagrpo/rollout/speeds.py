@@ -1,4 +1,4 @@
-"""Which engine is slow: its responses grow much slower than those of the other engines, time after time."""
+"""Detection of a slow engine: its responses grow much slower than those of the other engines, time after time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from statistics import median
 from megagrpo.errors import Problem
 
 SPEED_REPORTS = 12
-"""Reports of what requests have so far, from one speed to the next: servers send tokens in parts of many."""
+"""Reports of tokens so far, from one speed to the next: servers send tokens in parts of many."""
 SLOW_TIMES = 8.0
 """A request on a full engine may take a few times longer than on one that is nearly empty. This is more."""
 RECENT_TIMES = 3.0
-"""A report comes with a sample, and may so be late; and engines rest."""
+"""A speed is too old after so many times `seconds`: a report comes with a sample, so it may be late; engines rest."""
 
 
 @dataclass
 class Speeds:
-    """Tokens a second of a request on each engine, as engines that sample say about every `seconds`."""
+    """Tokens per second of a request on each engine, as sampling engines report about every `seconds`."""
 
     seconds: float
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """The speed of each engine, and when it was told."""
+    """The last speed of each engine, and when it was reported."""
     _slow_at: dict[str, float] = field(default_factory=dict)
     _restarted: set[str] = field(default_factory=set)
 
     def problem(self, engine: str, speed: float, now: float) -> Problem | None:
-        """Why an engine that tells this speed `now` is to be started again; None if it is not. It is if it was slow
-        the last time, too, beside engines that have sampled not long ago: once, as its node may be what is slow."""
+        """Returns the problem of an engine that is slow now and was the last time, beside engines that sampled
+        recently; else None. Returns it once per engine, as the engine's node may be the slow part."""
         others = [told for name, (told, at) in self._last.items() if name != engine and self._recent(at, now)]
         self._last[engine] = speed, now
         if not others or speed * SLOW_TIMES >= median(others):

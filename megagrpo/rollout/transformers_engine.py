@@ -28,15 +28,15 @@ from megagrpo.weights.transport.choice import Channel, open_receiver
 from megagrpo.weights.views import model_tensors, torch_dtype
 
 CLOSE_SECONDS = 5.0
-"""For a step of the model to end."""
+"""Time for a step of the model to end."""
 
 
 class TransformersEngine(Engine):
-    """Samples in a thread of its own, batch after batch: all requests that wait when a batch ends are in the next ones.
+    """An engine that samples in its own thread, batch after batch: the next batches take all requests that wait.
 
     `model_directory` holds config.json, safetensors and, unless `tokenizer_directory` is given, the tokenizer.
     `requests_at_once` responses are decoded in one batch, by `threads` CPU threads (a setting of the whole process).
-    `pause` is what becomes of a batch when an update begins. retract: it ends, and its responses are the next batch.
+    `pause` decides what an update does to a batch. retract: it ends, and its responses are resumed in the next batch.
 
     Raises ModelError if the model or the tokenizer cannot be loaded, or if the files lack any of its tensors.
     """
@@ -66,10 +66,10 @@ class TransformersEngine(Engine):
         self._waiting: dict[int, tuple[Request, Done]] = {}
         self._running: dict[int, tuple[Request, Done]] = {}
         self._batch: tuple[Mapping[int, Request], Record] | None = None
-        """The newest, by ticket, and what is sampled of it."""
+        """The newest batch, by ticket, and the record of its tokens."""
         self._given_back: set[int] = set()
         self._samples = False
-        """Whether the thread uses the weights."""
+        """True while the thread uses the weights."""
         self._worker = threading.Thread(target=self._work, name=f"samples of {name}", daemon=True)
         self._worker.start()
 
@@ -157,7 +157,7 @@ class TransformersEngine(Engine):
                     self._answer(dict(zip(batch, samples, strict=True)))
 
     def _next_batches(self) -> bool:
-        """Waits for requests, and for weights to sample with. False: the engine is closed."""
+        """Waits for requests, and for weights to sample with. Returns False if the engine is closed."""
         with self._changed:
             self._rest()
             self._changed.wait_for(lambda: self._closed or (self._serves and bool(self._waiting)))
@@ -166,7 +166,7 @@ class TransformersEngine(Engine):
             return not self._closed
 
     def _answer(self, answers: Mapping[int, Sample | MegagrpoError]) -> None:
-        """Hands answers on. Responses that an update ended go on after it."""
+        """Hands answers to `done`. Queues a response again if an update ended it."""
         for ticket, answer in answers.items():
             with self._changed:
                 request, done = self._running.pop(ticket)
@@ -178,7 +178,7 @@ class TransformersEngine(Engine):
             done(ticket, answer)
 
     def _before_step(self) -> int | None:
-        """The version of the weights of a step of the model. None: the batch is to end."""
+        """Returns the version of the weights for a step of the model; None if the batch is to end."""
         with self._changed:
             if self._closed or self._given_back:
                 return None
@@ -227,7 +227,7 @@ class TransformersEngine(Engine):
         return model_tensors(self._model, self._manifest)
 
     def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
-        """One batch of requests with the same sampling parameters but for max_tokens, by ticket."""
+        """Decodes one batch of requests, by ticket, with the same sampling parameters but for max_tokens."""
         requests = list(batch.values())
         sampling = max((request.sampling for request in requests), key=lambda each: each.max_tokens)
         own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
@@ -257,22 +257,22 @@ class TransformersEngine(Engine):
         return self._whole(requests, responses)
 
     def _whole(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
-        """Samples with what had begun of them before, and their texts."""
+        """Joins each response to the tokens sampled before it, and adds the text."""
         samples = [_sample(request, response) for request, response in zip(requests, responses, strict=True)]
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
 
 
 def _sample(request: Request, response: Response) -> Sample:
-    """Without text."""
+    """Returns the sample of a response, without text."""
     finish: FinishReason = "stop" if response.stopped else "length" if response.ended else "abort"
     sampled = response.tokens, response.logprobs, response.versions
     return after_begun(request, Sample(request.prompt_id, request.index, *sampled, finish, ""))
 
 
 def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list[list[int]]:
-    """Tickets of requests to decode together. They have the same sampling parameters but for max_tokens; equal prompts
-    are side by side, and prompts are ordered by length, so that little is padded."""
+    """Splits tickets into batches of requests to decode together. A batch has the same sampling parameters but for
+    max_tokens; equal prompts are side by side, and prompts are ordered by length, so that little is padded."""
     by_sampling: dict[SamplingParams, dict[tuple[int, ...], list[int]]] = {}
     for ticket, (request, _) in requests.items():
         by_sampling.setdefault(replace(request.sampling, max_tokens=0), {}).setdefault(request.read, []).append(ticket)

@@ -1,1 +1,1 @@
-"""How does the run go? Each step's metrics, to the console, JSON lines, MLflow, TensorBoard and W&B."""
+"""The tracking of a run: each step's metrics, to the console, JSON lines, MLflow, TensorBoard and W&B."""

@@ -1,8 +1,7 @@
-"""Brings a run to a tracker in a thread behind the steps: no step waits for it, and no failure ends the run.
+"""Sends a run to a tracker in a thread behind the steps: no step waits for it, and no failure ends the run.
 
-The thread, one of track/tracker_process.py, brings what is in the run's directory and not yet at the tracker. So
-nothing waits in memory for a tracker that is slow, what failed is brought again, and `megagrpo track sync` brings the
-rest in the same way, later.
+The thread, one of track/tracker_process.py, sends what the run's directory has and the tracker lacks. So nothing waits
+in memory for a slow tracker, failed sends are retried, and `megagrpo track sync` sends the rest later, in the same way.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from megagrpo.track.sink import RunStart, Status
 
 FINISH_TIMEOUT_SECONDS = 60.0
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
-"""Between two attempts: after the first failure, and at most."""
+"""Seconds between two attempts: after the first failure, and at most."""
 LOOK_SECONDS = 10.0
-"""How often a thread looks for what is new."""
+"""Seconds between two looks for new lines and files."""
 
 
 class Remote(Protocol):
-    """A tracker's copy of a run. One thread calls the methods, which raise what the tracker's library raises."""
+    """A tracker's copy of a run. One thread calls the methods, which raise the errors of the tracker's library."""
 
     def bring(self) -> None:
-        """Brings what is new in the run's directory. Brings it again, without harm, where that failed before."""
+        """Sends what is new in the run's directory. Retries, without harm, what failed before."""
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` come again."""
+        """Rewinds to `step`: the run repeats the steps after it."""
 
     def finish(self, status: Status) -> None:
-        """Brings what is there at the end, and how the run ended."""
+        """Sends the rest at the run's end, and the run's status."""
 
 
 class Behind:
-    """A tracker as the run sees it. `say` receives the lines about failures, by any thread."""
+    """A tracker as the run sees it. `say` receives the lines about failures; any thread calls it."""
 
     def __init__(self, name: str, connect: Callable[[RunStart], Remote], say: Callable[[str], object]) -> None:
         self._name, self._connect, self._say = name, connect, say
@@ -53,19 +52,19 @@ class Behind:
         self._thread.start()
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` come again, in files that are new."""
+        """Rewinds to `step`: the run repeats the steps after it, in new files."""
         with self._lock:
             self._rewound = step if self._rewound is None else min(step, self._rewound)
         self._wake.set()
 
     def end(self, status: Status) -> None:
-        """Nothing more will come. Does not wait."""
+        """Marks the run as ended with `status`; nothing more follows. Does not wait."""
         self._status = status
         self._wake.set()
 
     def finish(self, until: float) -> bool:
-        """Waits, after `end`, until everything is brought or could not be. until: at most, of time.monotonic(). Whether
-        the tracker has everything."""
+        """Waits, after `end`, until everything is sent or has failed. until: the deadline, of time.monotonic(). Returns
+        whether the tracker has everything."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if (late := self._thread.is_alive()) or self.failures:
             why = "has not taken everything yet" if late else "lacks a part of the run"
@@ -83,7 +82,7 @@ class Behind:
                 remote.bring()
                 if status:
                     remote.finish(status)
-            except Exception as error:  # noqa: BLE001  (files, databases and servers fail in many ways; none ends the run)
+            except Exception as error:  # noqa: BLE001  (files, databases and servers fail; none ends the run)
                 self._failed(error)
             else:
                 if self.failures:
@@ -102,7 +101,7 @@ class Behind:
                 self._rewound = None
 
     def _wait(self) -> None:
-        """Until there is more to bring; after failures as long as it takes that they do not become many."""
+        """Waits until there is more to send; after failures until the next retry, at growing intervals."""
         if not self.failures:
             self._wake.wait(LOOK_SECONDS)
             return
@@ -121,6 +120,6 @@ class Behind:
 
 
 def cause(error: Exception) -> str:
-    """The first line that says it: SQLAlchemy begins with where it found it."""
+    """Returns the first line that names the cause: SQLAlchemy begins with the place of the error."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("(raised as a result")]
     return lines[0] if lines else type(error).__name__

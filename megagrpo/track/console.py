@@ -1,4 +1,4 @@
-"""What a run prints: a live table on a terminal, a plain line per step elsewhere, or JSON for programs."""
+"""The output of a run: a live table on a terminal, a plain line per step elsewhere, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
 }
 SHOWN_ABOVE_ZERO = ("errors", "agents failed", "late")
 EVAL = "eval "
-"""Before a score, where no heading says what it is."""
+"""Prefix of a score that has no heading."""
 WARNING = "warning: "
-"""How a line begins that tells of something wrong which does not end the run."""
+"""Prefix of a line about a problem that does not end the run."""
 
 
 class Pace:
@@ -58,13 +58,13 @@ class Pace:
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_OF_PACE + 1)
 
     def reached(self, step: int, now: float, seconds: float) -> None:
-        """A step is done, and took so long: the first one tells when it began, which is after the start-up."""
+        """Records a finished step and its seconds. The first step's mark the start of training, after the start-up."""
         if not self._marks:
             self._marks.append((max(0, step - 1), now - seconds))
         self._marks.append((step, now))
 
     def seconds_left(self) -> float | None:
-        """None before the first step is done."""
+        """Returns the seconds left; None before the first step is done."""
         if not self._marks:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
@@ -75,11 +75,11 @@ class PlainConsole:
     """One line per step."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """stream: None for standard output as it is when something is printed."""
+        """Sets the stream; None: standard output at the time of printing."""
         self._stream = stream
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         print(line, file=self._stream, flush=True)
 
     def start(self, run: RunStart) -> None:
@@ -100,7 +100,7 @@ class PlainConsole:
         pass
 
     def end(self, summary: Summary) -> None:
-        """The run's last lines."""
+        """Prints the run's last lines."""
         for line in summary.lines():
             self.say(line)
 
@@ -140,7 +140,7 @@ class LiveConsole:
             self._live = None
 
     def end(self, summary: Summary) -> None:
-        """The run's last lines."""
+        """Prints the run's last lines."""
         first, *others = summary.lines()
         colour = {"finished": "green", "failed": "red"}.get(summary.status.state, "yellow")
         self._console.print(Text(first, f"bold {colour}"), soft_wrap=True)
@@ -195,7 +195,7 @@ class JsonConsole(PlainConsole):
     """A JSON object per line, each with its `event` (docs/console.md)."""
 
     def event(self, event: str, **values: Any) -> None:
-        """Prints one. NaN and infinity become null."""
+        """Prints one event. NaN and infinity become null."""
         line = json.dumps(finite({"event": event, **values}), ensure_ascii=False)
         print(f"{line}\n", end="", file=self._stream, flush=True)  # in one piece: any thread may warn
 
@@ -223,7 +223,7 @@ AnyConsole = PlainConsole | LiveConsole
 
 
 def make_console(mode: ConsoleMode, stream: TextIO | None = None) -> AnyConsole:
-    """mode: as track.console has it. stream: by default standard output."""
+    """Returns the console of `mode`, as in track.console. stream: by default standard output."""
     if mode == "live" or (mode == "auto" and is_terminal(stream or sys.stdout)):
         return LiveConsole(stream)
     if mode == "off":
@@ -232,7 +232,7 @@ def make_console(mode: ConsoleMode, stream: TextIO | None = None) -> AnyConsole:
 
 
 def entries(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The step's numbers as texts, by heading."""
+    """Returns the step's numbers as texts, by heading."""
     return {
         heading: f"{metrics[name]:{form}}"
         for heading, (name, form) in COLUMNS.items()
@@ -241,7 +241,7 @@ def entries(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, with evaluation and checkpoint, without the whole step."""
+    """Returns seconds by phase, with evaluation and checkpoint, without the whole step."""
     return {
         name.removeprefix("seconds/"): s
         for name, s in metrics.items()
@@ -250,13 +250,13 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation(metrics: Mapping[str, float]) -> list[str]:
-    """The evaluation's mean score of each set, such as `gsm8k/mean@1 0.912`, or its loss."""
+    """Returns the mean score of each evaluation set, such as `eval gsm8k/mean@1 0.912`, or the loss."""
     scores = {name.removeprefix("eval/"): value for name, value in metrics.items() if SCORE.fullmatch(name)}
     return [f"{EVAL}{name} {value:.3f}" for name, value in scores.items()]
 
 
 def shares(phases: Mapping[str, float]) -> Table:
-    """One bar per phase, as long as its share of the time."""
+    """Returns a table with one bar per phase, as long as its share of the time."""
     table = Table.grid(padding=(0, 2, 0, 0))
     total = sum(phases.values())
     for name, seconds in phases.items():

@@ -22,7 +22,7 @@ BRANCHES = {
     "stop_token": "the answer before ended with another stop token than the chat template writes",
     "audit": "an audit has shown that the chat template writes what follows the answer otherwise",
 }
-"""Why a turn begins another sequence, by BranchReason of agents/seen.py."""
+"""Reasons for which a turn begins another sequence, by BranchReason of agents/seen.py."""
 
 
 CONVERSATION = (
@@ -33,7 +33,7 @@ CONVERSATION = (
 
 
 def conversation(row: Json) -> str:
-    """A rollout as text: what was said by whom, tool calls with their times and failures, tokens, rewards.
+    """Renders a rollout as text: messages by role, tool calls with their times and failures, tokens, rewards.
 
     row: the columns of CONVERSATION.
     """
@@ -102,7 +102,7 @@ def _event(event: Json) -> Iterator[str]:
 
 
 def _messages(messages: Any) -> Iterator[str]:
-    """Messages that were put in front of a turn; a text where they did not fit into the trace."""
+    """Yields the messages in front of a turn; a text where they did not fit into the trace."""
     if not isinstance(messages, list):
         yield _text(messages)
         return

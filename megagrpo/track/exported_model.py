@@ -1,4 +1,4 @@
-"""What MLflow runs to load an exported model: the file is copied into each version, and needs no megagrpo."""
+"""The code with which MLflow loads an exported model: the file is copied into each version, and needs no megagrpo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class ExportedModel(mlflow.pyfunc.PythonModel):
-    """Text to text: each prompt is a user's message."""
+    """A model from text to text: each prompt is a user's message."""
 
     def load_context(self, context: Any) -> None:
         directory, step = Path(context.model_config["directory"]), context.model_config["step"]
@@ -26,7 +26,7 @@ class ExportedModel(mlflow.pyfunc.PythonModel):
             self._model.cuda()
 
     def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
-        """model_input: a table with the column `prompt`. A temperature of 0 takes the likeliest token each time."""
+        """Generates a response to each row of a table with the column `prompt`. A temperature of 0 is greedy."""
         settings = {"max_new_tokens": 256, "temperature": 0.0, **(params or {})}
         temperature = settings.pop("temperature")
         settings |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -10,7 +10,7 @@ from megagrpo.track.metrics import described
 from megagrpo.track.prometheus import STEP, prometheus_name
 
 NAME = "{{__name__}}"
-"""Grafana's word for the name of a curve's gauge."""
+"""Grafana's placeholder for the name of a curve's gauge."""
 ACROSS, WIDTH, HEIGHT = 3, 8, 8
 """Panels in a row, and the size of each in Grafana's grid of 24 columns."""
 
@@ -56,7 +56,7 @@ RAY_PANELS = (
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports. It asks for the Prometheus data source, and has a list of the runs to choose from."""
+    """Returns the dashboard that Grafana imports, with a choice of Prometheus data source and of runs."""
     source = {"type": "prometheus", "uid": "${source}"}
     return {
         "title": "megagrpo",
@@ -116,7 +116,7 @@ def _panel(number: int, panel: Panel, source: dict[str, str]) -> dict[str, Any]:
 
 
 def query(name: str) -> str:
-    """PromQL for a metric of the chosen runs."""
+    """Returns the PromQL for a metric of the chosen runs."""
     if "{" not in name:
         return f'{prometheus_name(name)}{{run=~"$run"}}'
     marked = prometheus_name(name.replace("{k}", "0k0").replace("{set}", "0any0"))

@@ -22,7 +22,7 @@ MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_s
 
 @dataclass(frozen=True)
 class WorstToken:
-    """One token that the trainer and an engine saw differently. Logprobs are in nats."""
+    """One token with different logprobs by the trainer and an engine. Logprobs are in nats."""
 
     prompt_id: str
     sample: int  # index among the samples of the prompt
@@ -59,9 +59,9 @@ class MismatchRecord:
 class StepLines:
     """A file of JSON objects that each have a `step`, flushed line by line. NaN and infinity become null.
 
-    A run that starts (resumed_step 0) empties it. A run that continues after `resumed_step` removes the lines of later
-    steps, which it will write again; if `unlogged`, also that step's line. Lines that cannot be read, such as one that
-    was cut off, go to a file of their own, which `say` names.
+    A run that starts (resumed_step 0) empties it. A run that resumes after `resumed_step` removes the lines of later
+    steps, which it will write again; if `unlogged`, also that step's line. Unreadable lines, such as one that was cut
+    off, go to a file of their own, which `say` names.
     """
 
     def __init__(self, path: Path, resumed_step: int, say: Callable[[str], None], unlogged: bool = False) -> None:
@@ -78,7 +78,7 @@ class StepLines:
         self._path, self._file = path.absolute(), path.open("ab", buffering=0)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Raises MachineError if there is no room for it, or if the file is not at its place any more."""
+        """Appends a line. Raises MachineError if there is no room for it, or if the file was moved or deleted."""
         require_in_place(self._path, self._file.fileno())
         left = f"{json.dumps(finite(line), ensure_ascii=False, allow_nan=False)}\n".encode(errors="replace")
         try:
@@ -118,7 +118,7 @@ class JsonlMetrics:
 
 
 def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
-    """The lines of steps up to this one, and those that cannot be read."""
+    """Returns the lines of steps up to `step`, and the lines that cannot be read."""
     kept, unread = [], []
     if path.exists():
         with path.open("rb") as lines:
@@ -133,7 +133,7 @@ def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is none."""
+    """Reads the object in a file; returns {} if there is none."""
     try:
         read = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, RecursionError):
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON: NaN and infinity become null."""
+    """Returns the value for JSON: NaN and infinity become null."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

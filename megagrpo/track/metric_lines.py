@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 AHEAD_MAX = 256
-"""Lines that are held in memory at most."""
+"""The maximum number of lines held in memory."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A step's metrics; those that were no finite number are NaN. seconds: when they were logged, since 1970."""
+    """A step's metrics, NaN where they were not finite. seconds: the time of logging, since 1970."""
 
     step: int
     seconds: float
@@ -24,7 +24,7 @@ class Line:
 
 
 class MetricLines:
-    """The lines of steps after `after`. The file is opened again where the run has gone back and replaced it."""
+    """The lines of steps after `after`. The file is opened again after a rewind of the run has replaced it."""
 
     def __init__(self, path: Path, after: int) -> None:
         self._path, self._after = path, after
@@ -32,7 +32,7 @@ class MetricLines:
         self._ahead = deque[Line]()
 
     def ahead(self) -> deque[Line]:
-        """The next lines that are whole, AHEAD_MAX at most. Raises OSError."""
+        """Returns the next whole lines, AHEAD_MAX at most. Raises OSError."""
         while len(self._ahead) < AHEAD_MAX and (file := self._opened()):
             begin, text = file.tell(), file.readline()
             if not text.endswith(b"\n"):  # it is still being written
@@ -47,16 +47,16 @@ class MetricLines:
 
     @property
     def after(self) -> int:
-        """The last step that was taken."""
+        """Returns the last step that was taken."""
         return self._after
 
     def take(self, count: int) -> None:
-        """So many lines are brought."""
+        """Removes the first `count` lines, which were sent."""
         for _ in range(count):
             self._after = max(self._after, self._ahead.popleft().step)
 
     def again(self, after: int) -> None:
-        """From the file's begin, the lines of steps after `after`."""
+        """Restarts at the file's beginning, with the lines of steps after `after`."""
         self._after = after
         self._ahead.clear()
         self._close()
@@ -76,7 +76,7 @@ class MetricLines:
 
 
 def _line(text: bytes) -> Line | None:
-    """None: a line that cannot be read, which the run sets aside when it continues."""
+    """Parses a line; returns None for an unreadable one, which the run sets aside when it resumes."""
     try:
         values = json.loads(text)
         step, seconds = int(values.pop("step")), float(values.pop("time"))

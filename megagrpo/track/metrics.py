@@ -223,19 +223,19 @@ METRICS = (
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Names that are not in the table."""
+    """Returns the names that are not in the table."""
     return [name for name in names if not _pattern().fullmatch(name)]
 
 
 def metric_of(name: str) -> Metric | None:
-    """What the table says of a name: the line with that name, or else the one with the longest pattern for it."""
+    """Returns the table's entry for a name: the one of that name, or else the one with the longest pattern for it."""
     known = [metric for metric, pattern in _patterns() if pattern.fullmatch(name)]
     return max(known, key=lambda metric: (metric.name == name, len(metric.name)), default=None)
 
 
 @cache
 def described(name: str) -> str:
-    """Meaning and unit of a metric; empty if it is not in the table."""
+    """Returns meaning and unit of a metric; empty if it is not in the table."""
     if (metric := metric_of(name)) is None:
         return ""
     return f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
@@ -252,7 +252,7 @@ def _patterns() -> list[tuple[Metric, re.Pattern[str]]]:
 
 
 def as_markdown() -> str:
-    """The table as docs/metrics.md has it."""
+    """Returns the table as docs/metrics.md has it."""
     lines = [
         "# Metrics",
         "",

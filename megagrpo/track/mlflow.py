@@ -1,7 +1,7 @@
 """A run in MLflow: params, tags, metrics by step, traces, files, data and the model. track/behind.py calls it.
 
-A server may do what it was asked and not say so, because it was killed or is slow. So what is brought a second time is
-the same, to the time in it, and MLflow's stores keep it once; the run is found again by a tag that no other run has.
+A server that is killed or slow may carry out a request without a response. So a retry sends the same values, times
+included, and MLflow's stores keep them once; a unique tag finds the run again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 PARAMS_PER_CALL = 100
 TRACES_SHARE = 0.01
-"""While a run goes on, traces may take this share of a core; the others come at its end. MLflow takes some 10 ms for
+"""Share of a core that traces may take during a run; the others are sent at its end. MLflow takes some 10 ms for
 one, which matters where steps are shorter than seconds."""
 METRICS_PER_CALL = 999
 """With the tag 1000 entities, as many as a request takes: mlflow's client stores more than that in parts, tag first."""
@@ -50,14 +50,14 @@ FILES = ("recipe*.yaml", "environment*.json", "data.json", "plan.json", "report.
 RUN_TAG, STEP_TAG, TRACES_TAG = "megagrpo.run", "megagrpo.step", "megagrpo.traces_step"
 STATUSES: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 REQUESTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-"""What is not set otherwise: mlflow's own patience is minutes, and the thread tries again by itself."""
+"""Defaults for the environment: mlflow's own timeout is minutes, and the thread retries by itself."""
 
 
 class MLflowRemote:
-    """One run on a tracking server, created, or found again. Methods raise what mlflow and its store raise."""
+    """One run on a tracking server, created, or found again. Methods raise the errors of mlflow and its store."""
 
     def __init__(self, run: RunStart, settings: schema.MLflowConfig, delivered: Delivered, *, live: bool) -> None:
-        """live: the run goes on; else what it left is brought."""
+        """Sets up mlflow. live: the run is running; else it has ended, and the rest is sent."""
         quiet_settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
         for name, value in {**quiet_settings, **REQUESTS}.items():
             os.environ.setdefault(name, value)  # read when mlflow is imported, or at each request
@@ -71,7 +71,7 @@ class MLflowRemote:
         self._traces_asked = time.monotonic()
         self._monitor: Any = None
         self.brought = 0
-        """Steps."""
+        """Steps sent."""
 
     def bring(self) -> None:
         connected, self._connected = self._connected, False
@@ -86,7 +86,7 @@ class MLflowRemote:
         self._connected = True
 
     def rewind(self, step: int) -> None:
-        """The values that MLflow has of these steps stay: it can remove none."""
+        """Reads metrics.jsonl anew. MLflow keeps its values of these steps: it can remove none."""
         self._lines.again(self._lines.after)
 
     def finish(self, status: Status) -> None:
@@ -126,7 +126,7 @@ class MLflowRemote:
         self._drop_known_lines()
 
     def _end_those_before(self) -> None:
-        """A process that was killed before its first checkpoint has left its run as one that goes on."""
+        """Ends runs that a process, killed before its first checkpoint, has left as running."""
         from mlflow.exceptions import MlflowException
 
         for run_id in self._delivered.left(self._place):
@@ -138,7 +138,7 @@ class MLflowRemote:
                     raise
 
     def _found(self) -> Run | None:
-        """The run that track.json or a checkpoint names, or that has this run's tag."""
+        """Returns the run that track.json or a checkpoint names, or that has this run's tag."""
         from mlflow.exceptions import MlflowException
 
         named = [self._delivered.of(self._place).get("run_id"), self._run.run_ids.get("mlflow")]
@@ -174,7 +174,7 @@ class MLflowRemote:
         return str(self._client.create_experiment(self._settings.experiment, artifact_location=local))
 
     def _watch_system(self) -> None:
-        """mlflow's own thread logs system/...; it ends when a request fails, and is then started again."""
+        """Starts mlflow's own thread that logs system/...; a failed request ends it, and it is restarted."""
         if not self._settings.system_metrics or (self._monitor and not self._monitor.ended):
             return
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -213,7 +213,7 @@ class MLflowRemote:
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def _drop_known_lines(self) -> None:
-        """Takes lines that the server has although the tag does not say so. Those of a step are stored all or none."""
+        """Skips lines that the server has beyond the step of its tag. It stores all values of a step or none."""
         steps: dict[str, set[int]] = {}
         while lines := self._lines.ahead():
             line = lines[0]
@@ -246,8 +246,8 @@ class MLflowRemote:
     # --- what else the run has ----------------------------------------------------------------------------------------
 
     def _bring_traces(self, *, ended: bool) -> None:
-        """Brings the traces of the next steps: as many as TRACES_SHARE has room for since this was called last, and all
-        if the run has ended."""
+        """Sends the traces of the next steps: as many as TRACES_SHARE allows since the last call, and all if the run
+        has ended."""
         from megagrpo.track.mlflow_traces import log_traces  # imports pyarrow
         from megagrpo.track.rollout_files import rollout_file, steps_between
 
@@ -266,13 +266,13 @@ class MLflowRemote:
             except FileNotFoundError:
                 if path.exists():
                     raise
-                return  # the run goes back, and has removed it meanwhile: the step comes again
+                return  # a rewind has removed it meanwhile: the run repeats the step
             self._client.set_tag(self.run_id, TRACES_TAG, str(step))
             self._traces_step = step
             self._delivered.note(self._place, traces_step=step)
 
     def _bring_data(self) -> None:
-        """What the run trains and evaluates on, with digests, as MLflow's dataset inputs."""
+        """Sends the data that the run trains and evaluates on, with digests, as MLflow's dataset inputs."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         sections = read_json(self._run.directory / "data.json")
@@ -290,7 +290,7 @@ class MLflowRemote:
         self._delivered.note(self._place, data=digests)
 
     def _bring_files(self) -> None:
-        """Files that have changed since they were brought."""
+        """Sends the files that have changed since they were last sent."""
         known = dict(self._delivered.of(self._place).get("files", {}))
         for path, folder in self._files():
             stat, name = path.stat(), posixpath.join(folder, path.name)
@@ -301,7 +301,7 @@ class MLflowRemote:
                 self._delivered.note(self._place, files=dict(known))
 
     def _files(self) -> Iterator[tuple[Path, str]]:
-        """Each with its folder among the artifacts."""
+        """Yields each file with its folder among the artifacts."""
         directory = self._run.directory
         for pattern in FILES:
             yield from ((path, "") for path in sorted(directory.glob(pattern)))
@@ -311,7 +311,7 @@ class MLflowRemote:
 
 
 def tracking_uri(recipe: AnyRecipe) -> str:
-    """The recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
+    """Returns the recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
     uri = recipe.track.mlflow.uri if recipe.track.mlflow else None
     return (
         uri
@@ -321,7 +321,7 @@ def tracking_uri(recipe: AnyRecipe) -> str:
 
 
 def database_problems(where: str, uri: str) -> Iterator[Problem]:
-    """If the uri is that of an SQLite database and something else is in its place: MLflow would try for 100 seconds."""
+    """Yields a problem if the path of an SQLite uri is no database: MLflow would retry for 100 seconds."""
     if not uri.startswith(SQLITE) or not (database := Path(uri.removeprefix(SQLITE))).exists():
         return
     given = "" if database.is_file() else "a directory, a device or a pipe"
@@ -334,13 +334,13 @@ def database_problems(where: str, uri: str) -> Iterator[Problem]:
 
 
 def mlflow_name(name: str) -> str:
-    """MLflow allows letters, digits and `_-./: ` in names, which are paths that go downwards only."""
+    """Returns a name that MLflow allows: of letters, digits and `_-./: `, a path that goes downwards only."""
     allowed = re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"))[:NAME_CHARACTERS]
     return "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))[:NAME_CHARACTERS]
 
 
 def shortened(value: str) -> str:
-    """A param as MLflow takes it: a long one ends with a hash of the whole, so that others are not taken for it."""
+    """Returns a param that MLflow accepts: a long one ends with a hash of the whole, which keeps it distinct."""
     if len(value) <= PARAM_CHARACTERS:
         return value
     end = f"… sha256:{hashlib.sha256(value.encode()).hexdigest()}"
@@ -348,7 +348,7 @@ def shortened(value: str) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values as {"train.layout.tensor": "2"}; lists of mappings are numbered."""
+    """Flattens nested values to {"train.layout.tensor": "2"}; lists of mappings are numbered."""
     leaves: dict[str, str] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -362,7 +362,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def description(recipe: AnyRecipe) -> dict[str, str]:
-    """What runs are compared by, such as {"layout": "TP2 PP1 CP1 EP1 DP1"}."""
+    """Returns the properties that runs are compared by, such as {"layout": "TP2 PP1 CP1 EP1 DP1"}."""
     layout = recipe.train.layout.parallel()
     sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert, "DP": layout.data}
     described = {
@@ -382,7 +382,7 @@ def description(recipe: AnyRecipe) -> dict[str, str]:
 
 
 def environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    """environment.json as tags; git's as mlflow's own UI shows it."""
+    """Returns environment.json as tags; git's as mlflow's own UI shows it."""
     git, host = environment.get("git") or {}, environment.get("host") or {}
     libraries = environment.get("libraries") or {}
     return {

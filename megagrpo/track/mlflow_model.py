@@ -22,8 +22,8 @@ LIBRARIES = ("mlflow", "torch", "transformers", "safetensors")
 
 
 def log_model(client: MlflowClient, run_id: str, export: Path, name: str, run: str) -> str:
-    """The version of model `name` that is the model in `export`; registers it if there is none yet. run: this run's
-    name. Raises what mlflow and its store raise, and OSError."""
+    """Returns the version of model `name` for the model in `export`; registers it if there is none yet. run: this run's
+    name. Raises the errors of mlflow and its store, and OSError."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -24,13 +24,12 @@ Row = Mapping[str, Any]
 
 
 def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, count: int) -> None:
-    """Logs the first `count` rollouts of a step's file. run: the name of which ids of traces and spans are made, so
-    that logging them again changes nothing.
+    """Logs the first `count` rollouts of a step's file. run: the name from which ids of traces and spans are made: a
+    repeat changes nothing.
 
-    A trace ends when the file was written; the times of an agent's turns and tools are known, those of others are not:
-    such a trace has no duration, and its spans begin and end with it.
-    MLflow's own tracing logs to one server for the whole process, which may be the user's; so spans are handed to this
-    server. Raises what mlflow and its store raise, and OSError.
+    A trace ends at the file's mtime. Only agents' turns and tools have known times: another trace has no duration, and
+    its spans begin and end with it. MLflow's own tracing logs to one server for the whole process, which may be the
+    user's; so spans are sent to this server. Raises the errors of mlflow and its store, and OSError.
     """
     from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
     from mlflow.store.tracking.rest_store import RestStore
@@ -76,7 +75,7 @@ def _first_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def _feedback(trace_id: str, row: Row, at_ms: int) -> Iterator[Feedback]:
-    """The score, as MLflow's lists of traces show it."""
+    """Yields the score, as MLflow's lists of traces show it."""
     from mlflow.entities import AssessmentSource, Feedback
 
     if row["score"] is not None:
@@ -88,13 +87,13 @@ def _feedback(trace_id: str, row: Row, at_ms: int) -> Iterator[Feedback]:
 
 
 def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: int) -> Iterator[Span]:
-    """The rollout's span, then those of what an agent did or of the response, then those of the reward functions."""
+    """Yields spans: the rollout's, then those of an agent's events or of the response, then the reward functions'."""
     from mlflow.entities import Span
 
     length, count = _length_ns(agent) / 1e9, 0
 
     def span(name: str, kind: str, since: float, until: float, shown: Mapping[str, Any], error: str = "") -> Span:
-        """shown: its inputs, outputs and other attributes. Times in seconds since the rollout's begin."""
+        """Makes a span. shown: its inputs, outputs and other attributes. Times in seconds since the rollout's start."""
         nonlocal count
         number, count = count, count + 1
         named = {"traceRequestId": trace_id, "spanType": kind, **shown}
@@ -148,7 +147,7 @@ def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: i
 
 
 def _verdicts(row: Row) -> dict[str, dict[str, Any]]:
-    """By reward function: its score, its metrics and what it noted. Those are called name.metric and name.note."""
+    """Returns score, metrics and notes by reward function. A row names the last two name.metric and name.note."""
     functions = {name: {"score": score} for name, score in row["parts"].items() if "." not in name}
     for values in (row["parts"], row["notes"]):
         for name, value in values.items():
@@ -163,7 +162,7 @@ def _usage(read: int, wrote: int) -> dict[str, Any]:
 
 
 def _length_ns(agent: Mapping[str, Any] | None) -> int:
-    """From an agent's begin to its last event; 0 for others."""
+    """Returns nanoseconds from an agent's start to the end of its last event; 0 for others."""
     events = agent["events"] if agent else ()
     ends = [event["at"] + (event["seconds"] if event["kind"] == "turn" else 0.0) for event in events]
     return int(max([0.0, *ends]) * 1e9)

@@ -18,14 +18,14 @@ STEP, TIME = f"{PREFIX}step", f"{PREFIX}step_timestamp_seconds"
 
 
 class PrometheusEndpoint:
-    """A gauge for each metric, with the label `run`: the value that was logged last. It stays while the run does."""
+    """A gauge for each metric, with the label `run` and the value logged last, served until the run's end."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._gauges: Mapping[str, tuple[str, float]] = {}
 
     def start(self, name: str) -> None:
-        """name: of the run. Raises MachineError if the port is taken."""
+        """Starts the server. name: of the run. Raises MachineError if the port is taken."""
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._name = name
@@ -43,7 +43,7 @@ class PrometheusEndpoint:
         self._gauges = gauges | {STEP: ("", float(step)), TIME: ("", time.time())}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """For prometheus_client, in the threads of its server."""
+        """Yields the gauges, for prometheus_client, in the threads of its server."""
         from prometheus_client.core import GaugeMetricFamily
 
         for name, (logged, value) in self._gauges.items():
@@ -58,5 +58,5 @@ class PrometheusEndpoint:
 
 
 def prometheus_name(name: str) -> str:
-    """reward/mean as megagrpo_reward_mean: letters, digits and underscores."""
+    """Returns the name in Prometheus, reward/mean as megagrpo_reward_mean: letters, digits and underscores."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9]+", "_", name.replace("@", "_at_")).strip("_")

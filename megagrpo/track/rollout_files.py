@@ -29,14 +29,14 @@ SCHEMA = pa.schema(
         ("ability", pa.string()),
         ("prompt_id", pa.string()),
         ("sample", pa.int32()),  # index among the samples of the prompt
-        ("prompt", pa.string()),  # what the chat template made of the messages
+        ("prompt", pa.string()),  # the messages as the chat template renders them
         ("messages", pa.string()),  # JSON: the conversation before the response; empty where a row is text
         ("response", pa.string()),  # text; an agent's last answer
         ("ground_truth", pa.string()),
         ("score", pa.float64()),  # null: masked
         ("parts", pa.map_(pa.string(), pa.float64())),  # score of each reward function, and its metrics
-        ("notes", pa.map_(pa.string(), pa.string())),  # what functions say of it: the answer that a verifier extracted
-        ("answer", pa.string()),  # the answer that the first function which has one has read; null: none
+        ("notes", pa.map_(pa.string(), pa.string())),  # of functions, such as the answer that a verifier extracted
+        ("answer", pa.string()),  # the answer that the first function with one has read; null: none
         ("error", pa.string()),  # why a reward failed
         ("masked", pa.string()),  # why the sample is left out
         ("solved", pa.bool_()),
@@ -59,30 +59,30 @@ SCHEMA = pa.schema(
 
 
 def encodable(text: str) -> str:
-    """`text` without halves of characters, which no file can hold."""
+    """Returns `text` with `?` for halves of characters, which no file can hold."""
     return text.encode(errors="replace").decode()
 
 
 def rollout_file(directory: Path, step: int, *, evaluation: bool = False) -> Path:
-    """The file of a step of the run in `directory`: of what it trained on, or of its evaluations."""
+    """Returns the file of a step of the run in `directory`: of its training samples, or of its evaluations."""
     return directory / ROLLOUTS / f"step_{step:06d}{'.eval' if evaluation else ''}.parquet"
 
 
 def rollout_files(directory: Path) -> list[tuple[int, Path]]:
-    """Step and path of all files of the run in `directory`: by step, evaluations last."""
+    """Returns step and path of all files of the run in `directory`: by step, evaluations last."""
     names = [(NAME.fullmatch(path.name), path) for path in (directory / ROLLOUTS).glob("step_*.parquet")]
     found = sorted((int(name[1]), bool(name[2]), path) for name, path in names if name)
     return [(step, path) for step, _, path in found]
 
 
 def rollout_steps(directory: Path) -> list[int]:
-    """The steps of which the run in `directory` has rollouts, in order."""
+    """Returns the steps with rollouts of the run in `directory`, in ascending order."""
     return sorted({step for step, _ in rollout_files(directory)})
 
 
 def steps_between(directory: Path, after: int, last: int) -> list[int]:
-    """Those of the steps after `after` until `last` that have samples to train on. Few steps are looked up by name: a
-    run may have a hundred thousand files, and this is asked at each step."""
+    """Returns the steps after `after` until `last` that have samples to train on. Looks few steps up by name: a run may
+    have a hundred thousand files, and each step calls this."""
     steps = range(after + 1, last + 1)
     if len(steps) > NAMES_MAX:
         there = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}
@@ -91,7 +91,7 @@ def steps_between(directory: Path, after: int, last: int) -> list[int]:
 
 
 def remove_later(directory: Path, step: int) -> None:
-    """Removes what comes again in a run that continues after `step`; 0: that starts. The evaluations of `step` stay."""
+    """Removes the files that a run resumed after `step` writes again; 0: all. Keeps the evaluations of `step`."""
     for of, path in rollout_files(directory):
         if of > step or step == 0:
             path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ PART_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Learned:
-    """What a step's training says of its samples. Rows are the samples of its groups, group by group."""
+    """The results of a step's training for its samples. Rows are the samples of its groups, group by group."""
 
     rows: np.ndarray  # bool [rows], those trained on
     advantages: Advantages
@@ -57,7 +57,7 @@ class _Row:
 
 
 def first_groups(groups: Sequence[Group], samples: int | None) -> Sequence[Group]:
-    """The first groups that have at most so many samples, at least one; None: all."""
+    """Returns the first groups that have at most so many samples together, at least one; None: all."""
     if samples is None:
         return groups
     ends = np.cumsum([len(group.samples) for group in groups])
@@ -65,7 +65,7 @@ def first_groups(groups: Sequence[Group], samples: int | None) -> Sequence[Group
 
 
 def figured_groups(groups: Sequence[Group], samples: int | None) -> Sequence[Group]:
-    """The first groups of which figures of tokens are kept: as `first_groups`; 0: none."""
+    """Returns the first groups whose figures of tokens are kept: as `first_groups`; 0: none."""
     return [] if samples == 0 else first_groups(groups, samples)
 
 
@@ -84,8 +84,8 @@ def _scored(score: Score | None) -> dict[str, Any]:
 
 
 def tables(rollouts: StepRollouts, texts: TokenTexts | None) -> Iterator[pa.Table]:
-    """The rows, in parts of about PART_TOKENS tokens; without `texts` none has figures of its tokens. Raises what
-    pyarrow and the tokenizer raise."""
+    """Yields the rows, in parts of about PART_TOKENS tokens; without `texts` all lack figures of their tokens. Raises
+    the errors of pyarrow and the tokenizer."""
     part: list[_Row] = []
     tokens = 0
     for name, groups in rollouts.sets.items():
@@ -111,7 +111,7 @@ def _table(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts | Non
 
 
 def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
-    """What is no list of tokens."""
+    """Returns the values of a row that are no lists of tokens."""
     prompt, sample, learned = row.group.prompt, row.sample, rollouts.learned
     scored = _scored(row.score)
     return {
@@ -146,7 +146,7 @@ def _json(value: Any) -> str:
 
 
 def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts) -> dict[str, pa.Array]:
-    """A list for each row; null for those without figures."""
+    """Returns columns with a list for each row; null for rows without figures."""
     figured, learned = np.array([row.figured for row in rows]), rollouts.learned
     lengths = np.where(figured, [len(row.sample.tokens) for row in rows], 0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -181,7 +181,7 @@ def _joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _lists(name: str, values: np.ndarray | pa.Array, offsets: np.ndarray, known: np.ndarray) -> pa.ListArray:
-    """One list for each row. values: [tokens]; offsets: int64 [rows + 1]; known: bool [rows], the others are null."""
+    """Returns a list per row. values: [tokens]; offsets: int64 [rows + 1]; known: bool [rows], the others are null."""
     kind = SCHEMA.field(name).type
     flat = values if isinstance(values, pa.Array) else pa.array(values, kind.value_type)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=kind, mask=pa.array(~known))

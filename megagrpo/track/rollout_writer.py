@@ -18,7 +18,7 @@ from megagrpo.track.rollout_table import StepRollouts, tables
 from megagrpo.track.token_texts import TokenTexts
 
 WITH_TOKENS_MAX = 2
-"""Steps that may wait with what is known of their tokens: most of the memory that waits."""
+"""Steps that may wait with the figures of their tokens, which are most of the queue's memory."""
 WAITING_MAX = 4
 FINISH_TIMEOUT_SECONDS = 60.0
 FIGURES = [f"{name}.list.element" for name in ("rollout_logprobs", "train_logprobs", "entropies")]
@@ -28,17 +28,17 @@ REPEATED = [
     "parts.key_value.key", "notes.key_value.key", "token_ids.list.element", "token_texts.list.element",
     "token_versions.list.element", "token_advantages.list.element",
 ]  # fmt: skip
-"""Columns whose values come again: each is in a file once."""
+"""Columns with repeated values: a file holds each value once."""
 FAULTS = (OSError, MemoryError, RuntimeError, pa.ArrowException, ValueError, TypeError, OverflowError, LookupError)
 """These come from disks, from texts and numbers that users' functions have made, from tokens that a tokenizer does not
 know, and from one that another thread uses."""
 
 
 class RolloutWriter:
-    """`put` and `close` are the run's own thread's. `say` receives one line when samples are left out first."""
+    """The writing thread and its queue. The run's own thread calls the methods. `say` gets a line at the first loss."""
 
     def __init__(self, directory: Path, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
-        """directory: of the run."""
+        """Starts the thread. directory: of the run."""
         self._directory, self._say = directory.absolute(), say
         self._waiting = deque[StepRollouts]()
         self._changed = threading.Condition()
@@ -51,11 +51,11 @@ class RolloutWriter:
 
     @property
     def left_out(self) -> int:
-        """Steps, and evaluations, that are not there, or not with their tokens."""
+        """Returns the number of steps and evaluations whose samples, or their tokens, are left out."""
         return len(self._left_out)
 
     def put(self, rollouts: StepRollouts) -> None:
-        """They will be written, unless writing is slower than the run."""
+        """Queues samples to be written. Leaves some out if writing is slower than the run."""
         with self._changed:
             self._waiting.append(rollouts)
             with_tokens = [at for at, each in enumerate(self._waiting) if each.token_samples != 0]
@@ -99,7 +99,7 @@ class RolloutWriter:
                 self._leave_out(rollouts, first_line(error))
 
     def _next(self) -> StepRollouts | None:
-        """Waits for the next ones; None: there will be no more."""
+        """Waits for the next samples, and returns them; None: there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None

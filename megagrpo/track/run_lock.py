@@ -1,4 +1,4 @@
-"""The lock of a run's directory: one process trains in it, or brings what it has to trackers."""
+"""The lock of a run's directory: one process trains in it, or sends its files to trackers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOOK_SECONDS = 0.1
 def only_process_of(run_directory: Path) -> Iterator[None]:
     """Holds the run's lock, which ends with the process: a second process would truncate the metrics of the first.
 
-    Raises RecipeError if another process has it, or if the file system has no locks; at the end, MachineError if the
-    directory is not at its place any more.
+    Raises RecipeError if another process holds it, or if the file system has no locks; at the end, MachineError if the
+    directory was moved, deleted or replaced.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
     place = (run_directory / LOCK_FILE).absolute()
@@ -51,7 +51,7 @@ def only_process_of(run_directory: Path) -> Iterator[None]:
 
 
 def has_process(directory: Path) -> bool:
-    """Whether a process, on any node, holds the run's lock: it ends with the process, however that ends."""
+    """Returns whether a process, on any node, holds the run's lock: however the process ends, the lock ends with it."""
     try:
         with (directory / LOCK_FILE).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What every tracker is told."""
+"""The interface of trackers: a run's start, its metrics, its status at the end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 from megagrpo.recipe.schema import AnyRecipe
 
 PLAN_FILE = "plan.json"
-"""What `megagrpo plan --json` says of the recipe, of a run's last start."""
+"""The output of `megagrpo plan --json` for the recipe of the run's last start."""
 Status = Literal["finished", "failed", "interrupted"]
-"""How a run ended: at its end, with an error, or by a signal or Ctrl-C."""
+"""The end of a run: complete, by an error, or by a signal or Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RunStart:
     """A run that starts (resumed_step 0), or continues after `resumed_step`.
 
     unlogged: the run was stopped before that step was evaluated, and logs it now. number: of this start, from 1.
-    changed: lines about settings that were others until then.
+    changed: lines about settings that differ from those until then.
     """
 
     recipe: AnyRecipe
@@ -34,7 +34,7 @@ class RunStart:
 
     @property
     def label(self) -> str:
-        """What `changed` is called in trackers."""
+        """Returns the name of `changed` in trackers."""
         return f"start_{self.number}_after_step_{self.resumed_step}"
 
 

@@ -1,4 +1,4 @@
-"""How a run stands, as its directory says: status.json, its last step, and its evaluations so far."""
+"""The status of a run, from its directory: status.json, its last step, and its evaluations so far."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ State = Literal["running", "finished", "failed", "interrupted", "stopped"]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The last start of a run: which process it is, and how it ended. Times are seconds since 1970."""
+    """The last start of a run: its process, and its end. Times are seconds since 1970."""
 
     state: State
     total_steps: int
     step: int = 0
-    """The last that is known to the run: at its end, or the one after which it was started."""
+    """The last known step: at the run's end, or the one after which it was started."""
     started: float = field(default_factory=lambda: round(time.time(), 3))
     ended: float | None = None
     error: str | None = None
-    """The first line of what ended it."""
+    """The first line of the error that ended it."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     slurm_job: str | None = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))
 
     @property
     def for_trackers(self) -> Status:
-        """The same in their words; a process that could not say how it ended was interrupted."""
+        """Returns the state in trackers' words; a process that could not report its end was interrupted."""
         return self.state if self.state in ("finished", "failed") else "interrupted"
 
     def write(self, directory: Path) -> None:
@@ -54,7 +54,7 @@ class RunStatus:
 
 
 def end_state(error: BaseException | type[BaseException] | None) -> State:
-    """What a run that ends with this is called."""
+    """Returns the state of a run that ends with this error."""
     kind = error if isinstance(error, type) else type(error)
     if error is None:
         return "finished"
@@ -66,7 +66,7 @@ def end_state(error: BaseException | type[BaseException] | None) -> State:
 
 
 def error_line(error: BaseException | None) -> str | None:
-    """What ended a run, in a line."""
+    """Returns the error that ended a run, in one line; None without one."""
     if isinstance(error, MegagrpoError) and error.problems:
         problem = error.problems[0]
         given = problem.given.strip().splitlines()
@@ -75,7 +75,7 @@ def error_line(error: BaseException | None) -> str | None:
 
 
 def read_status(directory: Path) -> RunStatus | None:
-    """None if the run has none, as before this file was written, or if it cannot be read."""
+    """Reads the run's status; None without a file, as in runs of older versions, or if it cannot be read."""
     try:
         read = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         return pydantic.TypeAdapter(RunStatus).validate_python(read)
@@ -95,7 +95,7 @@ class HeldOut:
 
 
 def held_out_scores(directory: Path) -> list[HeldOut]:
-    """By metric, from metrics.jsonl. Only a loss is better when it is less."""
+    """Reads the scores by metric from metrics.jsonl. A loss is better when it is less, another score when greater."""
     found: dict[str, HeldOut] = {}
     for entry in _entries(directory, b'"eval/'):
         for metric, value in entry.items():
@@ -109,7 +109,7 @@ def held_out_scores(directory: Path) -> list[HeldOut]:
 
 
 def last_entry(directory: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl; empty if there is none."""
+    """Reads the last whole line of metrics.jsonl; returns {} if there is none."""
     last: dict[str, Any] = {}
     for entry in _entries(directory, b'"step"', tail_bytes=2**18):
         last = entry
@@ -117,7 +117,7 @@ def last_entry(directory: Path) -> dict[str, Any]:
 
 
 def _entries(directory: Path, wanted: bytes, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Steps whose line has these bytes. A line that cannot be read is still being written, or was cut off."""
+    """Yields steps whose line has the bytes `wanted`. Skips unreadable lines: still being written, or cut off."""
     try:
         with (directory / "metrics.jsonl").open("rb") as lines:
             if tail_bytes is not None:

@@ -1,4 +1,4 @@
-"""What a run leaves, in a few lines: how it ended, its held-out scores, where everything is, and what to do next."""
+"""The result of a run, in a few lines: its end, held-out scores, the places of its files, and the next commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Next:
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is at the end of a run's process. `places`: paths and addresses by what is there, those that exist."""
+    """The result at the end of a run's process. `places`: paths and addresses that exist, by name."""
 
     status: RunStatus
     held_out: Sequence[HeldOut]
@@ -56,7 +56,7 @@ class Summary:
             yield from (f"  {line}" for line in table([(each.what, each.command) for each in self.after]))
 
     def as_json(self) -> dict[str, Any]:
-        """The same as values for JSON."""
+        """Returns the summary as values for JSON."""
         return {
             **asdict(self.status),
             "held_out": [asdict(score) for score in self.held_out],
@@ -66,7 +66,7 @@ class Summary:
 
 
 def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
-    """What a run with this recipe has left in its directories. status: with its end."""
+    """Returns the summary of a run with this recipe, from its directories. status: with its end."""
     directory, exported = run_directory(recipe), export_directory(recipe)
     saved = newest_checkpoint(checkpoint_directory(recipe))
     whole = status.state == "finished" and exported.is_dir()
@@ -88,7 +88,7 @@ def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint, without a look at its files."""
+    """Returns the newest complete checkpoint, by its name: its files are not read."""
     steps = {int(found[1]): path for path in directory.glob("step_*") if (found := SAVED.fullmatch(path.name))}
     return steps[max(steps)] if steps else None
 
@@ -116,7 +116,7 @@ def _next(recipe: AnyRecipe, status: RunStatus, saved: Path | None, exported: Pa
 
 
 def longer(recipe: AnyRecipe, total_steps: int) -> str:
-    """The override that makes a run twice as long."""
+    """Returns the override that makes a run twice as long."""
     if recipe.train.total_epochs is not None:
         return f"train.total_epochs={2 * recipe.train.total_epochs:g}"
     if isinstance(recipe, Recipe) and recipe.train.total_episodes is not None:
@@ -125,6 +125,6 @@ def longer(recipe: AnyRecipe, total_steps: int) -> str:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Two columns, the first as wide as it must be."""
+    """Formats two columns, the first as wide as its longest text."""
     width = max((len(first) for first, _ in rows), default=0)
     return (f"{first:{width}}  {second}" for first, second in rows)

@@ -1,4 +1,4 @@
-"""Brings what a run has left in its directory to its trackers: `megagrpo track sync`."""
+"""Sends the files in a run's directory to its trackers: `megagrpo track sync`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megagrpo.track.wandb import WandBRemote
 
 
 def sync(directory: Path, mlflow_uri: str | None, say: Callable[[str], None]) -> None:
-    """Brings each tracker of the run's recipe what it lacks; what it has stays as it is.
+    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged.
 
     mlflow_uri: another MLflow server than the recipe's. `say` gets a line for each tracker. Raises ReportError if no
-    run is in `directory`, RecipeError if it goes on, and TrackError if a tracker cannot be reached.
+    run is in `directory`, RecipeError if it is still running, and TrackError if a tracker cannot be reached.
     """
     saved = directory / "recipe.yaml"
     if not saved.is_file():
@@ -80,9 +80,9 @@ def sync(directory: Path, mlflow_uri: str | None, say: Callable[[str], None]) ->
 
 
 def _recipe_of(saved: Path, say: Callable[[str], None]) -> AnyRecipe:
-    """The run's recipe. Fields that this version of megagrpo does not have are left out, and said; params have them.
+    """Loads the run's recipe. Leaves out and reports fields that this version of megagrpo lacks; params keep them.
 
-    Raises RecipeError if the rest is none.
+    Raises RecipeError if the rest is no recipe.
     """
     try:
         return load_any(saved, []).recipe
@@ -102,7 +102,7 @@ def _recipe_of(saved: Path, say: Callable[[str], None]) -> AnyRecipe:
 
 
 def _without_unknown(tree: dict[str, Any]) -> list[str]:
-    """Removes the fields that the schema does not have from the recipe; their paths."""
+    """Removes the fields that the schema lacks from the recipe; returns their paths."""
     try:
         KINDS[str(tree.get("kind", "grpo"))].model_validate(tree)
     except KeyError:
@@ -124,7 +124,7 @@ def _without_unknown(tree: dict[str, Any]) -> list[str]:
 
 
 def _named_in_checkpoint(recipe: AnyRecipe) -> dict[str, str]:
-    """By tracker, the run's id as the newest checkpoint has it."""
+    """Reads the run's id by tracker from the newest checkpoint."""
     newest = newest_checkpoint(checkpoint_directory(recipe))
     try:
         state = json.loads((newest / "trainer.json").read_text(encoding="utf-8")) if newest else {}

@@ -12,10 +12,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardRemote:
-    """Each writer hides what others have written of the steps that it writes."""
+    """The run's event files. Each writer hides earlier writers' values of the steps that it writes."""
 
     def __init__(self, run: RunStart, delivered: Delivered, *, live: bool) -> None:
-        """live: the run goes on after run.resumed_step; else what it left is brought."""
+        """Sets the first step to write. live: the run continues after run.resumed_step; else it has ended."""
         self._run, self._delivered = run, delivered
         brought = int(delivered.of(FOLDER).get("step", -1))
         kept = run.resumed_step - run.unlogged if run.resumed_step else -1
@@ -23,7 +23,7 @@ class TensorBoardRemote:
         self._note()
         self._writer: Any = None
         self.brought = 0
-        """Steps."""
+        """Steps sent."""
 
     def bring(self) -> None:
         writer, self._writer = self._writer, None  # one that fails is not used again
@@ -57,7 +57,7 @@ class TensorBoardRemote:
         return writer
 
     def _note(self) -> None:
-        """Before steps come again, too: what brings the rest then knows of it."""
+        """Notes the last step that was written; after a rewind, the step from which a later sync continues."""
         self._delivered.note(FOLDER, step=self._lines.after)
 
     def _close(self) -> None:

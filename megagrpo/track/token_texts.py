@@ -1,4 +1,4 @@
-"""Token ids to the text that each adds: what they say together, decoded at once, is the concatenation."""
+"""The text that each token id adds: the texts of a response, concatenated, equal the response decoded at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.track.rollout_files import encodable
 
 INCOMPLETE = "\ufffd"
-"""What stands for bytes that are no character."""
+"""The replacement for bytes that are no character."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 UNKNOWN = -1
 
 
 class TokenTexts:
-    """Pieces of a tokenizer's tokens. Each token is decoded once, whatever its number of occurrences.
+    """The text pieces of a tokenizer's tokens. Each token is decoded once, whatever its number of occurrences.
 
-    Tokens that are a part of a character's bytes add nothing, but for the last, which adds the character.
+    Of several tokens that make up a character's bytes, the last adds the character, and the others add nothing.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -37,7 +37,7 @@ class TokenTexts:
         self._falls_back = False
 
     def pieces(self, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
-        """tokens: int32 [tokens] of all responses; offsets: int64 [responses + 1], as in Ragged. string [tokens]."""
+        """Returns string [tokens]. tokens: int32 [tokens] of all responses; offsets: int64 [responses + 1] (Ragged)."""
         self._learn(tokens)
         texts = self._texts.take(pa.array(self._slots[tokens]))
         if not self._parts:
@@ -85,8 +85,8 @@ class TokenTexts:
 
 
 def _characters(parts: list[bytes], falls_back: bool) -> list[str]:
-    """What each part adds to the text of all. Where bytes stand in for unknown characters (falls_back), decoders take
-    all of them or none."""
+    """Returns the text that each part adds. Where bytes stand in for unknown characters (falls_back), decoders take all
+    of them or none."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict" if falls_back else "replace")
     try:
         return [decoder.decode(part, final=at == len(parts)) for at, part in enumerate(parts, 1)]
@@ -95,7 +95,7 @@ def _characters(parts: list[bytes], falls_back: bool) -> list[str]:
 
 
 def _bytes(name: str, text: str) -> bytes:
-    """What a token of a byte-level vocabulary stands for; of another, its text."""
+    """Returns the bytes of a token of a byte-level vocabulary; of another vocabulary, those of its text."""
     alphabet = byte_alphabet()
     known = all(letter in alphabet for letter in name)
     return bytes(alphabet[letter] for letter in name) if known else text.encode(errors="replace")
@@ -103,7 +103,7 @@ def _bytes(name: str, text: str) -> bytes:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The bytes that letters of a byte-level vocabulary (GPT-2's, and those after it) stand for."""
+    """Returns the byte of each letter of a byte-level vocabulary (GPT-2's, and those after it)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What an agent did in a rollout, as a trace for rollouts/, MLflow and `megagrpo report`: bounded in size."""
+"""The trace of an agent's rollout, for rollouts/, MLflow and `megagrpo report`: bounded in size."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ DEPTH_MAX = 24
 LEFT_OUT = "left_out"
 """Kind of an event that stands for many."""
 LAST = ("given", "arguments", "result")
-"""These may be large: they take the room that the rest of an event has left."""
+"""Fields that may be large: they take the room that the rest of an event has left."""
 
 
 def trace(run: AgentRun) -> dict[str, Any]:
-    """JSON values: counts, sequences, rewards and events (agents/seen.py says which there are), each event's turn with
-    its reward.
+    """Returns JSON values: error, counts, sequences, rewards and events (their kinds are in agents/seen.py), each
+    turn's event with its reward.
 
-    If there are many events, the first and the last are kept. All texts together have about TRACE_CHARACTERS characters
-    at most: each event may take its share of what the others before it have left.
+    Keeps the first and the last of many events. All texts together have about TRACE_CHARACTERS characters at most: each
+    event may take its share of the characters that earlier events have left.
     """
     turns = {turn.number: {"reward": turn.reward, "sequence": turn.branch} for turn in run.turns}
     kept = _bounded(run.events)
@@ -44,7 +44,7 @@ def trace(run: AgentRun) -> dict[str, Any]:
 
 
 def shortened(text: str, characters: int) -> str:
-    """`text`, or its begin and end."""
+    """Returns `text`; of a longer text its beginning and its end."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -61,7 +61,7 @@ def _bounded(events: tuple[Any, ...]) -> list[Any]:
 
 @dataclass
 class _Room:
-    """Characters that are left for an event. Any program may have told it: of any size, and nested deeply."""
+    """The characters left for an event. Any program may have reported the event, of any size and depth."""
 
     left: int
 
@@ -79,5 +79,5 @@ class _Room:
         return value
 
     def _some(self, value: dict[Any, Any]) -> list[tuple[Any, Any]]:
-        """As many as there may be room for."""
+        """Returns as many items as there may be room for."""
         return list(value.items())[: max(0, self.left // 10) + 1]

@@ -1,4 +1,4 @@
-"""All trackers of a run as one object, and the record of what the run was started with."""
+"""All trackers of a run as one object, and the record of the run's start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GIT_TIMEOUT_SECONDS = 10.0
 
 
 class Tracker:
-    """A context: leaving it finishes all trackers, with a status that says whether an exception ended the run."""
+    """A context: leaving it finishes all trackers, with a status that reports whether an exception ended the run."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Tracker:
 
         resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
         tokenizer: of the samples to keep; None: none are kept.
-        unlogged: the metrics of that step are still to come. changed: what differs from the recipe until then, by line.
+        unlogged: the metrics of that step follow. changed: lines about differences from the recipe until then.
         complete: no step is left to do. Trackers that have the whole run are then left alone.
-        console: what is printed; None: what the recipe says.
+        console: the mode of the output; None: the recipe's.
         """
         self._recipe, self._tokenizer = recipe, tokenizer
         self._console = make_console(console or recipe.track.console)
@@ -116,7 +116,7 @@ class Tracker:
             sink.start(run)
 
     def rewind(self, step: int, *, unlogged: bool) -> None:
-        """The steps after `step` come again, as they do in a run that continues after it. unlogged: as at the start."""
+        """Rewinds to `step`: the run repeats the steps after it, as after a resume. unlogged: as at the start."""
         self._finish("interrupted")
         self._status = replace(self._status, step=step)
         self._start(replace(self._run, resumed_step=step, unlogged=unlogged, changed=()))
@@ -125,7 +125,7 @@ class Tracker:
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """By tracker, the id with which it continues this run. A tracker that has not answered yet is missing."""
+        """Returns the run's id by tracker, for a later start. A tracker that has not responded yet is missing."""
         return run_ids(self._run.directory)
 
     def say(self, line: str) -> None:
@@ -133,7 +133,7 @@ class Tracker:
         self._console.say(line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Gives a step's metrics to every tracker. Warns (UndocumentedMetric) of a name that is not in the table."""
+        """Logs a step's metrics to every tracker. Warns (UndocumentedMetric) of a name that is not in the table."""
         unknown = [name for name in undocumented(metrics) if name not in self._undocumented]
         if unknown:
             self._undocumented.update(unknown)
@@ -147,9 +147,9 @@ class Tracker:
             sink.log(step, metrics)
 
     def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned | None = None) -> None:
-        """Keeps the step's first groups, as many as the recipe says.
+        """Keeps the step's first groups, as many as the recipe sets.
 
-        version: of the policy that the step trains. learned: what the training said of all of `groups`.
+        version: of the policy that the step trains. learned: the results of training for all of `groups`.
         """
         self._keep(step, {TRAIN: groups}, version, learned)
 
@@ -176,7 +176,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends every tracker, writes down how the run ended, and says where everything is."""
+        """Ends every tracker, writes the run's status, and prints the summary."""
         self._status = replace(
             self._status, state=end_state(kind), ended=round(time.time(), 3), error=error_line(error)
         )
@@ -199,7 +199,7 @@ class Tracker:
 
 
 def environment() -> dict[str, Any]:
-    """What a run was started with, for environment.json. Missing libraries and a missing checkout (`git`) are null."""
+    """Returns the content of environment.json. Missing libraries and a missing checkout (`git`) are null."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
@@ -213,7 +213,7 @@ def environment() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Names of this node's GPUs, where nvidia-smi's library can be asked; torch would take memory on each."""
+    """Returns the names of this node's GPUs if nvidia-smi's library lists them; torch would take memory on each."""
     try:
         import pynvml
     except ImportError:

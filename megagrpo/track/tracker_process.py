@@ -1,10 +1,10 @@
-"""The process that brings a run to MLflow, W&B and TensorBoard while it goes on, with the lowest priority there is.
+"""The process that sends a run to MLflow, W&B and TensorBoard while it trains, with the lowest priority there is.
 
-In the driver, what these libraries do would hold Python's lock, and a core that training ranks of this node want. In a
-process of its own they get the time that nobody else wants, and their faults, threads and signals are not the run's.
+In the driver, these libraries would hold Python's lock, and a core that training ranks of this node need. In a process
+of its own they get idle time only, and their faults, threads and signals stay out of the run.
 
-Messages are lines of JSON. To the process: how the run starts, then where it goes back to, then how it ends. From it:
-lines for the terminal. What it brings, it reads in the run's directory.
+Messages are lines of JSON. To the process: the run's start, then its rewinds, then its end. From it: lines for the
+terminal. The process reads the data for trackers from the run's directory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from megagrpo.track.tensorboard import TensorBoardRemote
 from megagrpo.track.wandb import WandBRemote
 
 LEAVE_SECONDS = 10.0
-"""For the process to end, once its trackers have ended or were given up."""
+"""Timeout of the process's exit, once its trackers have ended or were given up."""
 REPORT_SECONDS = 30.0
-"""For the report of a run that has ended: one of 1,000 steps with 100 samples each takes 12 s."""
+"""Timeout of the report of a run that has ended: one of 1,000 steps with 100 samples each takes 12 s."""
 STARTS_MAX, AGAIN_SECONDS, LONG_SECONDS = 5, 10.0, 600.0
-"""How often a process that dies early is started, and the seconds between. One that lived so long counts anew."""
+"""Maximum starts of a process that dies early, seconds between them, seconds of life after which they count anew."""
 Say = Callable[[str], object]
 LAUNCH = """
 import signal
@@ -59,7 +59,7 @@ sys.exit(main(["report", sys.argv[1]]))
 
 
 class TrackerProcess:
-    """The process as the run sees it. `say` receives its lines, by a thread."""
+    """The process as the run sees it. `say` receives its lines; a thread calls it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -75,12 +75,12 @@ class TrackerProcess:
         self._thread.start()
 
     def rewind(self, step: int) -> None:
-        """The steps after `step` come again, in files that are new."""
+        """Sends a rewind to `step`: the run repeats the steps after it, in new files."""
         with self._lock:
             self._write({"rewind": step})
 
     def finish(self, status: Status) -> None:
-        """Nothing more will come. Waits until trackers have everything, or too long: a minute, and for the report."""
+        """Sends the run's end. Waits until trackers have everything, at most a minute and the report's timeout."""
         self._ended.set()
         with self._lock:
             self._end = {"end": status, "seconds": FINISH_TIMEOUT_SECONDS}
@@ -101,14 +101,14 @@ class TrackerProcess:
         return f"megagrpo track sync {self._run.directory} brings the rest"
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        """Messages are few and short: the pipe has room for all, also where the process does not read."""
+        """Writes a message. Messages are few and short: the pipe has room for all, even if the process reads none."""
         if self._process and self._process.stdin:
             with suppress(OSError):  # it has died: the next one starts where this one did
                 self._process.stdin.write(f"{json.dumps(message)}\n")
                 self._process.stdin.flush()
 
     def _keep(self) -> None:
-        """Starts it, passes on what it says, and starts it again when it dies."""
+        """Starts the process, passes on its lines, and restarts it when it dies."""
         left = STARTS_MAX
         while True:
             begun = time.monotonic()
@@ -129,8 +129,8 @@ class TrackerProcess:
             self._ended.wait(AGAIN_SECONDS)
 
     def _follow(self, process: subprocess.Popen[str]) -> int:
-        """One process, until it ends. Returns its exit status. What trackers have, they do not get again; TensorBoard
-        gets the steps since the run's start again, which hide those before: some may have been repeated."""
+        """Follows one process until it ends. Returns its exit status. A new process sends only what trackers lack;
+        TensorBoard gets the steps since the run's start again, which hide those before: some may have been repeated."""
         run = self._run
         start = {each.name: getattr(run, each.name) for each in fields(run) if each.name != "recipe"}
         with process:
@@ -151,7 +151,7 @@ class TrackerProcess:
 
 
 def started_process() -> subprocess.Popen[str]:
-    """Raises OSError."""
+    """Starts the process. Raises OSError."""
     return subprocess.Popen(
         [sys.executable, "-P", "-c", LAUNCH],  # -P: files of the current directory are no modules
         stdin=subprocess.PIPE,
@@ -165,7 +165,7 @@ def started_process() -> subprocess.Popen[str]:
 
 
 def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart], Remote]]:
-    """The trackers of the run's recipe, by name."""
+    """Returns the trackers of the run's recipe, by name."""
     track, found = run.recipe.track, dict[str, Callable[[RunStart], Remote]]()
     if mlflow := track.mlflow:
         found["mlflow"] = lambda run: MLflowRemote(run, mlflow, delivered, live=True)
@@ -177,7 +177,7 @@ def remotes(run: RunStart, delivered: Delivered) -> dict[str, Callable[[RunStart
 
 
 def bring(messages: Iterable[str], say: Say, make_report: Callable[[RunStart, Say], None] | None = None) -> None:
-    """Brings a run to its trackers until a message says how it ended, then what is left, with the report."""
+    """Sends a run to its trackers until a message reports its end, then the rest, with the report."""
     read = map(json.loads, messages)
     start = next(read)
     directory = Path(start.pop("directory"))
@@ -203,7 +203,7 @@ def bring(messages: Iterable[str], say: Say, make_report: Callable[[RunStart, Sa
 
 
 def report(run: RunStart, say: Say) -> None:
-    """Makes report.html, one of MLflow's artifacts, unless that takes too long."""
+    """Writes report.html, one of MLflow's artifacts; gives up after REPORT_SECONDS."""
     if run.recipe.track.mlflow is None:
         return
     nothing = subprocess.DEVNULL

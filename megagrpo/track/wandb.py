@@ -20,11 +20,11 @@ COLUMNS = (
 
 
 START_SECONDS, FINISH_SECONDS = 120, 50.0
-"""For wandb's own process: on a busy machine it starts slowly; at the end, a server may be gone."""
+"""Timeouts of wandb's own process: on a busy machine it starts slowly; at the end, a server may be gone."""
 
 
 class WandBRemote:
-    """Its run begins with the first step. wandb takes no step twice, and none before the last."""
+    """One run in W&B, created with the first step. wandb takes no step twice, and none before the last."""
 
     def __init__(self, run: RunStart, settings: WandBConfig, delivered: Delivered) -> None:
         self._run, self._settings, self._delivered = run, settings, delivered
@@ -33,7 +33,7 @@ class WandBRemote:
         self._samples_step = int(known.get("samples_step", -1))
         self._wandb: Any = None
         self.brought = 0
-        """Steps."""
+        """Steps sent."""
 
     def bring(self) -> None:
         while lines := self._lines.ahead():
@@ -52,7 +52,7 @@ class WandBRemote:
             self._bring_samples()
 
     def rewind(self, step: int) -> None:
-        """The values that wandb has of these steps stay."""
+        """Reads metrics.jsonl anew. wandb keeps its values of these steps."""
         self._lines.again(self._lines.after)
 
     def finish(self, status: Status) -> None:
@@ -88,7 +88,7 @@ class WandBRemote:
             self._wandb.config.update({run.label: list(run.changed)}, allow_val_change=True)
 
     def _bring_samples(self) -> None:
-        """A table of the samples whose files are there by now: of the last step, and of others that were late."""
+        """Sends a table of the samples whose files exist by now: of the last step, and of others that were late."""
         import wandb
 
         from megagrpo.track.rollout_files import rollout_file
@@ -98,13 +98,13 @@ class WandBRemote:
             try:
                 rows = [row for path in paths for row in _rows(path, self._settings.samples_per_step)]
             except FileNotFoundError:
-                return  # the run goes back, and has removed one meanwhile: these steps come again
+                return  # a rewind has removed one meanwhile: the run repeats these steps
             self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._lines.after)
             self._samples_step = found[-1]
             self._delivered.note(NAME, samples_step=found[-1])
 
     def _missing_samples(self) -> list[int]:
-        """Steps whose metrics wandb has."""
+        """Returns the steps whose metrics wandb has, but whose samples it lacks."""
         from megagrpo.track.rollout_files import steps_between  # imports pyarrow
 
         wanted = self._settings.samples_per_step and self._run.recipe.track.rollouts
@@ -112,7 +112,7 @@ class WandBRemote:
 
     @property
     def lacks(self) -> str:
-        """What it can get no more: samples that came after the last step's metrics."""
+        """Returns the part that wandb no longer accepts, or "": samples that came after the last step's metrics."""
         missing = len(self._missing_samples())
         return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step" * bool(
             missing
@@ -120,7 +120,7 @@ class WandBRemote:
 
 
 def _rows(path: Path, count: int) -> list[list[Any]]:
-    """The first samples of a file, by COLUMNS."""
+    """Returns the first samples of a file, by COLUMNS."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:

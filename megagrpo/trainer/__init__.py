@@ -1,1 +1,1 @@
-"""What happens in a run, in what order? Each step's stages, their schedule, evaluations, saves, stops."""
+"""The course of a run: the stages of each step, their schedule, evaluations, saves, stops."""

@@ -1,4 +1,4 @@
-"""What a step reports of its agents' rollouts: turns, tools, branches, and what went wrong."""
+"""Metrics of a step's agent rollouts: turns, tools, branches, failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
 from megagrpo.types import AgentRun, Group
 
 TOOLS_MAX = 30
-"""Tools that have metrics of their own: those that are called most."""
+"""Number of tools with metrics of their own: the most called."""
 OTHER = "other"
 NAME_CHARACTERS = 64
 BY_NAME = {"branch": "branches", "ignored": "ignored", "refused": "refused"}
@@ -20,11 +20,11 @@ SUMS = (
     "turns_unused", "tokens_rerendered", "unreadable_calls", "retries", "given_up", "audited", "audit_differs", "late",
     "failed",
 )  # fmt: skip
-"""Counts of rollouts (AgentRun.counts) that are metrics as they are, summed over the step."""
+"""Counts of rollouts (AgentRun.counts) that are reported under their own names, summed over the step."""
 
 
 def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means and sums over the rollouts of these groups that agents made; nothing if there are none."""
+    """Returns means and sums over the rollouts that agents made in these groups; {} without any."""
     runs = [sample.agent for group in groups for sample in group.samples if sample.agent is not None]
     if not runs:
         return {}
@@ -50,7 +50,7 @@ def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
-    """Tools, and times."""
+    """Returns metrics of tool calls, prefix reuse and seconds."""
     turns, tools = [turn_events(run) for run in runs], [event for run in runs for event in tool_events(run)]
     calls = Counter(name for run in turns for event in run for name in called(event["said"]))
     metrics = {"agent/tool_calls/mean": sum(calls.values()) / len(runs)}
@@ -69,7 +69,7 @@ def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
 
 
 def _by_tool(calls: Counter[str], told: Sequence[ToolEvent]) -> dict[str, float]:
-    """Agents may make up any name, and any number of them."""
+    """Returns metrics of the TOOLS_MAX most called tools; the others count as OTHER: agents may invent any name."""
     times: dict[str, list[ToolEvent]] = defaultdict(list)
     for event in told:
         times[event["name"]].append(event)
@@ -88,7 +88,7 @@ def _by_tool(calls: Counter[str], told: Sequence[ToolEvent]) -> dict[str, float]
 
 
 def called(said: Mapping[str, Any]) -> list[str]:
-    """Names of the tools that an answer calls."""
+    """Returns the names of the tools that an answer calls."""
     calls = said.get("tool_calls") or []
     return [call["function"]["name"] for call in calls]
 
@@ -102,7 +102,7 @@ def _tokens(run: AgentRun, *, trained: bool) -> int:
 
 
 def _spans(turns: Sequence[TurnEvent]) -> tuple[float, float]:
-    """Seconds from a rollout's begin to the end of its last turn, and those of them in which no turn ran."""
+    """Returns seconds from a rollout's start to the end of its last turn, and the part of them in which no turn ran."""
     end, busy, until = 0.0, 0.0, 0.0
     for event in sorted(turns, key=lambda event: event["at"]):
         begin, end = event["at"], max(end, event["at"] + event["seconds"])

@@ -1,4 +1,4 @@
-"""Rules of report/rules.py while a run goes on: rollout.alerts says which warn and which end it."""
+"""Rules of report/rules.py, applied while a run trains: rollout.alerts sets which of them warn and which end it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FIRST_CAPACITY = 1024
 
 @dataclass(frozen=True)
 class Raised:
-    """What the rules say of a step. holding: how many hold; lines: about those that begin to; failure: of one that ends
-    the run."""
+    """The rules' result for a step. holding: number of rules that hold; lines: warnings of rules that newly hold;
+    failure: the error of rules that end the run."""
 
     holding: int
     lines: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Alerts:
     """The metrics that rules read, of all steps so far."""
 
     def __init__(self, actions: Mapping[AlertName, Literal["warn", "stop", "off"]], directory: Path) -> None:
-        """directory: of the run; what its metrics.jsonl has already counts."""
+        """Reads the metrics that the run in `directory` has already logged in metrics.jsonl."""
         self._rules = {name: rule for name, rule in RULES.items() if actions.get(name) != "off"}
         self._stop = {name for name, action in actions.items() if action == "stop"}
         self._holding = set[AlertName]()
@@ -44,8 +44,8 @@ class Alerts:
         self._columns = {name: _grown(values, FIRST_CAPACITY) for name, values in read.items()}
 
     def after(self, step: int, metrics: Mapping[str, float]) -> Raised:
-        """Takes the step's metrics, evaluation included. Those of this step and of later ones, which a run that has
-        gone back makes again, are forgotten."""
+        """Appends the step's metrics, evaluation included, and applies the rules. First drops the metrics of this step
+        and of later ones, which a run repeats after a rewind."""
         self._count = int(np.searchsorted(self._steps[: self._count], step))
         self._add(step, metrics)
         series = {name: column[: self._count] for name, column in self._columns.items()}
@@ -86,5 +86,5 @@ def _is_read(metric: str) -> bool:
 
 
 def _grown(values: np.ndarray, capacity: int) -> np.ndarray:
-    """`values`, then NaN: float64 of at least this length."""
+    """Returns `values` padded with NaN: float64, length at least `capacity`."""
     return np.concatenate([values, np.full(max(0, capacity - len(values)), np.nan)])

@@ -1,8 +1,8 @@
-"""What was sampled for each step, kept in the run's directory (checkpoint.keep_batches):
+"""The sampled groups of each step, saved in the run's directory (checkpoint.keep_batches):
 
 batches/step_000007.safetensors    groups with scores, and what else the step needs of them (checkpoint/groups.py)
 
-It is written before the step trains, so that a step that fails can be looked at, too.
+The file is written before the step trains, so that a failed step can be inspected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a group in the background began. number, version: as in algorithm.admission.Admitted. joints: as in Order."""
+    """The start of a background-sampled group. number, version: as in admission.Admitted. joints: as in Order."""
 
     number: int
     version: int
@@ -43,18 +43,18 @@ class Sampled:
     groups: list[Group]  # those that the step may train on, in the order of their prompts
     all: list[Group]  # everything that was sampled, `groups` included
     rounds: int = 1  # how often prompts were sampled
-    left_over: int = 0  # groups with signal that the last round brought beyond those wanted
+    left_over: int = 0  # groups with signal in the last round beyond those wanted
     # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
     baselines: np.ndarray | None = None
     greedy: Sequence[Sample] = ()  # for remax: greedy response of each of `all`
-    # If samples come in the background: metrics of how they were sampled, and how each of `all` began.
+    # For sampling in the background: its metrics, and the start of each of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
     begun: Sequence[Beginning] = ()
 
 
 @dataclass(frozen=True)
 class _Notes:
-    """What the file of a batch has beside everything that was sampled."""
+    """The fields of a batch's file beside its groups."""
 
     total_steps: Annotated[int, pydantic.Field(ge=1, le=10**9)]
     start: Count  # the run's recipe was then recipe.START.yaml
@@ -92,7 +92,7 @@ def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, ke
 
 
 def read_batch(directory: Path, step: int) -> Batch:
-    """The batch of `step` of the run in `directory`. Raises UnusableCheckpointError."""
+    """Reads the batch of `step` of the run in `directory`. Raises UnusableCheckpointError."""
     path = _path(directory, step)
     if not path.exists():
         given = f"saved are {ranges(saved_steps(directory))}"
@@ -112,8 +112,8 @@ def read_batch(directory: Path, step: int) -> Batch:
 
 
 def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: str) -> None:
-    """Raises UnusableCheckpointError if the recipe cannot train on what another has sampled. vocabulary: the model's
-    tokens."""
+    """Raises UnusableCheckpointError if the recipe cannot train on a batch of another recipe. vocabulary: number of the
+    model's tokens."""
     sizes = [_length_and_largest(group.prompt, sample) for group in sampled.all for sample in group.samples]
     longest, largest = (max(column) for column in zip(*sizes, strict=True))
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
@@ -138,27 +138,27 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
 
 
 def _length_and_largest(prompt: Prompt, sample: Sample) -> tuple[int, int]:
-    """Tokens of a sample's longest sequence, prompt included, and the largest token in any."""
+    """Returns the length of a sample's longest sequence (prompt included), and the largest token id in any."""
     alone = [np.array([*prompt.tokens, *sample.tokens], np.int64)]
     sequences = alone if sample.agent is None else [branch.tokens for branch in sample.agent.branches]
     return max(map(len, sequences), default=0), max((int(s.max(initial=0)) for s in sequences), default=0)
 
 
 def require_another_directory(recipe: Recipe, option: str, source: Path) -> None:
-    """Raises UnusableCheckpointError if a run would read what it writes."""
+    """Raises UnusableCheckpointError if `source` is the run's own directory."""
     if run_directory(recipe).absolute() == source.absolute():
         fix = "give this run a name of its own, such as name=again"
         raise UnusableCheckpointError(Problem(f"{option} {source}", "the run's own directory", "another run's", fix))
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps whose batches the run in `directory` has kept, in order."""
+    """Returns the steps whose batches the run in `directory` has kept, in ascending order."""
     names = [NAME.fullmatch(path.name) for path in (directory / BATCHES).glob("step_*")]
     return sorted(int(name[1]) for name in names if name)
 
 
 def ranges(steps: list[int]) -> str:
-    """Such as `steps 1 to 4, 7`."""
+    """Returns text such as `steps 1 to 4, 7`, or `none`."""
     first = [step for step in steps if step - 1 not in steps]
     last = [step for step in steps if step + 1 not in steps]
     parts = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(first, last, strict=True)]

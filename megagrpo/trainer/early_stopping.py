@@ -12,7 +12,7 @@ from megagrpo.recipe import schema
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """The rule, and what it remembers from one evaluation of its set to the next (saved with each checkpoint)."""
+    """The rule, and its state between evaluations of its set (saved with each checkpoint)."""
 
     rule: schema.EarlyStoppingConfig
     best: float | None = None
@@ -23,7 +23,7 @@ class EarlyStopping:
         return self.rule.metric.partition("/")[0]
 
     def after(self, metrics: Mapping[str, float]) -> EarlyStopping:
-        """The state after one more evaluation. A metric that is nan, because every reward failed, is no new best.
+        """Returns the state after one more evaluation. A nan metric (every reward failed) is no new best.
 
         Raises RecipeError if the evaluation lacks the rule's metric.
         """
@@ -36,7 +36,7 @@ class EarlyStopping:
         return replace(self, evaluations_without_best=self.evaluations_without_best + 1)
 
     def reason_to_stop(self) -> str | None:
-        """Why the run should end now; None if it should go on."""
+        """Returns the reason to end the run now; None if it should continue."""
         rule = self.rule
         if rule.target is not None and self.best is not None and self.best >= rule.target:
             return f"{rule.metric} reached {self.best:g}, the target being {rule.target:g}"

@@ -64,7 +64,7 @@ from megagrpo.types import Group, Prompt, Request
 from megagrpo.weights.families.reading import read_json
 
 PROMPTS_AT_ONCE = 64
-"""Most prompts that are scored, and then kept, together."""
+"""The maximum number of prompts scored and logged together."""
 JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
@@ -82,7 +82,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What was found of one model, by set."""
+    """The responses and metrics of one model, by set."""
 
     model: str
     responses: Mapping[str, Sequence[Response]]
@@ -97,11 +97,11 @@ def evaluate(
     api_key_variable: str | None,
     console_mode: ConsoleMode | None,
 ) -> int:
-    """Evaluates the models one after the other, prints and writes what was found, and compares two; 0.
+    """Evaluates the models in turn, prints and writes the results, and compares two; returns 0.
 
     api_key_variable: the environment variable with the key of a server among them. console_mode: None: the recipe's.
-    Goes on where an earlier evaluation into the same directory has ended. Raises MegagrpoError; RunStopped if the
-    process was told to stop, with what is done kept.
+    Resumes an earlier evaluation into the same directory. Raises MegagrpoError; RunStopped if the process was told to
+    stop, with all finished prompts kept.
     """
     loaded = load(recipe_file, overrides)
     check_recipe(loaded)
@@ -132,7 +132,7 @@ def evaluate(
 
 
 def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: Stopping, say: Say) -> Evaluated:
-    """One model. Responses that are not there yet are sampled, scored and kept."""
+    """Evaluates one model. Samples, scores and logs the responses that its log lacks."""
     directory = output / subject.label
     with only_process_of(directory), ExitStack() as closing:
         tokenizer = load_chat_tokenizer(subject.tokenizer_directory(recipe), recipe.model.chat_template)
@@ -180,7 +180,7 @@ def _sample(
     stopping: Stopping,
     say: Say,
 ) -> None:
-    """Samples and scores what is asked: a prompt is in the log once all of its responses are scored."""
+    """Generates and scores the responses; appends a prompt to the log once all of its responses are scored."""
     checked = check_model(recipe)
     track = recipe.track.model_copy(update={"directory": str(directory.parent)})
     checkpoint = recipe.checkpoint.model_copy(update={"directory": str(directory)})
@@ -214,7 +214,7 @@ def _sample(
 
 
 def _started(ray: Runtime, placed: Recipe, checked: Preflight[Recipe], closing: ExitStack, say: Say) -> Rollouts:
-    """Engines that sample from the model's own weights."""
+    """Starts engines that sample from the model's own weights."""
     model, tokenizer = checked.model_directory, checked.tokenizer_directory
     check_files(ray, placed, read=(model, tokenizer, *checked.reward_models.values()))
     where = ", ".join(placed.rollout.urls) or f"{placed.rollout.engines} engines ({placed.rollout.engine}) with {model}"
@@ -236,7 +236,7 @@ def _scorers(
     stopping: Stopping,
     say: Say,
 ) -> dict[str, Scorer]:
-    """By set: one for all sets with the recipe's reward, and one for each with functions of its own."""
+    """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
     own, limit = own_rewards(recipe), recipe.rollout.response_tokens_max
     responses: Counter[str] = Counter()
     for one in asked:
@@ -269,7 +269,7 @@ def _scored(batch: Sequence[tuple[Asked, Order]], scorers: Mapping[str, Scorer])
 
 
 def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Sequence[Prompt]]) -> dict[str, Any]:
-    """All that responses and scores depend on. Text in JSON's values."""
+    """Returns all settings that responses and scores depend on, as JSON values."""
     sets = {
         name: {
             **{key: value for key, value in asdict(one).items() if key not in ("files", "functions")},
@@ -303,7 +303,7 @@ def _content(prompt: Prompt) -> bytes:
 
 
 def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
-    """Without what rollouts do not depend on. A corpus is known by its size and its time: it may be large."""
+    """Returns the agent's settings that rollouts depend on. Size and mtime identify a corpus, which may be large."""
     given = agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
     named = (tool.arguments.get("corpus") for tool in agent.tool_configs)
     corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
@@ -321,7 +321,7 @@ def _files_of_agent(agent: AgentConfig) -> Iterator[str]:
 
 
 def _own_files(recipe: Recipe) -> Iterator[str]:
-    """The agent's own, reward functions of the user's own, rubrics, and chat templates of reward models."""
+    """Yields the user's own files: the agent's, reward functions, rubrics, chat templates of reward models."""
     if recipe.agent:
         yield from _files_of_agent(recipe.agent)
     for reward in (recipe.reward, *own_rewards(recipe).values()):
@@ -344,8 +344,8 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Raises PreflightError if the directory has responses that were made with other settings, ModelError if its
-    settings cannot be read."""
+    """Raises PreflightError if the directory has responses of other settings, ModelError if its settings cannot be
+    read."""
     path, settings = directory / "settings.json", json.loads(json.dumps(settings))
     if path.exists():
         fix = f"give another --output, or remove {directory}"
@@ -366,7 +366,7 @@ def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """What two models differ by, by set, and how many prompts each has."""
+    """The differences between two models, by set, and the number of prompts of each."""
 
     models: Sequence[str]
     differences: Mapping[str, Sequence[Difference]]
@@ -378,7 +378,7 @@ class Compared:
 
 
 def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Compared:
-    """Also written to comparison.json."""
+    """Compares two models, and writes the result to comparison.json."""
     first, second = found
     differences = {
         name: compare(first.responses[name], second.responses[name], one.samples_per_prompt)
@@ -400,7 +400,7 @@ def _show_comparison(compared: Compared, console: Console) -> None:
 
 
 def _prompts_of_both(first: Sequence[Response], second: Sequence[Response]) -> dict[str, int]:
-    """How many prompts each has, and both: a tokenizer may make some too long for a model."""
+    """Counts the prompts of each model and of both: a tokenizer may make some too long for a model."""
     ids = [{one.prompt_id for one in responses} for responses in (first, second)]
     return {"first": len(ids[0]), "second": len(ids[1]), "both": len(ids[0] & ids[1])}
 

@@ -1,4 +1,4 @@
-"""What `megagrpo eval` evaluates: a Hugging Face directory or hub id, a checkpoint of any kind, or a running server."""
+"""Models that `megagrpo eval` evaluates: a Hugging Face directory or hub id, any checkpoint, or a running server."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from megagrpo.recipe.defaults import device_here, dtype_name
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe, SglangConfig
 
 SERVER_SECONDS = 60.0
-"""For a server to say what it serves."""
+"""Timeout of a server's /model_info."""
 IDENTIFYING = ("*.safetensors", "*.json", "*.jinja")
 OF_SERVER = ("model_path", "weight_version", "load_format")
 
 
 @dataclass(frozen=True)
 class EvaluatedModel(ABC):
-    """`given`: as the user wrote it."""
+    """A model to evaluate. `given`: as the user wrote it."""
 
     given: str
 
     @property
     def label(self) -> str:
-        """Name of its directory: readable, and another for another place."""
+        """Returns the name of its directory: readable, and different for each place."""
         url = "://" in self.given
         place = self.given.rstrip("/") if url else str(Path(self.given).absolute())
         words = place.partition("://")[2].split("/") if url else Path(place).parts[-2:]
@@ -46,15 +46,15 @@ class EvaluatedModel(ABC):
 
     @abstractmethod
     def identity(self, recipe: Recipe) -> Mapping[str, Any]:
-        """What changes if other weights or another tokenizer lie there. Raises MegagrpoError if nothing does."""
+        """Returns values that change with the weights or the tokenizer. Raises MegagrpoError if there is no model."""
 
     @abstractmethod
     def tokenizer_directory(self, recipe: Recipe) -> Path:
-        """Raises MegagrpoError if there is none."""
+        """Returns the tokenizer's directory. Raises MegagrpoError if there is none."""
 
     @abstractmethod
     def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
-        """The recipe with engines that sample from it. A checkpoint is first converted, into `directory`."""
+        """Returns the recipe with engines that sample from the model. Converts a checkpoint first, into `directory`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CheckpointModel(EvaluatedModel):
     model: Path
     """The Hugging Face model with its config and tokenizer."""
     adapters: bool
-    """It holds adapters of `model`."""
+    """True if the checkpoint holds adapters of `model`."""
 
     def identity(self, recipe: Recipe) -> Mapping[str, Any]:
         manifest = self.path / MANIFEST
@@ -107,7 +107,7 @@ class CheckpointModel(EvaluatedModel):
 
 @dataclass(frozen=True)
 class ServedModel(EvaluatedModel):
-    """An SGLang server that runs. Its tokenizer is the recipe's model's. `info`: what it says of itself."""
+    """A running SGLang server. Its tokenizer is that of the recipe's model. `info`: its /model_info."""
 
     info: Mapping[str, Any]
     api_key_variable: str | None = None
@@ -136,7 +136,7 @@ class ServedModel(EvaluatedModel):
 
 
 def evaluated_model(given: str, recipe: Recipe, api_key_variable: str | None = None) -> EvaluatedModel:
-    """What stands at this path, hub id or URL. Raises MegagrpoError if nothing is there that can be evaluated."""
+    """Returns the model at this path, hub id or URL. Raises MegagrpoError if nothing there can be evaluated."""
     if given.startswith(("http://", "https://")):
         variable = api_key_variable or recipe.rollout.api_key_variable
         return ServedModel(given, _server_info(given, variable), variable)
@@ -172,8 +172,8 @@ def _present(directory: Path | None) -> Path:
 
 
 def model_identity(given: str, directory: Path) -> dict[str, Any]:
-    """What changes with the model that `given` names. directory: where it lies; for an id of the hub a folder of the
-    cache, named after its commit."""
+    """Returns values that change with the model that `given` names. directory: the model's; for a hub id a folder of
+    the cache, named after its commit."""
     if not Path(given).is_dir():
         return {"path": given, "revision": directory.name}
     found = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
@@ -182,7 +182,7 @@ def model_identity(given: str, directory: Path) -> dict[str, Any]:
 
 
 def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
-    """What an SGLang server says of its model. Raises EngineError if none answers there."""
+    """Returns the /model_info of an SGLang server. Raises EngineError if none answers there."""
     key = os.environ.get(variable, "") if variable else ""
     try:
         asked = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})

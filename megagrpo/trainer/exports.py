@@ -1,4 +1,4 @@
-"""Hugging Face models on the way of a run, written while training goes on, and the user's command on each."""
+"""Hugging Face models that a run exports while training continues, and the user's command on each."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megagrpo.weights.files.export import Export, begin_export
 from megagrpo.weights.plan import make_plan
 
 SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-"""Environment variables that a command does not get."""
+"""Names of environment variables that are withheld from a command."""
 
 
 class Exports:
-    """The exports of a run on the way, one at a time, and all commands. What fails is reported; the run goes on."""
+    """The exports during a run, one at a time, and their commands. A failure is reported; the run continues."""
 
     def __init__(
         self, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
     ) -> None:
-        """say: called by the run's own thread."""
+        """Sets up the thread that writes. say: called by the run's own thread."""
         self._checked, self._tokenizer, self._say = checked, tokenizer, say
         self._thread = ThreadPoolExecutor(1, "exports")
         self._job: Future[Path] | None = None
         self._commands: dict[Path, subprocess.Popen[bytes]] = {}
 
     def begin(self, ranks: TrainRanks, step: int) -> None:
-        """Copies the policy in the ranks' host memory; a thread then writes it. Their parameters are on the device."""
+        """Copies the policy, whose parameters are on the device, to the ranks' host memory; a thread then writes it."""
         self.wait()
         recipe, checked = self._checked.recipe, self._checked
         directory = run_directory(recipe) / "hugging_face_steps" / f"step_{step:06d}"
@@ -61,7 +61,7 @@ class Exports:
         return export.directory
 
     def report(self) -> None:
-        """Starts the command on an export that is complete, and says which commands have failed."""
+        """Starts the command on a complete export, and reports the commands that have failed."""
         if self._job is not None and self._job.done():
             self.wait()
         for log, process in list(self._commands.items()):
@@ -80,7 +80,7 @@ class Exports:
             self._say(f"warning: a model could not be exported: {error}")
 
     def start_command(self, directory: Path) -> None:
-        """The user's command on an exported model, in a process group of its own."""
+        """Starts the user's command on an exported model, in a process group of its own."""
         recipe = self._checked.recipe
         command = [word.replace("{directory}", str(directory.absolute())) for word in recipe.checkpoint.after_export]
         if not command:
@@ -94,7 +94,7 @@ class Exports:
             self._say(f"warning: checkpoint.after_export could not be started: {error}")
 
     def close(self) -> None:
-        """Waits for the export that is under way. Commands that still run are left alone, and named."""
+        """Waits for the export that is under way. Leaves commands that still run alone, and names them."""
         self.wait()
         self.report()
         self._thread.shutdown()

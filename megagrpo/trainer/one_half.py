@@ -1,4 +1,4 @@
-"""One half of a run with the other's saved output: samples without training, or training on saved samples."""
+"""One half of a run: sampling without training, or training on the saved samples of another run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megagrpo.types import Prompt
 
 
 def rollout_only(checked: Preflight[Recipe]) -> int:
-    """Samples and scores the prompts of all steps with the weights that the run starts from, and saves the batches.
+    """Generates and scores responses for all steps with the weights that the run starts from, and saves the batches.
 
     Training ranks start as in a whole run: engines get their weights from them. Raises as `run_to_end` does.
     """
@@ -46,7 +46,7 @@ def rollout_only(checked: Preflight[Recipe]) -> int:
 
 
 def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
-    """Raises RunStopped if the run is told to stop."""
+    """Generates, scores and saves the batches of all steps. Raises RunStopped if the run is told to stop."""
     try:
         return _sample_steps(setup, training, progress)
     except StopRequested:
@@ -81,8 +81,8 @@ def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress
 
 
 def train_only(checked: Preflight[Recipe], source: Path) -> int:
-    """Trains on the batches that the run in `source` has saved, step by step; starts no engines, so that nothing is
-    evaluated. Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
+    """Trains step by step on the batches that the run in `source` has saved; starts no engines and evaluates nothing.
+    Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
     """
     require_another_directory(checked.recipe, "--train-only", source)
 
@@ -106,7 +106,7 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
 def start_train_run(
     checked: Preflight[Recipe], steps: int, ray: Runtime, closing: ExitStack, saved: Path | None, clock: PhaseClock
 ) -> TrainRun:
-    """Starts training ranks alone, from a checkpoint's rank directory if there is one. steps: of the whole run."""
+    """Starts training ranks alone, from a checkpoint's rank directory if `saved` names one. steps: of the whole run."""
     model = checked.model_directory.absolute()
     critic = checked.critic_directory.absolute() if checked.critic_directory else model
     check_files(ray, checked.recipe, read=(model, critic))
@@ -117,14 +117,14 @@ def start_train_run(
 
 
 def train_on(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> tuple[Loaded, Trained]:
-    """Step `step` on samples that are there."""
+    """Trains step `step` on the given samples."""
     loaded = load(run, sampled, step, kl_coefficient)
     return loaded, train(run, loaded, step, kl_coefficient)
 
 
 @dataclass(frozen=True)
 class TrainOnly:
-    """What the run loop asks of training on saved batches."""
+    """The `Training` of a run on saved batches."""
 
     run: TrainRun
     source: Path
@@ -166,11 +166,11 @@ class TrainOnly:
         return replace(self, run=self.start_run(saved))
 
     def give_up(self) -> None:
-        """A stop interrupts nothing here that could keep the ranks from saving."""
+        """Does nothing: a stop here interrupts nothing that could keep the ranks from saving."""
 
 
 def _changed(checked: Preflight[Recipe], kept: dict[str, object]) -> Preflight[Recipe]:
-    """The same without evaluations, and with these settings of `checkpoint`."""
+    """Returns `checked` with a recipe without evaluations, and with the settings `kept` of its `checkpoint`."""
     recipe = checked.recipe
     checkpoint = recipe.checkpoint.model_copy(update=kept)
     return replace(checked, recipe=recipe.model_copy(update={"eval": EvalConfig(), "checkpoint": checkpoint}))

@@ -1,4 +1,4 @@
-"""Steps that train.profile names: a timeline of the driver and all that it waits for, and what ranks compute.
+"""Profiles of the steps in train.profile: a timeline of the driver and all it waits for, and the ranks' operations.
 
 profile/step_000005/ in the run's directory
   timeline.json               driver, engines, reward workers and training ranks, as the driver sees them
@@ -20,8 +20,8 @@ from megagrpo.timeline import TIMELINE, write_chrome_trace
 
 @contextmanager
 def profiled(recipe: AnyRecipe, ranks: TrainRanks, step: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `step` is taken; if the recipe names it, it is recorded. A profile that cannot be written ends no run;
-    a step that is not whole has none."""
+    """Records `step`, taken inside the context, if the recipe names it. The run continues if a profile cannot be
+    written; a step that raises has none."""
     settings = recipe.train.profile
     if settings is None or step not in settings.steps:
         yield

@@ -1,4 +1,4 @@
-"""`megagrpo replay`: a step of a run is trained again from its saved batch, by training ranks alone, and compared."""
+"""`megagrpo replay`: trains a step of a run again from its saved batch, by training ranks alone, and compares it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megagrpo.trainer.run_loop import first_kl_coefficient
 from megagrpo.trainer.step_metrics import step_metrics
 
 NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/", "memory/", "restarts")
-"""What measures the machine, or was made by engines after the step."""
+"""Prefixes of metrics that measure the machine, or that engines made after the step."""
 REPLAY = "replay"
 
 
@@ -40,7 +40,7 @@ class Comparison:
         return [name for name in self.again if name in self.logged and not _same(self.logged[name], self.again[name])]
 
     def lines(self) -> list[str]:
-        """A table of all metrics that both have; those that differ have a difference."""
+        """Returns a table of the metrics that both have; rows that differ show the difference."""
         both = sorted(self.logged.keys() & self.again.keys())
         wide = max(map(len, both), default=0)
         lines = [f"{'metric':{wide}}  {'logged':>14}  {'trained again':>14}  difference"]
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedRecipe[Recipe]:
-    """The recipe that this step of the run in `directory` was trained with, and overrides. It writes logs of training
+    """Loads the recipe that trained this step of the run in `directory`, with overrides. It writes logs of training
     ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
@@ -70,10 +70,10 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
 
 
 def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable[[str], None]) -> bool:
-    """Trains `step` of the run in `directory` again, and the steps between the newest checkpoint before it and it.
+    """Trains the steps after the newest checkpoint before `step`, up to `step`, of the run in `directory` again.
 
-    Says what it does, and its metrics beside those that the run has logged. Changes nothing in the run's directory but
-    REPLAY. True if none differs. Raises MegagrpoError.
+    Reports the step's metrics beside those that the run has logged. Writes only to REPLAY in the run's directory.
+    Returns True if no metric differs. Raises MegagrpoError.
     """
     recipe = checked.recipe
     found = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
@@ -115,7 +115,7 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
 
 
 def logged_metrics(directory: Path, step: int) -> dict[str, float] | None:
-    """The line of this step in metrics.jsonl, without NOT_COMPARED; NaN for what was not finite. None: no such line."""
+    """Reads the line of this step in metrics.jsonl, without NOT_COMPARED; null becomes NaN. None: no such line."""
     path = directory / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What the stages of a step work with, and the clock of their phases."""
+"""The objects that the stages of a step work with, and the clock of their phases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN_AS = {
     "checkpoint": "saving a checkpoint",
     "export": "exporting a model",
 }
-"""Phases as progress shows them. Sampling and scoring say themselves how far they are."""
+"""Phases as progress shows them. Sampling and scoring report their own progress."""
 
 
 class PhaseClock:
@@ -50,7 +50,7 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Metrics `seconds/<phase>` since the last call."""
+        """Returns the metrics `seconds/<phase>` since the last call."""
         taken = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken
@@ -58,7 +58,7 @@ class PhaseClock:
 
 @dataclass(frozen=True)
 class TrainRun:
-    """The training half of a run, whose ranks have started: what it takes to train on samples that are there."""
+    """The training half of a run whose ranks have started: all that training on given samples needs."""
 
     recipe: Recipe
     total_steps: int
@@ -77,6 +77,6 @@ class Run(TrainRun):
     weights: WeightSync
     stopping: Stopping
     sampling: Sampling | None = None
-    """What is sampled in the background, unless a step samples all of its prompts itself."""
+    """The sampling in the background; None if a step samples all of its prompts itself."""
     replayed: Replayed | None = None
-    """The schedule of another run, if this one repeats it."""
+    """The schedule of another run that this one repeats."""

@@ -1,7 +1,7 @@
-"""A run of either kind: start or continue, step by step, evaluate, save when due, stop on a signal, export a model.
+"""A run of either kind: start or resume, step by step, evaluate, save when due, stop on a signal, export a model.
 
-train.py and sft.py say what differs: how a run reads its data and starts its processes (`run_to_end`), and what its
-started processes do in a step (`Training`).
+train.py and sft.py define the differences: how a run reads its data and starts its processes (`run_to_end`), and what
+its started processes do in a step (`Training`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from megagrpo.weights.families import read_architecture
 
 @dataclass(frozen=True)
 class Setup(Generic[Kind, AnyItem]):
-    """What is known of a run before its processes start."""
+    """The state of a run before its processes start."""
 
     checked: Preflight[Kind]
     tokenizer: PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ class Setup(Generic[Kind, AnyItem]):
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step leaves behind."""
+    """The results of a step."""
 
     metrics: dict[str, float]
     tokens: int  # prompts and responses, or examples: for tokens_per_second
@@ -102,7 +102,7 @@ class StepDone:
 
 
 class Training(Protocol):
-    """The started processes of a run, and what each kind of run does with them."""
+    """The started processes of a run, and their operations in each kind of run."""
 
     @property
     def ranks(self) -> TrainRanks: ...
@@ -111,19 +111,19 @@ class Training(Protocol):
         """Trains step `step`, timed as phase `step`. Raises StopRequested if it gives up, as if it never began."""
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
-        """Metrics on the held-out items of these sets, without `eval/`. step: whose weights they are; 0: the first."""
+        """Returns metrics of these sets' held-out items, without `eval/`. step: of the weights; 0: before training."""
 
     def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
-        """Inside it, the ranks can be saved. goes_on: another step follows."""
+        """Makes the ranks ready to save inside the context. goes_on: another step follows."""
 
     def exporting(self) -> AbstractContextManager[None]:
-        """Inside it, the ranks' parameters can be exported; no step follows."""
+        """Makes the ranks' parameters ready to export inside the context; no step follows."""
 
     def with_new_ranks(self, saved: Checkpoint | None) -> Self:
-        """The same with other ranks in place of lost ones: with a saved state, or with the model as the run began."""
+        """Returns the training with new ranks for lost ones: from a saved state, or from the model as the run began."""
 
     def give_up(self) -> None:
-        """Ends what a stop has interrupted, so that the ranks can be saved."""
+        """Cancels the work that a stop has interrupted, so that the ranks can be saved."""
 
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
@@ -133,7 +133,7 @@ Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[An
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: what its next checkpoint will say. A step that is given up leaves it as it was."""
+    """The progress of a run, as its next checkpoint records it. A step that is given up leaves it unchanged."""
 
     kl_coefficient: float | None  # of the next step; None in fine-tuning
     data_cursor: Mapping[str, Any]
@@ -154,11 +154,11 @@ def run_to_end(
     engines_too: bool = True,
     last_step: int | None = None,
 ) -> int:
-    """Runs the recipe to its end, from its newest checkpoint if it has one; 0.
+    """Runs the recipe to its end, from its newest checkpoint if it has one; returns 0.
 
     `read` reads data.train, then each evaluation set, whose name it gets. `start` starts the processes on the reserved
-    devices and leaves their ends to the stack. `take_steps`, by default `run_despite_losses`, takes all steps. The run
-    has devices for engines if `engines_too`. It ends after `last_step`, if that is less than its length. Raises
+    devices and registers their ends on the stack. `take_steps`, by default `run_despite_losses`, takes all steps. The
+    run has devices for engines if `engines_too`. It ends after `last_step`, if that is less than its length. Raises
     MegagrpoError; RunStopped if the process was sent SIGTERM or SIGUSR1, once everything is saved.
     """
     recipe = checked.recipe
@@ -264,7 +264,7 @@ def run_to_end(
 
 
 def _write_plan(checked: Preflight[Any], directory: Path) -> None:
-    """What the recipe comes to, for the report. A recipe that names GPUs which no plan knows has none."""
+    """Writes the recipe's plan, for the report. Skips a recipe with GPUs that are unknown to plans."""
     critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
     with suppress(RecipeError):
         planned = plan_of(checked.recipe, checked.architecture, critic=critic, agent=checked.agent)
@@ -272,7 +272,7 @@ def _write_plan(checked: Preflight[Any], directory: Path) -> None:
 
 
 def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | None) -> Progress:
-    """Where the run stands before its first step now. saved: the checkpoint that it continues from.
+    """Returns the run's progress before its first step in this process. saved: the checkpoint resumed from.
 
     Early stopping keeps its best value only if it still watches the same metric.
     """
@@ -295,22 +295,22 @@ def first_progress(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | N
 
 
 def first_kl_coefficient(recipe: Recipe, state: TrainerState | None) -> float:
-    """Weight of the KL penalty in the first step after a checkpoint's state, or of all."""
+    """Returns the weight of the KL penalty in the first step after a checkpoint's state, or in the run's first."""
     if state and recipe.algorithm.kl.target is not None and state.kl_coefficient is not None:
         return state.kl_coefficient
     return recipe.algorithm.kl.coefficient
 
 
 class RanksLost(Exception):  # noqa: N818  it carries the error
-    """Training ranks were lost when the run had finished `step`."""
+    """The loss of training ranks when the run had finished `step`."""
 
     def __init__(self, step: int, error: RankLostError) -> None:
         self.step, self.error = step, error
 
 
 def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
-    """As run_steps. Where training ranks are lost the run goes back to its newest checkpoint, or to its begin, with new
-    ones. Raises the first RankLostError when they are lost too often without a new step (cluster.restarts_max).
+    """Runs run_steps. After a loss of training ranks, restarts with new ones at the newest checkpoint, or at the run's
+    start. Raises the first RankLostError if they are lost too often without a new step (cluster.restarts_max).
     """
     tracker, most, progress, furthest = setup.tracker, setup.recipe.cluster.restarts_max, begun, begun.step - 1
     errors: list[RankLostError] = []
@@ -338,7 +338,7 @@ def run_despite_losses(setup: Setup[Any, Any], training: AnyTraining, begun: Pro
 
 
 def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progress) -> tuple[AnyTraining, Progress]:
-    """Back at the newest checkpoint. begun: where the run was when this process took it up."""
+    """Restarts at the newest checkpoint. begun: the run's progress when this process started."""
     training.ranks.end_lost()  # or the save that is under way would wait for a rank that is stopped
     saved = setup.saving.newest_again()
     step = saved.state.step if saved else 0
@@ -353,12 +353,12 @@ def _with_new_ranks(setup: Setup[Any, Any], training: AnyTraining, begun: Progre
 
 
 def run_steps(setup: Setup[Any, Any], training: Training, progress: Progress, restarts: int) -> Progress:
-    """Steps until the run's length or early stopping; evaluates and saves when due.
+    """Runs steps until the run's length or early stopping; evaluates and saves when due.
 
-    A step is logged before it is saved: a run killed in between repeats the step, and its line is written again.
-    Raises a step's failure once the step is saved, and StopRequested once all steps that are done are saved; so too the
-    errors of engines, weight syncs, rewards, files and nodes, where the ranks still hold the last step. Also raises
-    RanksLost.
+    A step is logged before it is saved: a run killed in between repeats the step, and its line is written again. Raises
+    a step's failure once the step is saved, and StopRequested once all finished steps are saved. Errors of engines,
+    weight syncs, rewards, files and nodes are raised after a save, if the ranks still hold the last step, else at once.
+    Raises RanksLost if training ranks are lost.
     """
     recipe, tracker, cursor, saving = setup.recipe, setup.tracker, setup.cursor, setup.saving
     failure: MegagrpoError | None = None
@@ -424,7 +424,7 @@ def _evaluate_start(setup: Setup[Any, Any], training: Training, progress: Progre
 
 
 def _log(setup: Setup[Any, Any], progress: Progress, restarts: int) -> MegagrpoError | None:
-    """Logs the newest step; the error of an alert that ends the run there."""
+    """Logs the newest step; returns the error of an alert that ends the run there."""
     metrics = (progress.unlogged or {}) | _evaluation_metrics(progress)
     raised = setup.alerts.after(progress.step, metrics) if setup.alerts else None
     counted = {"restarts": float(restarts)} | ({"alerts": raised.holding} if raised else {})
@@ -435,7 +435,7 @@ def _log(setup: Setup[Any, Any], progress: Progress, restarts: int) -> MegagrpoE
 
 
 def _save_whole_step(setup: Setup[Any, Any], training: Training, progress: Progress) -> None:
-    """After an error of others' making: the ranks may still be whole, and hold the last step."""
+    """Saves the last step after an error outside the ranks, if they are whole and still hold it."""
     with training.ranks.alone():
         if progress.step > setup.saving.wait() and training.ranks.step == progress.step:
             try:
@@ -453,7 +453,7 @@ def _ended_diverged(taken: int, last: int) -> RankError:
 
 
 def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple[Progress, MegagrpoError | None]:
-    """The next step, not yet evaluated or logged, and its failure."""
+    """Takes the next step; returns the progress, not yet evaluated or logged, and the step's failure."""
     setup.stopping.stop_here()
     step = before.step + 1
     with under_way(f"step {step}"), profiled(setup.recipe, training.ranks, step, setup.tracker.say):
@@ -480,7 +480,7 @@ def _step(setup: Setup[Any, Any], training: Training, before: Progress) -> tuple
 
 
 def _evaluate(setup: Setup[Any, Any], training: Training, progress: Progress, *, last: bool) -> Progress:
-    """Evaluates the sets that are due after the newest step, and that are not evaluated yet."""
+    """Evaluates the sets that are due after the newest step and not evaluated yet."""
     there = {name.partition("/")[0] for name in progress.evaluation or ()}
     sets = [name for name in setup.recipe.eval.due(progress.step, last=last) if name not in there]
     if not sets:
@@ -498,8 +498,8 @@ def _evaluation_metrics(progress: Progress) -> dict[str, float]:
 
 
 def _reason_to_stop(progress: Progress, cursor: Cursor[Any]) -> str | None:
-    """Why the run ends before its length. A run that solves all of its prompts ends without an error: its model is
-    evaluated, saved and exported as any other.
+    """Returns the reason to end the run before its length, or None. A run that solves all of its prompts ends without
+    an error: its model is evaluated, saved and exported like any other.
     """
     if cursor.exhausted:
         return "every prompt is set aside (data.no_resampling_pass_rate)"
@@ -507,7 +507,7 @@ def _reason_to_stop(progress: Progress, cursor: Cursor[Any]) -> str | None:
 
 
 def _is_new_best(metric: str | None, evaluation: Mapping[str, float] | None, saving: Saving) -> bool:
-    """Whether these weights were evaluated as better than every checkpoint that is kept."""
+    """Returns whether these weights' evaluation beats that of every checkpoint that is kept."""
     if metric is None or evaluation is None or metric not in evaluation:  # not every step evaluates its set
         return False
     best = saving.best()
@@ -545,7 +545,7 @@ def _export(setup: Setup[Any, Any], training: Training, step: int, *, begin: boo
 
 @contextmanager
 def waiting_for(exports: Exports) -> Iterator[None]:
-    """At the end, the export that is under way is complete: the ranks write it."""
+    """Waits, at the end of the context, for the export that is under way: the ranks write it."""
     try:
         yield
     finally:

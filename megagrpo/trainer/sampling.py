@@ -1,7 +1,7 @@
 """Groups that are sampled and scored in the background, until a step takes them.
 
-What may begin, and which groups a step takes, is Admission's to say (algorithm/admission.py). Samples come by the
-thread of the engines (cluster/rollouts.py); a thread here scores them.
+Admission (algorithm/admission.py) decides which prompts begin and which groups a step takes. The thread of the engines
+(cluster/rollouts.py) delivers samples; a thread here scores them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megagrpo.types import Group, Prompt, Sample
 CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 OF_CUT_AGENTS = ("cut/samples", "cut/trained_tokens_mean", "cut/trained_tokens_p90")
-"""Metrics of what was cut that need no lengths of unended rollouts."""
+"""Metrics of a cut that need no lengths of unended rollouts."""
 
 
 @dataclass(eq=False)
@@ -49,9 +49,9 @@ class Begun:
 
 
 class Sampling:
-    """The groups that are on their way. Nothing begins before `go_on`. Methods are for the thread that trains.
+    """The groups in progress. Prompts begin once `go_on` is called. Methods are for the thread that trains.
 
-    Raises what engines and rewards raise: from `take`.
+    `take` raises the errors of engines and rewards.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Sampling:
         step: int = 0,
         pending: Pending | None = None,
     ) -> None:
-        """steps: of the whole run. teaches: whether a step may train on a scored group; another takes the place of one
-        that it may not. step, pending: of the checkpoint that the run continues from."""
+        """Starts the scoring thread. steps: of the whole run. teaches: whether a step may train on a scored group;
+        another group replaces one that it may not. step, pending: of the checkpoint resumed from."""
         self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
         self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
         self._changed = rollouts.changed
@@ -96,7 +96,7 @@ class Sampling:
     # --- what the schedule asks ---------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Prompts begin as they may, and what `pause` took back goes on."""
+        """Starts prompts as admission allows, and resumes those that `pause` withdrew."""
         with self._changed:
             if self._paused:
                 self._paused = False
@@ -104,8 +104,8 @@ class Sampling:
             self._admit()
 
     def take(self, *, then_pause: bool = False) -> Sampled:
-        """The groups of the next step, once they are there. then_pause: no prompt begins in their place, as `pause`
-        follows. Raises EngineError if a token is of another version than their staleness lets it be, or if no sample
+        """Waits for the groups of the next step, and returns them. then_pause: no prompt begins in their place, as
+        `pause` follows. Raises EngineError if a token's version is outside the allowed staleness, or if no sample
         ended within rollout.timeout_seconds."""
         taken: list[Admitted] = []
 
@@ -150,30 +150,30 @@ class Sampling:
         return with_baselines(Sampled(groups, everything, metrics=metrics, begun=order), greedy)
 
     def advance(self, version: int) -> None:
-        """Engines sample with this version from now on."""
+        """Sets the weight version with which engines sample from now on."""
         with self._changed:
             self._admission.advance(version)
             self._admit()
 
     def finish(self) -> None:
-        """Waits until everything that has begun is sampled."""
+        """Waits until all prompts that have begun are sampled."""
         self._rollouts.wait(lambda: not self._incomplete())
 
     def drop(self) -> None:
-        """Gives up everything that is on its way."""
+        """Cancels the requests of all incomplete groups."""
         with self._changed:
             self._paused = True
             self._rollouts.drop([begun.order for begun in self._incomplete()])
 
     def pause(self) -> None:
-        """Takes back what is not complete: engines have nothing to do for it until `go_on`."""
+        """Withdraws all incomplete groups: engines work on none of them until `go_on`."""
         with self._changed:
             self._paused = True
             orders = [begun.order for begun in self._incomplete()]
         self._rollouts.withdraw(orders)
 
     def cut(self, sampled: Sampled) -> Sampled:
-        """Throws away everything that has begun, after `pause`. Adds what that does to the lengths of the step's."""
+        """Drops all groups in progress, after `pause`. Adds metrics of the effect on the step's response lengths."""
         with self._changed:
             cut = list(self._begun.values())
             for begun in cut:
@@ -194,7 +194,7 @@ class Sampling:
         return replace(sampled, metrics={**sampled.metrics, **metrics})
 
     def set_aside(self, ids: Iterable[str]) -> None:
-        """No prompt of these ids begins again."""
+        """Keeps prompts of these ids from beginning again."""
         with self._changed:
             self._cursor.set_aside(ids)
             kept = deque(prompt for prompt in self._drawn if not self._cursor.is_set_aside(prompt.id))
@@ -203,7 +203,7 @@ class Sampling:
             self._drawn = kept
 
     def pending(self) -> Pending:
-        """What is on its way now, and the place in the data behind it."""
+        """Returns the groups in progress, and the data cursor behind them."""
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
             groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
@@ -282,7 +282,7 @@ class Sampling:
     # --- the thread that scores ---------------------------------------------------------------------------------------
 
     def _completed(self, order: Order) -> None:
-        """Called by the engines' thread."""
+        """Queues a complete order for scoring. The engines' thread calls it."""
         with self._changed:
             if begun := self._of_order.pop(order, None):  # else it was cut meanwhile
                 self._unscored.append(begun)
@@ -328,13 +328,13 @@ class Sampling:
 
 
 def step_of(number: int, recipe: Recipe) -> int:
-    """The step number in the seeds of this group's samples: of a synchronous run in which every group is trained."""
+    """Returns the step number in the seeds of this group's samples: of a synchronous run that trains every group."""
     return number // recipe.rollout.prompts_per_step + 1
 
 
 def require_versions(begun: Begun, newest: int) -> None:
-    """Raises EngineError unless every token was sampled by a version from the group's first to the newest, and the step
-    may still train on the group: the staleness that the recipe allows is never exceeded."""
+    """Raises EngineError if weights older than the group's first version or newer than `newest` sampled a token, or if
+    the group's last step has passed: the staleness never exceeds the recipe's limit."""
     first, last_step = begun.admitted.version, begun.admitted.last_step
     if newest + 1 > last_step:
         given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
@@ -347,7 +347,7 @@ def require_versions(begun: Begun, newest: int) -> None:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions older than the policy the weights are that sampled each token."""
+    """Returns metrics of staleness: by how many versions the weights that sampled each token lag behind the policy."""
     samples = [sample for group in groups for sample in group.samples if len(sample.tokens)]
     counts = np.zeros(version + 1, np.int64)  # tokens by age
     mixed = 0

@@ -30,7 +30,7 @@ EXPORTED_BY = "megagrpo.json"
 
 
 def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoint | None:
-    """The newest complete checkpoint of this run; None if there is none.
+    """Returns the newest complete checkpoint of this run; None if there is none.
 
     Raises RecipeError if there is one though checkpoint.resume is never, or if the recipe has changed so that the
     checkpoint cannot continue with it.
@@ -49,25 +49,25 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
 
 
 class Saving:
-    """A run's checkpoints: training waits for a copy in the ranks' host memory; files are written while it goes on.
+    """A run's checkpoints: training waits for a copy in the ranks' host memory; files are written while it continues.
 
     One thread writes, commits and deletes, one job after another. A save that fails is reported, leaves nothing behind
-    and touches no older checkpoint; the run goes on, and ends with the error only if it was the last save.
+    and touches no older checkpoint; the run continues, and ends with the error only if it was the last save.
     """
 
     def __init__(self, store: CheckpointStore, say: Callable[[str], None], saved: int = 0) -> None:
-        """saved: the step that the run continues after. say: called by the run's own thread."""
+        """Sets up the writing thread. saved: step after which the run resumes. say: called by the run's own thread."""
         self._store, self._say, self._saved = store, say, saved
         self._failure: MegagrpoError | OSError | None = None
-        """That of the last save."""
+        """Error of the last save."""
         self._said = True
-        """Whether it was told; `finish` raises it instead."""
+        """False until the error is reported; `finish` raises it instead of reporting it."""
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._jobs: deque[Future[None]] = deque()
 
     def begin(self, ranks: TrainRanks, state: TrainerState, pending: Pending | None = None) -> None:
-        """Copies the state of `state.step`, once the save before is over; a thread then makes it a checkpoint, with the
-        groups that no step has trained on."""
+        """Waits for the previous save, then copies the state of `state.step`; a thread then writes it as a checkpoint,
+        with `pending`, the groups that no step has trained on."""
         self.wait()
         self._tell()
         self._failure = None
@@ -96,9 +96,9 @@ class Saving:
         self._saved = state.step
 
     def confirm(self) -> None:
-        """What was saved last has made finite numbers since: CheckpointStore.confirm, after the save that is under way.
+        """Confirms, after the save under way, that the saved weights made finite numbers (CheckpointStore.confirm).
 
-        Also reports a save that has failed.
+        Reports a save that has failed.
         """
         self._jobs.append(self._thread.submit(self._store.confirm))
         while self._jobs and self._jobs[0].done():
@@ -107,7 +107,7 @@ class Saving:
 
     @contextmanager
     def going_on_from_finite_weights(self, lr: float) -> Iterator[None]:
-        """The error of a run that has diverged says how it goes on from the newest weights that made finite numbers."""
+        """Adds to the error of a diverged run how to resume from the newest weights that made finite numbers."""
         try:
             yield
         except MegagrpoError as error:
@@ -126,25 +126,25 @@ class Saving:
             raise type(error)([replace(first, fix=f"{DIVERGED_FIX}. To go on: {command}"), *once]) from error
 
     def wait(self) -> int:
-        """Waits for the save that is under way; the step of the newest checkpoint."""
+        """Waits for the save that is under way; returns the step of the newest checkpoint."""
         while self._jobs:
             self._settle(self._jobs.popleft())
         return self._saved
 
     def best(self) -> float | None:
-        """CheckpointStore.best, once the save that is under way is over."""
+        """Returns CheckpointStore.best, once the save that is under way is over."""
         self.wait()
         return self._store.best()
 
     def finish(self) -> None:
-        """Waits likewise. Raises the error of the last save if it failed."""
+        """Waits for the save that is under way. Raises the error of the last save if it failed."""
         self.wait()
         if self._failure is not None:
             self._said = True
             raise self._failure
 
     def newest_again(self) -> Checkpoint | None:
-        """The newest checkpoint, to which the run goes back; None if there is none."""
+        """Returns the newest checkpoint, from which the run restarts; None if there is none."""
         self.wait()
         self._store.remove_leftovers()
         found = self._store.latest_complete()
@@ -195,7 +195,7 @@ def export(
 
 
 def complete_export(begun: Export, recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
-    """What belongs to a model whose weights every rank has written, and its name. Raises CheckpointError or OSError."""
+    """Completes a model whose weights every rank has written, and names it. Raises CheckpointError or OSError."""
     if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
         tokenizer.save_pretrained(begun.partial)
     (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
@@ -203,7 +203,7 @@ def complete_export(begun: Export, recipe: AnyRecipe, tokenizer: PreTrainedToken
 
 
 def exported_step(recipe: AnyRecipe) -> int | None:
-    """The step whose weights are in the run's export directory; None if there is no export."""
+    """Returns the step whose weights are in the run's export directory; None if there is no export."""
     try:
         written = json.loads((export_directory(recipe) / EXPORTED_BY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""When the stages of a step run: what waits for what, whose memory is free meanwhile, and what a stop gives up.
+"""The order of a step's stages: which waits for which, whose memory is free meanwhile, and what a stop gives up.
 
 synchronous      sample all, train, sync
-carrying_over    the same, but sampling ends when the step has its groups; the others go on in the next step, or are
-                 thrown away (oversample)
+carrying_over    the same, but sampling ends when the step has its groups; the others continue in the next step, or are
+                 dropped (oversample)
 asynchronous     engines sample while the ranks train
 """
 
@@ -27,7 +27,7 @@ from megagrpo.types import Group
 
 @dataclass(frozen=True)
 class Step:
-    """What a step leaves behind: for the trackers, and for the next step."""
+    """The results of a step: for the trackers, and for the next step."""
 
     metrics: dict[str, float]
     groups: Sequence[Group]  # those that the step could train on; rows of `mismatch` are their samples
@@ -40,9 +40,9 @@ class Step:
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Step `step` (the first is 1), in the order of the recipe's schedule.
+    """Runs step `step` (the first is 1), in the order of the recipe's schedule.
 
-    The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told so
+    The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told to stop
     before everything is scored; the training ranks are then as before the step.
     """
     if run.sampling is None:
@@ -53,8 +53,8 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
 
 
 def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
-    """One stage after another: samples come from the weights that are then trained (and from those before, where the
-    schedule of another run is replayed)."""
+    """Runs one stage after another: the weights that the step trains sample its groups. In a replay of another run's
+    schedule, older weights sample some of them."""
     with run.stopping.giving_up(), run.policy.released():
         sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
         run.rollouts.release_memory()
@@ -62,8 +62,8 @@ def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
 
 
 def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
-    """Sampling ends when the step has its groups. What is not complete goes on in the next step; with oversample it is
-    thrown away."""
+    """Ends sampling when the step has its groups. Incomplete groups continue in the next step; with oversample they are
+    dropped."""
     with run.stopping.giving_up(), run.policy.released():
         with run.clock.phase("rollout"):
             sampling.go_on()
@@ -76,8 +76,8 @@ def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float
 
 
 def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
-    """Engines go on sampling while the step trains, and while they get its weights. With one_step_off they begin no
-    more than the next step's prompts, and finish them before they get weights."""
+    """Trains the step while engines sample, and continue to sample as they get its weights. With one_step_off they
+    begin no more than the next step's prompts, and finish them before they get weights."""
     with run.stopping.giving_up(), run.clock.phase("rollout"):
         sampling.go_on()
         sampled = sampling.take()
@@ -85,7 +85,7 @@ def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float)
 
 
 def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
-    """What all schedules do with a step's samples."""
+    """Trains on a step's samples, syncs the weights and collects metrics; shared by all schedules."""
     rate = run.recipe.data.no_resampling_pass_rate
     if rate is not None:
         (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))

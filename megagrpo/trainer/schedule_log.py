@@ -1,7 +1,7 @@
-"""schedule.jsonl, a line per step: what the machine's speed decides where samples come in the background; its replay.
+"""schedule.jsonl, a line per step: the decisions of background sampling that depend on the machine's speed; its replay.
 
-That is: which groups a step takes, which weights were the newest when each began, and after which tokens of a response
-engines got other weights. Everything else follows from seeds.
+The decisions: which groups a step takes, which weights were the newest when each began, and after which tokens of a
+response engines got other weights. Everything else follows from seeds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Span = tuple[Count, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """number, version: as in algorithm.admission.Admitted."""
+    """A group of a logged step. number, version: as in algorithm.admission.Admitted."""
 
     number: Count
     version: Count
@@ -56,7 +56,7 @@ class LoggedStep:
 
 
 def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
-    """The line of a step whose groups were sampled in the background."""
+    """Returns the line of a step whose groups were sampled in the background."""
     groups: list[dict[str, Any]] = []
     for place, (begun, group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
         samples = (*group.samples, *sampled.greedy[place : place + 1])
@@ -75,19 +75,19 @@ def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
 
 
 def spans(versions: np.ndarray, joints: Iterable[int]) -> list[Span]:
-    """Runs of equal versions, int32 [tokens], which also end at joints."""
+    """Splits versions, int32 [tokens], into runs of equal versions, which also end at joints."""
     inner = {int(end) for end in np.flatnonzero(np.diff(versions)) + 1} | {*joints}
     ends = sorted({end for end in inner if 0 < end < len(versions)} | ({len(versions)} - {0}))
     return [(int(versions[end - 1]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def joints_of(of_sample: Sequence[Span]) -> list[int]:
-    """Where spans meet."""
+    """Returns the numbers of tokens after which spans meet."""
     return list(accumulate(tokens for _, tokens in of_sample[:-1]))
 
 
 def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
-    """The steps of the run in `directory`, from the first on. Raises UnusableCheckpointError."""
+    """Reads the steps of the run in `directory`, from the first on. Raises UnusableCheckpointError."""
     path = directory / SCHEDULE_FILE
     line_type, found = pydantic.TypeAdapter(LoggedStep), {}
     try:
@@ -115,23 +115,23 @@ def _unusable(where: str, given: str, needed: str) -> UnusableCheckpointError:
 
 
 class Replayed:
-    """Takes the place of Sampling. Before a step trains, engines sample what its weights have sampled of any group in
-    the run that is repeated; nothing is sampled while it trains."""
+    """A replay in place of Sampling. Before a step trains, engines sample all tokens that its weights sampled in the
+    repeated run, of any group; they idle while it trains."""
 
     def __init__(self, logged: Sequence[LoggedStep], say: Callable[[str], None]) -> None:
         self._steps, self._say = logged, say
         self._due: defaultdict[int, list[tuple[LoggedGroup, int, int]]] = defaultdict(list)
-        """By version: samples (place in their group), and which of their spans it samples."""
+        """By version: the group, the sample's place in it, and the index of the span that the version samples."""
         for step in logged:
             for group in step.groups:
                 for place, of_sample in enumerate(group.samples):
                     for index, (version, _) in enumerate(of_sample):
                         self._due[version].append((group, place, index))
         self._samples: dict[tuple[int, int], Sample] = {}
-        """What is there, by group and place."""
+        """Samples so far, by group number and place."""
 
     def sample(self, run: Run, step: int) -> Sampled:
-        """The groups of `step`, with scores."""
+        """Generates the groups of `step`, and returns them with scores."""
         logged, version = self._steps[step - 1], step - 1
         with run.clock.phase("rollout"):
             self._sample_with(version, run)

@@ -57,7 +57,7 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
 
 @dataclass(frozen=True)
 class FineTuning:
-    """What the run loop asks of supervised fine-tuning."""
+    """The `Training` of supervised fine-tuning."""
 
     setup: Setup[SftRecipe, Example]
     ranks: SftRanks
@@ -65,7 +65,7 @@ class FineTuning:
     start_ranks: Callable[[Checkpoint | None], SftRanks]
 
     def step(self, step: int, kl_coefficient: float | None) -> StepDone:
-        """One optimizer step on the next examples."""
+        """Takes one optimizer step on the next examples."""
         recipe, cursor, clock = self.setup.recipe, self.setup.cursor, self.setup.clock
         with clock.phase("step"):
             epoch = cursor.epoch + cursor.position / len(cursor)
@@ -95,7 +95,7 @@ class FineTuning:
         return StepDone(metrics, tokens)
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
-        """Mean loss of all held-out assistant tokens; as many examples pass at a time as in a step."""
+        """Returns mean loss and perplexity of held-out assistant tokens, with a step's number of examples at a time."""
         held_out, at_once = self.setup.held_out[HELD_OUT], self.setup.recipe.data.examples_per_step
         losses = []
         with progress("held-out examples", len(held_out)) as work:
@@ -115,7 +115,7 @@ class FineTuning:
         return replace(self, ranks=self.start_ranks(saved))
 
     def give_up(self) -> None:
-        """A stop interrupts nothing here that could keep the ranks from saving."""
+        """Does nothing: a stop here interrupts nothing that could keep the ranks from saving."""
 
     def _pack(self, examples: Sequence[Example]) -> list[RankBatch]:
         sequences = [

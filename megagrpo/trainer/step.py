@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megagrpo.trainer.run import Run, TrainRun
 
 ATTEMPTS = 3
-"""Times that engines are asked for a step's responses while they give up on every one."""
+"""Attempts at a step's responses while engines give up on every one."""
 
 ERRORS_SHOWN = 3
 NEVER_ASKED = "no answer of the policy: the agent never asked for one"
@@ -43,7 +43,7 @@ NEVER_ASKED = "no answer of the policy: the agent never asked for one"
 
 
 def sample(run: Run, step: int) -> Sampled:
-    """Responses to the next prompts, scored: in several rounds with dynamic sampling, with greedy ones for remax."""
+    """Generates and scores responses to the next prompts: in rounds with dynamic sampling, greedy ones for remax."""
     recipe = run.recipe
     if recipe.rollout.dynamic_sampling:
         return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
@@ -53,8 +53,8 @@ def sample(run: Run, step: int) -> Sampled:
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
-    """A group of responses to each prompt. Raises EngineError if other weights than the policy's sampled a token, or if
-    engines give up on every response, or on every greedy one, ATTEMPTS times; AgentError if agents fail in them.
+    """Returns a group of responses per prompt. Raises EngineError if other weights than the policy's sampled a token,
+    or if engines give up on every response, or on every greedy one, ATTEMPTS times; AgentError if agents fail in them.
     """
     for _ in range(ATTEMPTS):
         with run.clock.phase("rollout"):
@@ -71,7 +71,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
 
 
 def any_ended(groups: Sequence[Group]) -> bool:
-    """Whether one response has come to an end that is not the failure of its agent, and has a token."""
+    """Returns whether a response has ended; an agent's rollout counts only if it has a token and did not fail."""
     samples = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
     return any(
         sample.agent is None or (len(sample.tokens) and not sample.agent.counts.get("failed")) for sample in samples
@@ -87,15 +87,15 @@ def require_agents(groups: Sequence[Group], step: int) -> None:
 
 
 def agent_errors(groups: Sequence[Group]) -> str:
-    """Why agents failed in rollouts, were late or got no token, with how many there are of each: the most frequent
-    first. Turns that engines gave up on are not the agents' fault."""
+    """Returns why agents failed in rollouts, were late or got no token, with the count of each error: the most frequent
+    first. Skips turns that engines gave up on."""
     errors = Counter(agent_error(sample) for group in groups for sample in group.samples)
     del errors[""]
     return "; ".join(f"{error} ({count} times)" for error, count in errors.most_common(ERRORS_SHOWN))
 
 
 def agent_error(sample: Sample) -> str:
-    """Why the agent is to blame for what became of its rollout, or ""."""
+    """Returns the error for which a rollout's agent is to blame, or ""."""
     run = sample.agent
     if run is None or run.counts.get("failed") or run.counts.get("late"):
         return run.error if run else ""
@@ -106,7 +106,7 @@ def agent_error(sample: Sample) -> str:
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:
-    """The same groups with a score for each sample."""
+    """Returns the same groups with a score for each sample."""
     with run.clock.phase("reward"):
         return run.scorer.score(groups)
 
@@ -122,21 +122,21 @@ def require_version(groups: Sequence[Group], version: int) -> None:
 
 
 def with_signal(groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-    """The groups that teach something, as `CreditMethod.teaches` says."""
+    """Returns the groups that teach something, as `CreditMethod.teaches` defines it."""
     inputs, algorithm = advantage_inputs(recipe, groups), recipe.algorithm
     teaches = algorithm.credit.teaches(algorithm.advantage, inputs, turns_of(recipe, groups))
     return [groups[i] for i in np.unique(inputs.group_ids[teaches])]
 
 
 def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
-    """Ids of the prompts with at least this share of all responses solved."""
+    """Returns the ids of the prompts with at least the share `rate` of their responses solved."""
     return [
         group.prompt.id for group in groups if sum(score.solved for score in group.scores) / len(group.samples) >= rate
     ]
 
 
 def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
-    """Groups without signal are replaced by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
+    """Replaces groups without signal by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
     wanted = run.recipe.rollout.prompts_per_step
     useful: list[Group] = []
     everything: list[Group] = []
@@ -152,7 +152,7 @@ def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
 
 
 def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
-    """greedy: of each of `sampled.all`, as `parted` gives them."""
+    """Adds the scores of greedy responses as baselines. greedy: of each of `sampled.all`, as `parted` returns them."""
     if not greedy:
         return sampled
     baselines = flat_scores(greedy[: len(sampled.groups)])
@@ -164,7 +164,7 @@ def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the policy learns from: advantages here, batches on the training ranks."""
+    """The policy's training data: advantages here, batches on the training ranks."""
 
     rows: np.ndarray  # bool [rows], those in the batches
     advantages: Advantages
@@ -172,8 +172,8 @@ class Loaded:
 
 
 def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
-    """Makes advantages, and loads the rows that teach something. Where advantages are made from the KL or the values
-    that ranks compute, all rows are loaded first. What was sampled is saved before that, if the recipe keeps batches.
+    """Computes advantages, and loads the rows that teach something. Loads all rows first where advantages need the KL
+    or the values that ranks compute. Saves the samples before that, if the recipe keeps batches.
     """
     recipe, algorithm = run.recipe, run.recipe.algorithm
     if recipe.checkpoint.keep_batches:
@@ -196,7 +196,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
 def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
     """Sends the chosen rows (bool [rows]) to the training ranks, which compute the logprobs that the recipe needs.
 
-    Returns what was sent, one batch per data rank; nothing if no row was chosen.
+    Returns the batches sent, one per data rank; [] if no row was chosen.
     """
     sequences = train_sequences(groups, rows)
     if not sequences:
@@ -224,7 +224,7 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
-    """What advantages are made from, without what the ranks compute. baselines: float64 [groups], for remax."""
+    """Returns the inputs of advantages, without those that ranks compute. baselines: float64 [groups], for remax."""
     functions = [] if recipe.reward.by_source else recipe.reward.functions
     return AdvantageInputs(
         scores=flat_scores(groups),
@@ -237,7 +237,7 @@ def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndar
 
 
 def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
-    """The turns of all rows, if the recipe credits turns. What is no agent's rollout is one turn."""
+    """Returns the turns of all rows, if the recipe credits turns. A response without an agent is one turn."""
     if not recipe.algorithm.credit.by_turn:
         return None
     found: list[tuple[float, ...]] = []
@@ -250,26 +250,26 @@ def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
 
 
 def flat_scores(groups: Sequence[Group]) -> np.ndarray:
-    """Scores of all rows: float64 [rows], NaN where a sample is masked."""
+    """Returns the scores of all rows: float64 [rows], NaN where a sample is masked."""
     return np.array(
         [np.nan if score.value is None else score.value for group in groups for score in group.scores], dtype=np.float64
     )
 
 
 def group_of_row(groups: Sequence[Group]) -> np.ndarray:
-    """Index of each row's group: int64 [rows]."""
+    """Returns the index of each row's group: int64 [rows]."""
     return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
 
 
 def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
-    """Rows that have a score, a token and, for remax, a baseline: bool [rows]."""
+    """Returns the rows that have a score, a token and, for remax, a baseline: bool [rows]."""
     rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
     return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
 
 
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
-    """The chosen rows (bool [rows]) as sequences; each has a response token. A rollout of an agent is one for each of
-    its branches that is trained on."""
+    """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
+    sequence for each branch that is trained on."""
     prompts = (np.array(group.prompt.tokens, np.int64) for group in groups)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
@@ -282,7 +282,7 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
 
 
 def _counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
-    """What each reward function counted: float64 [rows, functions], NaN where a sample has no such score."""
+    """Returns the score of each reward function: float64 [rows, functions], NaN where a sample has none."""
     unknown = (np.nan,) * functions
     rows = [score.counted or unknown for group in groups for score in group.scores]
     return np.array(rows, dtype=np.float64).reshape(len(rows), functions)
@@ -337,7 +337,7 @@ def _branches(branches: Sequence[Branch], sample: Sample, row: int) -> list[Trai
 
 @dataclass(frozen=True)
 class Trained:
-    """What the training ranks answered. None: that model did not learn in this step."""
+    """The results of the training ranks. None: that model did not learn in this step."""
 
     kl_coefficient: float  # of the next step
     policy: StepMetrics | None = None
@@ -348,7 +348,7 @@ class Trained:
 
     @property
     def changed(self) -> bool:
-        """Whether the policy's optimizer has taken a step: not all were skipped."""
+        """Returns whether the policy's optimizer has taken a step; False if all were skipped."""
         return self.policy is not None and not (self.policy.skipped_steps and math.isnan(self.policy.grad_norm))
 
 
@@ -368,7 +368,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
 
 
 def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
-    """What the step says of its samples, for those who look at them: of the tokens that are kept, what ranks know."""
+    """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings = run.recipe.track.rollouts
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
         return Learned(loaded.rows, loaded.advantages)
@@ -388,14 +388,14 @@ def sync(run: Run, version: int, *, changed: bool = True) -> None:
 
 
 def policy_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
-    """train.optimizer's schedule, over the steps after the critic's warm-up."""
+    """Returns the rate by train.optimizer's schedule, over the steps after the critic's warm-up."""
     critic = recipe.algorithm.critic
     waited = critic.warmup_steps if critic else 0
     return learning_rate(step - waited, total_steps - waited, recipe.train.optimizer)
 
 
 def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
-    """train.optimizer's schedule, its warm-up included, with the critic's peak."""
+    """Returns the rate by train.optimizer's schedule, its warm-up included, with the critic's peak."""
     if recipe.algorithm.critic is None:
         raise ValueError("no critic")
     optimizer = recipe.train.optimizer

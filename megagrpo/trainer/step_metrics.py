@@ -1,4 +1,4 @@
-"""What a step reports: its metrics, with names and meanings as in track/metrics.py, and its line of mismatch.jsonl."""
+"""The metrics of a step, with names and meanings as in track/metrics.py, and its line of mismatch.jsonl."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS_AFTER = 4
 def step_metrics(
     run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
-    """All metrics of a step but its phases' seconds. kl_coefficient: that of this step."""
+    """Returns all metrics of a step but its phases' seconds. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
     if isinstance(run, Run):
         idle, seconds = run.rollouts.idle()
@@ -60,7 +60,7 @@ def step_metrics(
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths of the sampled responses."""
+    """Returns metrics of the sampled responses' rewards and lengths."""
     scores = flat_scores(groups)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
@@ -91,7 +91,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def score_parts(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean of each part of a score over the samples that have it."""
+    """Returns the mean of each part of a score over the samples that have it."""
     parts: dict[str, list[float]] = {}
     for group in groups:
         for score in group.scores:
@@ -105,7 +105,7 @@ def _solved_share(groups: Sequence[Group]) -> float:
 
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
-    """How many groups teach anything, and what happened to the others."""
+    """Returns the share of groups with signal, the greedy reward, and counts of dynamic sampling."""
     metrics = {}
     if recipe.algorithm.critic is None:  # with a critic every response teaches
         metrics["groups/with_signal_share"] = len(with_signal(sampled.all, recipe)) / len(sampled.all)
@@ -124,7 +124,7 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
 def batch_metrics(
     recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch], device: str
 ) -> dict[str, float]:
-    """Advantages, and how evenly the microbatches are filled. advantages: float64 [rows]."""
+    """Returns metrics of advantages and of how evenly microbatches are filled. advantages: float64 [rows]."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
     train = recipe.train
     return {
@@ -150,7 +150,7 @@ def _spread(scores: np.ndarray) -> dict[str, float]:
 
 
 def update_metrics(update: StepMetrics) -> dict[str, float]:
-    """The policy's update, as the training ranks report it."""
+    """Returns metrics of the policy's update, as the training ranks report it."""
     metrics = {
         "loss/total": update.loss,
         "loss/policy": update.policy_loss,
@@ -214,7 +214,7 @@ def report_mismatch(
 def mismatch_record(
     step: int, mismatch: Mismatch, groups: Sequence[Group], decode: Callable[[Sequence[int]], str]
 ) -> MismatchRecord:
-    """The step's line of mismatch.jsonl, with the worst tokens as text."""
+    """Returns the step's line of mismatch.jsonl, with the worst tokens as text."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
     worst = tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst)
     figures = {name: getattr(mismatch, name) for name in MISMATCH_FIGURES}
@@ -222,7 +222,7 @@ def mismatch_record(
 
 
 def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory: Path) -> Problem | None:
-    """A problem if the recipe's figure is above its threshold or not a number. directory: the run's."""
+    """Returns a problem if the recipe's figure is above its threshold or not a number. directory: the run's."""
     value = getattr(record, settings.metric)
     if settings.above is None or value <= settings.above:
         return None
@@ -259,7 +259,7 @@ def _worst_token(
 
 
 def _sequence_around(prompt: Prompt, sample: Sample, index: int) -> tuple[list[int], int]:
-    """The sequence that has the sample's response token `index`, as an engine saw it; and where in it the token is."""
+    """Returns the sequence that has the sample's response token `index`, as an engine saw it, and the token's place."""
     for branch in sample.agent.branches if sample.agent else ():
         trained = np.flatnonzero(branch.trained)
         if index < len(trained):

@@ -1,4 +1,4 @@
-"""How a run is told to stop, by a scheduler whose time limit is near or by hand, and where it obeys."""
+"""Requests to stop a run, from a scheduler whose time limit is near or by hand, and the points where it stops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AT_ONCE = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(BaseException):
-    """Gives up the current work because the run was told to stop. Like KeyboardInterrupt, it is not a failure."""
+    """A request to give up the current work: the run was told to stop. Like KeyboardInterrupt, it is no failure."""
 
 
 class Stopping:
-    """Remembers a signal that asks the run to stop, until the run can stop without losing or half doing anything.
+    """A record of a stop signal, kept until the run can stop without losing or half doing anything.
 
     Inside `until_stopped`, on the main thread, it handles SIGNALS: the handler only notes the signal, and the run looks
     at the note at safe points. A second one of AT_ONCE ends the process at once.
@@ -39,7 +39,7 @@ class Stopping:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """Around work that leaves nothing lasting: a stop, requested in it or before it, gives the work up."""
+        """Wraps work that leaves nothing lasting: a stop, requested in it or before it, gives the work up."""
         self.stop_here()
         self._may_give_up = True
         try:
@@ -49,7 +49,7 @@ class Stopping:
 
     @contextmanager
     def while_ray_starts(self) -> Iterator[None]:
-        """Around ray.init, which installs a handler that exits at SIGTERM. Installs our handlers again afterwards.
+        """Wraps ray.init, which installs a handler that exits at SIGTERM. Installs our handlers again afterwards.
 
         Ray's processes inherit that SIGHUP is ignored: a closed terminal must leave them to the run.
         """
@@ -68,12 +68,12 @@ class Stopping:
             raise StopRequested
 
     def check(self) -> None:
-        """The same, but only inside `giving_up`, and in the main thread. Every wait calls it a few times a second."""
+        """Calls stop_here, if inside `giving_up` and in the main thread. Every wait calls this a few times a second."""
         if self._may_give_up and threading.current_thread() is threading.main_thread():
             self.stop_here()
 
     def error(self, checkpoint: Path | None) -> RunStopped:
-        """The error that ends the run. checkpoint: the newest; None if there is none."""
+        """Returns the error that ends the run. checkpoint: the newest; None if there is none."""
         return RunStopped(
             Problem(
                 where=f"stopped by {(self.signal or signal.SIGTERM).name}",
@@ -105,7 +105,7 @@ def end_at_second(numbers: socket.socket) -> None:
 
 @contextmanager
 def until_stopped(newest: Callable[[], Path | None]) -> Iterator[Stopping]:
-    """Around a run. Raises RunStopped if it was told to stop; `newest` then finds its newest checkpoint."""
+    """Handles stop signals during a run. Raises RunStopped if one came; `newest` then finds the newest checkpoint."""
     stopping, before = Stopping(), {number: signal.getsignal(number) for number in SIGNALS}
     numbers, noted = socket.socketpair()
     noted.setblocking(False)

@@ -50,7 +50,7 @@ def train(checked: Preflight[Recipe]) -> int:
 
 
 def prompt_reader(recipe: Recipe) -> Read[Prompt]:
-    """How the prompts of a recipe are read: each row must be of a source that a reward function is for."""
+    """Returns the reader of a recipe's prompts: each row must be of a source that a reward function is for."""
 
     def read(
         files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None
@@ -63,9 +63,9 @@ def prompt_reader(recipe: Recipe) -> Read[Prompt]:
 
 
 def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
-    """The same, with the order that the run in `source` has logged. It always begins at the first step. Raises as
-    `run_to_end` does; UnusableCheckpointError if the log lacks a step; RecipeError for a recipe with an agent. It ends
-    where the log does."""
+    """Runs the recipe with the schedule that the run in `source` has logged, from the first step to the end of the log.
+    Raises as `run_to_end` does; UnusableCheckpointError if the log lacks a step; RecipeError for a recipe with an
+    agent."""
     recipe = checked.recipe
     if recipe.agent is not None:
         needed = "a recipe without agent: what agents do and when is not logged"
@@ -82,8 +82,8 @@ def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
 def start_training(
     setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, replayed: Sequence[LoggedStep] = ()
 ) -> GrpoTraining:
-    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: what
-    the run whose schedule this one repeats has logged."""
+    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: logged
+    steps of the run whose schedule this one repeats."""
     checked, recipe, stopping = setup.checked, setup.recipe, setup.stopping
     model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
     critic = checked.critic_directory.absolute() if checked.critic_directory else model
@@ -193,7 +193,7 @@ def start_training(
 
 @dataclass(frozen=True)
 class GrpoTraining:
-    """What the run loop asks of GRPO and PPO."""
+    """The `Training` of GRPO and PPO."""
 
     run: Run
     held_out: Mapping[str, Sequence[Prompt]]  # by evaluation set
@@ -201,9 +201,9 @@ class GrpoTraining:
     tokenizer: PreTrainedTokenizerBase
     start_again: Callable[[Run, Checkpoint | None], Run]
     scorers: Mapping[str, Scorer]
-    """Those of the evaluation sets that have reward functions of their own."""
+    """By evaluation set: scorers of the sets with reward functions of their own."""
     files: ResponseFiles
-    """What evaluations sampled."""
+    """Files of the responses that evaluations sampled."""
 
     @property
     def ranks(self) -> Policy:

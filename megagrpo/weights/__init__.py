@@ -1,1 +1,1 @@
-"""Which part of which tensor is where? Every side describes its boxes; plans say what moves between sides."""
+"""Weights in common coordinates: every side lists its boxes of each tensor; plans list the transfers between sides."""

@@ -1,11 +1,11 @@
-"""Blocks of 128 x 128 that share a scale: who holds them, and who quantises them (quantizing.py does it).
+"""Blocks of 128 x 128 that share a scale: the ranks that hold them, and those that quantise them (by quantizing.py).
 
 A quantised tensor is two tensors in the common coordinates: NAME_fp8 has its shape, and NAME_scale_inv, the name that
 published checkpoints use, has an element for each block.
 
-The training ranks quantise before they send. Each block is made by the ranks that hold its first element: one of each
-replica, all with the same bits, so that every engine has a source nearby. What such a rank lacks of a block that is cut
-between ranks, it fetches from the others before. Both follow from manifests alone:
+The training ranks quantise before they send. The ranks that hold the first element of a block quantise it: one rank of
+each replica, all with the same bits, so that every engine has a source nearby. If the block is cut between ranks, they
+first fetch its missing elements from the others. Both follow from manifests alone:
 
     served = in_blocks(manifest, shapes)              # an engine rank
     sources, preparation = prepare(held, served)      # driver, before the plan from `sources` to `served`
@@ -42,7 +42,7 @@ def scale_name(tensor: str) -> str:
 
 
 def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:
-    """The manifest of an engine rank if these tensors are quantised: their storages are float8, with scales beside.
+    """Returns an engine rank's manifest with these tensors quantised: their storages are float8, with scales beside.
 
     Raises ModelError, naming tensors, if the engine cuts or fuses them within a block.
     """
@@ -74,7 +74,7 @@ def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:
 
 
 def _cut_within_blocks(placement: Placement, shape: Sequence[int]) -> str:
-    """Where a placement begins or ends within a block; empty if nowhere. The tensor's own end is a block's end."""
+    """Returns where a placement begins or ends within a block; empty if nowhere. A tensor's end is a block's end."""
     box = placement.box
     at = [low for low, axis in zip(placement.at, placement.axes, strict=True) if axis is not None]
     ends = (low + size for low, size in zip(box.start, box.shape, strict=True))
@@ -90,7 +90,7 @@ def values_of(blocks: Box) -> Box:
 
 
 def scales_of(blocks: Box) -> Box:
-    """An element for each of these blocks, which are whole."""
+    """Returns the box of the scales of these whole blocks: one element for each block."""
     start = tuple(low // BLOCK for low in blocks.start)
     return Box(scale_name(blocks.tensor), start, tuple(-(-size // BLOCK) for size in blocks.shape))
 
@@ -100,8 +100,8 @@ def scales_of(blocks: Box) -> Box:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What the training ranks do before they send: quantise the tensors of `shapes`, after transfers among themselves,
-    by `fetches`, of what ranks lack of their blocks. None: no block is cut between ranks."""
+    """The work of the training ranks before they send: first they fetch the missing elements of their blocks from each
+    other, by `fetches` (None: no block is cut between ranks). Then they quantise the tensors of `shapes`."""
 
     shapes: Shapes
     fetches: WeightPlan | None
@@ -110,8 +110,8 @@ class Preparation:
 def prepare(
     held: Sequence[Manifest], served: Iterable[Manifest], places: Sequence[Place] | None = None
 ) -> tuple[list[Manifest], Preparation | None]:
-    """What the training ranks send, if they hold `held` and engines ask for `served`; no preparation if none of these
-    asks for blocks. `places` are the ranks'. Raises WeightPlanError."""
+    """Returns the manifests that training ranks with `held` send to engines that ask for `served`, and the preparation.
+    The preparation is None if no engine asks for blocks. `places` are the ranks'. Raises WeightPlanError."""
     asked = {its.box.tensor for manifest in served for its in manifest.placements}
     shapes: dict[str, tuple[int, ...]] = {}
     for alike in classes_of(held):
@@ -138,9 +138,9 @@ class Share:
 
     region: Box
     parts: tuple[Placement, ...]
-    """What the rank's placements have of it."""
+    """The parts of `region` in the rank's placements."""
     lacks: tuple[Box, ...]
-    """What they do not have."""
+    """The parts of `region` that the rank does not hold."""
     dtype: str
 
 
@@ -162,7 +162,7 @@ def shares_of(held: Manifest, shapes: Shapes) -> Iterator[Share]:
 
 
 def _blocks_that_begin_in(box: Box, shape: Sequence[int]) -> Box | None:
-    """All elements of the blocks whose first element lies in a box of a tensor of this shape."""
+    """Returns the box of all blocks whose first element lies in `box`, in a tensor of this shape; None: no block."""
     start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
     ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
     sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shape, strict=True))
@@ -170,7 +170,7 @@ def _blocks_that_begin_in(box: Box, shape: Sequence[int]) -> Box | None:
 
 
 def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:
-    """What a training rank sends: its blocks in storages of their own, and all else where it lies."""
+    """Returns the manifest that a training rank sends: blocks in storages of their own, the rest where it lies."""
     placements = [its for its in held.placements if its.box.tensor not in shapes]
     storages = {its.storage: held.storages[its.storage] for its in placements}
     fills = tuple(fill for fill in held.fills if fill.storage in storages)
@@ -182,7 +182,7 @@ def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:
 
 
 def lacking_manifest(held: Manifest, shapes: Shapes) -> Manifest:
-    """What a training rank must fetch of its blocks, each piece in a storage of its own."""
+    """Returns the manifest of the block elements that a training rank must fetch, each piece in its own storage."""
     boxes = {box: share.dtype for share in shares_of(held, shapes) for box in share.lacks}
     storages = {storage_name(box): Storage(storage_name(box), box.shape, dtype) for box, dtype in boxes.items()}
     return Manifest(held.holder, storages, tuple(map(_alone, boxes)))
@@ -193,5 +193,5 @@ def storage_name(box: Box) -> str:
 
 
 def _alone(box: Box) -> Placement:
-    """The box lies in a storage that holds nothing else."""
+    """Returns the placement of a box in a storage that holds nothing else."""
     return Placement(storage_name(box), (0, 0), (0, 1), box)

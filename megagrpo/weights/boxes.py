@@ -30,7 +30,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes, or None."""
+        """Returns the common part of two boxes, or None."""
         if self.tensor != other.tensor:
             return None
         start = tuple(map(max, self.start, other.start))
@@ -39,7 +39,7 @@ class Box:
         return Box(self.tensor, start, shape) if min(shape, default=1) > 0 else None
 
     def pieces(self, elements: int) -> Iterator[Box]:
-        """The box in parts of at most this many elements: whole rows, or parts of a row if one row is too long."""
+        """Yields the box in parts of at most this many elements: whole rows, or parts of a row that is too long."""
         if self.elements <= max(1, elements):
             yield self
             return
@@ -65,7 +65,7 @@ class Storage:
 
 
 def in_groups(storages: Iterable[Storage], group_bytes: int) -> list[list[Storage]]:
-    """The storages in their order, in groups of at most `group_bytes`, but one storage at least."""
+    """Returns the storages in their order, in groups of at most `group_bytes`, but at least one storage each."""
     groups: list[list[Storage]] = []
     left = 0
     for storage in storages:
@@ -79,7 +79,7 @@ def in_groups(storages: Iterable[Storage], group_bytes: int) -> list[list[Storag
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """This box lies here: in `storage`, from `at`, with local axis i running along box axis `axes[i]`.
+    """The place of a box: in `storage`, from `at`, with local axis i running along box axis `axes[i]`.
 
     `axes[i]` is None for a local axis of length 1 that the box does not have (the expert index of a 3-D parameter).
     A transposed expert has axes (1, 0).
@@ -92,7 +92,7 @@ class Placement:
 
     @classmethod
     def whole(cls, box: Box, storage: str = "") -> Placement:
-        """The placement of a whole checkpoint tensor in a storage that holds nothing else; by default of its name."""
+        """Returns the placement of a whole checkpoint tensor in a storage of its own, by default of the same name."""
         return cls(storage or box.tensor, box.start, tuple(range(len(box.shape))), box)
 
     @property
@@ -100,7 +100,7 @@ class Placement:
         return tuple(1 if axis is None else self.box.shape[axis] for axis in self.axes)
 
     def part(self, box: Box) -> Placement:
-        """The same placement narrowed to `box`, which must lie inside it."""
+        """Returns this placement narrowed to `box`, which must lie inside it."""
         at = tuple(
             start if axis is None else start + box.start[axis] - self.box.start[axis]
             for start, axis in zip(self.at, self.axes, strict=True)
@@ -108,7 +108,7 @@ class Placement:
         return Placement(self.storage, at, self.axes, box)
 
     def within(self, region: Box) -> Placement | None:
-        """The same placement narrowed to a region of its storage; None if nothing of it lies there."""
+        """Returns this placement narrowed to a region of its storage; None if they do not overlap."""
         common = Box(region.tensor, self.at, self.local_shape).intersect(region)
         if common is None:
             return None
@@ -129,7 +129,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that one holder of weights (a training rank, an engine rank, a directory of files) has, and where."""
+    """The weights of one holder (a training rank, an engine rank, a directory of files), and their places."""
 
     holder: str  # "train rank 3", "engine 0 rank 1", "model-00001-of-00002.safetensors"
     storages: Mapping[str, Storage]
@@ -146,8 +146,8 @@ class HolderClass:
 
 
 def classes_of(manifests: Sequence[Manifest]) -> list[HolderClass]:
-    """Groups manifests that differ only in their holders' names. Manifests that share objects are compared by identity,
-    which is fast, and the others by value."""
+    """Returns classes of manifests that differ only in their holders' names. Manifests that share objects are compared
+    by identity, which is fast, and the others by value."""
     by_identity: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, manifest in enumerate(manifests):
         by_identity[id(manifest.storages), id(manifest.placements), id(manifest.fills)].append(index)
@@ -160,7 +160,7 @@ def classes_of(manifests: Sequence[Manifest]) -> list[HolderClass]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The same box, in a storage of a source and in a storage of a destination; both are indices into manifests.
+    """A box in a storage of a source and in a storage of a destination; both ends are indices into manifests.
 
     `via` is a destination on the same node that receives these bytes from the source and passes them on, so that they
     cross the network once for all destinations there. None: the source sends them to the destination itself.
@@ -178,7 +178,7 @@ class Transfer:
 
 
 Link = Literal["device", "node", "network"]
-"""What bytes cross between two places: only a device's own memory, a node's inner links, or the network."""
+"""The path of bytes between two places: a device's own memory, a node's inner links, or the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,8 @@ class Place:
 class Topology:
     """The places of a plan's sources and destinations, in their order.
 
-    With `two_hops`, what a source sends to a destination on another node goes to the source beside the destination,
-    which forwards it: the one on the same device, or, where places have no devices, one on the same node.
+    With `two_hops`, bytes for a destination on another node go to the source beside the destination, which forwards
+    them. That source is on the destination's device, or, where places have no devices, on its node.
     """
 
     sources: tuple[Place, ...]
@@ -211,7 +211,7 @@ class Topology:
 
     @cached_property
     def beside(self) -> tuple[int | None, ...]:
-        """By destination: the source beside it. Those of a node take turns if places have no devices."""
+        """Returns the source beside each destination, or None. Without devices, the sources of a node take turns."""
         on: dict[Place, list[int]] = defaultdict(list)
         for source, place in enumerate(self.sources):
             on[place].append(source)
@@ -225,16 +225,16 @@ class Topology:
 
     @property
     def shared_devices(self) -> set[Place]:
-        """The devices on which several sources or destinations are."""
+        """Returns the devices that several sources or destinations share."""
         counts = Counter(place for place in (*self.sources, *self.destinations) if place.device is not None)
         return {place for place, count in counts.items() if count > 1}
 
     def forwarder(self, source: int, destination: int) -> int | None:
-        """The source through which a destination receives from `source`; None: straight."""
+        """Returns the source that forwards from `source` to a destination; None if `source` sends to it directly."""
         if not self.two_hops or self.sources[source].node == self.destinations[destination].node:
             return None
         return self.beside[destination]
 
     def forwards_to(self, source: int) -> list[int]:
-        """The destinations to which a source forwards."""
+        """Returns the destinations to which a source forwards."""
         return [to for to, its in enumerate(self.beside) if its == source] if self.two_hops else []

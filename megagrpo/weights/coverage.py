@@ -15,7 +15,7 @@ from megagrpo.weights.families.architecture import Tensor
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """The part of `box` outside `hole`, as disjoint boxes: at most two for each axis."""
+    """Returns the part of `box` outside `hole`, as disjoint boxes: at most two for each axis."""
     common = box.intersect(hole)
     if common is None:
         return [box]
@@ -32,7 +32,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, by: Iterable[Box]) -> list[Box]:
-    """The part of `box` that none of the others covers, as disjoint boxes."""
+    """Returns the part of `box` that the other boxes leave uncovered, as disjoint boxes."""
     left = [box]
     for other in by:
         left = [piece for part in left for piece in subtract(part, other)]
@@ -42,7 +42,7 @@ def uncovered(box: Box, by: Iterable[Box]) -> list[Box]:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Indices of two boxes of a tensor with a common element, or None."""
+    """Returns the indices of two boxes of a tensor that share an element, or None."""
     if len(boxes) < 2 or not boxes[0].start:  # scalars: two of them are the same element
         return (0, 1) if len(boxes) > 1 else None
     starts = np.array([box.start for box in boxes])
@@ -60,7 +60,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def tiling_error(box: Box, pieces: Sequence[Box]) -> str:
-    """Why the pieces do not cover each element of the box exactly once; empty if they do."""
+    """Returns the reason why the pieces do not cover each element of the box exactly once; empty if they do."""
     for piece in pieces:
         if not _contains(box, piece):
             return f"{as_slice(piece)} is outside {as_slice(box)}"
@@ -72,12 +72,12 @@ def tiling_error(box: Box, pieces: Sequence[Box]) -> str:
 
 
 def as_slice(box: Box) -> str:
-    """A box as Python would slice it: [0:128, 64:96]."""
+    """Returns a box in Python's slice notation: [0:128, 64:96]."""
     return "[" + ", ".join(f"{low}:{low + size}" for low, size in zip(box.start, box.shape, strict=True)) + "]"
 
 
 def storage_problems(manifest: Manifest) -> list[Problem]:
-    """Storages of which some element has no box and no fill, or more than one of them."""
+    """Returns a problem for each storage with an element that boxes and fills do not cover exactly once."""
     regions: dict[str, list[Box]] = {name: [] for name in manifest.storages}
     for placement in manifest.placements:
         regions[placement.storage].append(Box("", placement.at, placement.local_shape))
@@ -92,12 +92,12 @@ def storage_problems(manifest: Manifest) -> list[Problem]:
 
 
 _storage_error = lru_cache(maxsize=4096)(tiling_error)
-"""Kept, because the storages of all layers and of all ranks are cut in the same few ways."""
+"""Cached, because the storages of all layers and of all ranks are cut in the same few ways."""
 
 
 def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> None:
-    """Raises WeightPlanError for each of these checkpoint tensors with an element that no source holds, naming the
-    holders of the others, and for anything in a source that is not in them."""
+    """Raises WeightPlanError if no source holds some element of a tensor, naming the holders of its other elements.
+    Raises it likewise if a source holds a tensor or a region that lies outside `tensors`."""
     boxes: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for manifest in sources:
         for placement in manifest.placements:
@@ -125,7 +125,7 @@ def check_sources(tensors: Iterable[Tensor], sources: Sequence[Manifest]) -> Non
 
 
 class Located:
-    """Finds the placement of a manifest around a box."""
+    """An index of a manifest's placements, which finds those around a box."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._storages = manifest.storages
@@ -141,8 +141,8 @@ class Located:
         }
 
     def around(self, box: Box, dtype: str | None = None) -> list[Placement]:
-        """Every placement that has all of a box, in storages of one dtype or of any; in an order that depends on the
-        manifest alone."""
+        """Returns the placements that contain all of a box, in storages of `dtype`; None: of any. Their order depends
+        on the manifest alone."""
         placements = self._by_tensor.get(box.tensor, [])
         upto = bisect_right(self._starts.get(box.tensor, []), box.start)
         return [
@@ -152,7 +152,7 @@ class Located:
         ]
 
     def whole_of(self, part: Placement) -> Placement | None:
-        """The placement that `part` is a part of: the same storage, the same offset between local and box."""
+        """Returns the placement around `part`: the same storage, the same offset between local and box; or None."""
         return next((whole for whole in self.around(part.box) if whole.part(part.box) == part), None)
 
 

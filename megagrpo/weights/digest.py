@@ -1,4 +1,4 @@
-"""Did the bytes arrive? A digest of each checkpoint tensor that does not depend on how the tensor is cut over ranks.
+"""Digests that verify a sync: one for each checkpoint tensor, independent of how the tensor is cut over ranks.
 
     digest(tensor) = sum over its elements of mix(element) * w0[i0] * w1[i1] ...   mod 2**64
     mix(element)   = GAMMA + sum over its bytes b of byte[b] * 511**b               byte[b] from -128 to 127
@@ -13,8 +13,8 @@ element stands for takes 2**(63 - v) values equally often, where 2**v divides th
 the highest bits of bytes changed, and each further axis loses about a bit (Carter and Wegman, "Universal classes of
 hash functions", 1979).
 
-All is linear in the bytes, so that on a CPU the sums over columns are products of int8 matrices, which read memory as
-it lies: weights are ten digits in base 128, small enough that no processor's int8 products overflow.
+A digest is linear in the bytes, so that on a CPU the sums over columns are products of int8 matrices, which read memory
+as it lies: weights are ten digits in base 128, small enough that no processor's int8 products overflow.
 
 Every training rank digests its part of what each engine rank must have. The driver adds the parts up and compares them
 with the engine rank's own digests, tensor by tensor.
@@ -40,16 +40,16 @@ DIGIT_BITS, DIGITS = 7, 10
 DIGIT_COLUMNS = 16
 """Products are as fast with 16 columns as with 10, or faster."""
 PRODUCT_BYTES_MAX = 1 << 17
-"""Of a row, so that its sum of products fits int32."""
+"""Bytes of a row in one product, so that their sum fits int32."""
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Bytes at once. On a GPU the 64-bit temporary is 128 MiB."""
+"""Bytes that are digested at a time. On a GPU the 64-bit temporary is 128 MiB."""
 
 
 @torch.no_grad()
 def digests(
     tensors: Mapping[str, torch.Tensor], placements: Iterable[Placement], dtype: str | None = None
 ) -> dict[str, int]:
-    """Partial digests, by checkpoint tensor, of what lies in `placements` of these local tensors.
+    """Returns partial digests, by checkpoint tensor, of the elements in `placements` of these local tensors.
 
     With `dtype` (a Storage's), the values are cast to it first. Digests of different dtypes are not comparable.
     """
@@ -67,7 +67,7 @@ def digests(
 
 
 def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The digests of whole tensors from partial ones that together count every element once."""
+    """Returns the sums of partial digests by tensor: the whole tensors' if the parts count every element once."""
     totals: dict[str, int] = defaultdict(int)
     for part in parts:
         for name, value in part.items():
@@ -78,9 +78,8 @@ def combine(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def sent_digests(
     plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor], destinations: Iterable[int] | None = None
 ) -> dict[int, dict[str, int]]:
-    """By destination and checkpoint tensor: the partial digest of all that comes from `source`, relayed or not, in the
-    destination's dtype. What goes to several destinations is digested once.
-    """
+    """Returns the partial digests of all bytes from `source`, relayed or not, by destination and checkpoint tensor.
+    Values are digested in the destination's dtype, and only once if they go to several destinations."""
     wanted = range(len(plan.destinations)) if destinations is None else frozenset(destinations)
     known: dict[tuple[Placement, str], dict[str, int]] = {}
     parts: dict[int, list[Mapping[str, int]]] = defaultdict(list)
@@ -96,7 +95,7 @@ def sent_digests(
 
 
 def expected_digests(parts: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[int, dict[str, int]]:
-    """By destination and checkpoint tensor: what must lie there, from the `sent_digests` of all sources."""
+    """Returns the digests that each destination must have, by checkpoint tensor, from all sources' `sent_digests`."""
     by_destination: dict[int, list[Mapping[str, int]]] = defaultdict(list)
     for part in parts:
         for destination, of_tensor in part.items():
@@ -105,7 +104,7 @@ def expected_digests(parts: Iterable[Mapping[int, Mapping[str, int]]]) -> dict[i
 
 
 def digest_problems(holder: str, expected: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
-    """One problem for each tensor whose digest on `holder`, such as "engine 0 rank 1", is not the training ranks'."""
+    """Returns a problem for each tensor whose digest on `holder`, such as "engine 0 rank 1", is not as sent."""
     return [
         Problem(
             where=f"{tensor} on {holder} after the sync",
@@ -121,7 +120,7 @@ def digest_problems(holder: str, expected: Mapping[str, int], arrived: Mapping[s
 
 
 def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The digest of a block that begins at `start` in its tensor, as an int64 scalar on the block's device."""
+    """Returns the digest of a block that begins at `start` in its tensor: an int64 scalar on the block's device."""
     device, one = view.device, torch.ones(1, dtype=torch.int64, device=view.device)
     *others, last = sorted(range(view.dim()), key=view.stride, reverse=True) or [0]  # as they lie in memory
     spans = (_weights(axis, start[axis], view.shape[axis], device) for axis in others)
@@ -147,12 +146,12 @@ class _Columns:
     weights: torch.Tensor
     """int64 [bytes]"""
     digits: torch.Tensor
-    """The same in base 128, int8 [bytes, DIGIT_COLUMNS]."""
+    """The weights in base 128, int8 [bytes, DIGIT_COLUMNS]."""
     constant: torch.Tensor
-    """What a row of zeros comes to, int64."""
+    """The weighted sum of a row of zeros, int64."""
 
     def sums(self, data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The sum of the bytes int8 [rows, bytes] times the weights of both, int64."""
+        """Returns the sum of the bytes, int8 [rows, bytes], times the weights of their rows and columns, int64."""
         if data.is_cuda or len(rows) == 1:
             return ((data * self.weights).sum(1) * rows).sum()
         total = torch.zeros((), dtype=torch.int64)
@@ -164,7 +163,7 @@ class _Columns:
 
 @lru_cache(maxsize=64)
 def _columns(span: tuple[int, int, int] | None, itemsize: int, device: torch.device) -> _Columns:
-    """Those of an axis, by its number, start and count; None: one element without an index."""
+    """Returns the columns of an axis, by its number, start and count; None: one element without an index."""
     weights = _weights(*span, device) if span else torch.ones(1, dtype=torch.int64, device=device)
     constant = weights.sum() * splitmix64.GAMMA
     weights = (weights[:, None] * torch.tensor([511**place for place in range(itemsize)], device=device)).flatten()
@@ -178,17 +177,17 @@ def _columns(span: tuple[int, int, int] | None, itemsize: int, device: torch.dev
 
 @lru_cache(maxsize=1)
 def _powers() -> torch.Tensor:
-    """Of 128, of each column of digits."""
+    """Returns the power of 128 of each column of digits, int64."""
     return 1 << (DIGIT_BITS * torch.arange(DIGIT_COLUMNS)).clamp(max=63)
 
 
 def _weights(axis: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """The odd weights of indices start .. start + count on one axis: int64 [count]."""
+    """Returns the odd weights of indices start .. start + count on one axis: int64 [count]."""
     return _weight_table(axis, 1 << (start + count - 1).bit_length(), device)[start : start + count]
 
 
 @lru_cache(maxsize=64)
 def _weight_table(axis: int, count: int, device: torch.device) -> torch.Tensor:
-    """SplitMix64 of the index, seeded by the axis, made odd."""
+    """Returns SplitMix64 of each index, seeded by the axis and made odd."""
     states = torch.arange(1, count + 1, dtype=torch.int64, device=device) * splitmix64.GAMMA
     return splitmix64.mixed(states + splitmix64.signed(0xD1B54A32D192ED03) * (axis + 1) % (1 << 62)) | 1

@@ -1,4 +1,4 @@
-"""A plan of transfers: which bytes go from where to where. It is checked against its manifests before it is used."""
+"""Plans of transfers from sources to destinations. A plan is checked against its manifests before it is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKED_PLACEMENTS = 100_000
 
 
 class ListedTransfers:
-    """As Routes, in a list: one rank's part of a plan."""
+    """A list of transfers in place of Routes: one rank's part of a plan."""
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self._all = tuple(transfers)
@@ -57,32 +57,32 @@ class WeightPlan:
     transfers: Routes | ListedTransfers
 
     def incoming(self, destination: int) -> tuple[Transfer, ...]:
-        """All that a destination receives: first what sources send to it, then what destinations pass on to it."""
+        """Returns the transfers to a destination: first those from sources, then those that destinations pass on."""
         return self.transfers.incoming(destination)
 
     def outgoing(self, source: int) -> tuple[Transfer, ...]:
-        """All bytes that come from a source, also those that a destination passes on."""
+        """Returns the transfers of a source's bytes, with those that a destination passes on."""
         return self.transfers.outgoing(source)
 
     def passed_on(self, via: int) -> tuple[Transfer, ...]:
-        """All that a destination passes on to others. It receives each of these boxes from the source itself."""
+        """Returns the transfers that a destination passes on. It receives their boxes from the source itself."""
         return self.transfers.passed_on(via)
 
     def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
-        """All that a source itself sends to a destination."""
+        """Returns the transfers that a source itself sends to a destination."""
         return tuple(transfer for transfer in self.transfers.outgoing(source, destination) if transfer.via is None)
 
     def destinations_of(self, source: int) -> list[int]:
-        """The destinations to which a source itself sends, in order."""
+        """Returns the destinations to which a source itself sends, in order."""
         return sorted({transfer.destination for transfer in self.outgoing(source) if transfer.via is None})
 
     def bytes_of(self, transfer: Transfer) -> int:
-        """Bytes that travel: values are cast to the destination's dtype before they are sent."""
+        """Returns the number of bytes that travel: values are cast to the destination's dtype before they are sent."""
         storage = self.destinations[transfer.destination].storages[transfer.destination_placement.storage]
         return transfer.box.elements * ITEM_BYTES[storage.dtype]
 
     def part_for_source(self, source: int) -> WeightPlan:
-        """What one source needs of the plan: its transfers and those that it forwards, and the storages of other
+        """Returns a source's part of the plan: its transfers, those that it forwards, and the storages of other
         manifests that they touch."""
         forwarded = (
             transfer
@@ -93,7 +93,7 @@ class WeightPlan:
         return self._part((*self.outgoing(source), *forwarded), source=source)
 
     def part_for_destination(self, destination: int) -> WeightPlan:
-        """What a destination receives and what it passes on. Raises WeightPlanError if `plan_problems` finds any."""
+        """Returns a destination's part: transfers to and by it. Raises WeightPlanError if `plan_problems` finds any."""
         if problems := plan_problems(self, [destination]):
             raise WeightPlanError(problems)
         return self._part((*self.incoming(destination), *self.passed_on(destination)), destination=destination)
@@ -114,7 +114,7 @@ class WeightPlan:
 def make_plan(
     sources: Sequence[Manifest], destinations: Sequence[Manifest], topology: Topology | None = None
 ) -> WeightPlan:
-    """Writes every destination element with a box exactly once, from a source that holds it.
+    """Plans to write every destination element with a box exactly once, from a source that holds it.
 
     A source on the destination's device is preferred, then the sources on its node. Everything else crosses the network
     once for each node that needs it, and the sources that hold a box share it evenly, by bytes. Without a topology each
@@ -147,8 +147,8 @@ def make_plan(
 def require_own(planned: Manifest, own: Manifest) -> None:
     """Raises WeightSyncError unless a plan's manifest of this rank is its own.
 
-    No digest can show that a plan was made from manifests in another order than the ranks take part in: both ends then
-    agree about the wrong bytes.
+    No digest shows that the plan's order of manifests is not the ranks' order: both ends then agree about the wrong
+    bytes.
     """
     if planned != own:
         given = f"the manifest of {planned.holder}" + (", with other boxes" if planned.holder == own.holder else "")
@@ -156,7 +156,7 @@ def require_own(planned: Manifest, own: Manifest) -> None:
 
 
 def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:
-    """One destination of each class, up to CHECKED_PLACEMENTS; each rank checks its own part when it takes it."""
+    """Yields one destination of each class, up to CHECKED_PLACEMENTS. Each rank checks its part when it takes it."""
     placements = accumulate(len(of_class.manifest.placements) for of_class in destinations)
     for upto, of_class in zip(placements, destinations, strict=True):
         yield of_class.members[0]
@@ -165,7 +165,7 @@ def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:
 
 
 def _touched(manifests: Sequence[Manifest], used: set[tuple[int, str]], whole: int | None) -> tuple[Manifest, ...]:
-    """The manifests with only these (index, storage) of each, but the whole of one; no placements of the others."""
+    """Returns the manifests with only their storages in `used`, without placements; manifest `whole` stays whole."""
     storages: dict[int, dict[str, Storage]] = defaultdict(dict)
     for index, name in sorted(used):
         storages[index][name] = manifests[index].storages[name]
@@ -214,7 +214,7 @@ def plan_problems(plan: WeightPlan, destinations: Iterable[int] | None = None) -
 
 
 def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
-    """Boxes that are passed on to one destination by another that does not receive them first."""
+    """Returns problems of boxes relayed to a destination: by itself, from another node, or not received there first."""
     problems = []
     straight: dict[tuple[int, int], set[tuple[Box, int]]] = {}
     places = plan.topology.destinations

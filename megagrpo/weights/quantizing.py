@@ -32,15 +32,15 @@ from megagrpo.weights.transport.rendezvous import Member
 from megagrpo.weights.views import box_view, torch_dtype
 
 LAST_SECONDS = 10.0
-"""For an exchange that has begun to end by itself, after the sync was given up."""
+"""The wait for a running exchange to end by itself, after the sync was given up."""
 SMALLEST = 1e-4
-"""Blocks of smaller values have the scale of this one, which keeps a scale of zeros away from 0."""
+"""The least magnitude that sets the scale of a block, so that the scale of a block of zeros is above 0."""
 
 
 def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float8 values [rows, columns] of a matrix of any floating-point dtype, and its scales [blocks, blocks].
+    """Returns float8 values [rows, columns] of a matrix of any floating-point dtype, and its scales [blocks, blocks].
 
-    A block at an edge may be smaller. A block with a value that is not finite has a scale that is not.
+    A block at an edge may be smaller. The scale of a block with a value that is not finite is not finite.
     """
     rows, columns = weights.shape
     whole = pad(weights, (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -51,15 +51,15 @@ def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scales(largest: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8. What is not
-    finite stays so."""
+    """Returns the smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
+    Values that are not finite stay so."""
     bits = largest.view(torch.int32)
     exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
     return torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a matrix of blocks stands for. In bfloat16 it is exact."""
+    """Returns the values that a matrix of blocks stands for. In bfloat16 they are exact."""
     rows, columns = values.shape[-2:]
     each = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
     return (values.float() * each).to(dtype)
@@ -78,8 +78,8 @@ class Quantizer:
         self._shares = tuple(shares_of(held, preparation.shapes))
 
     def tensors(self, held: Mapping[str, torch.Tensor], member: Member, version: int) -> dict[str, torch.Tensor]:
-        """The storages of `manifest`, from those of the rank's own manifest. Collective if there are fetches: part of
-        the open sync to `version`.
+        """Returns the storages of `manifest`, from those of the rank's own manifest. Collective if there are fetches:
+        part of the open sync to `version`.
 
         Raises ModelError, naming tensors, if a weight is not finite; WeightSyncError if the sync is given up before the
         fetches begin, and RankError, naming a rank, if they do not end.
@@ -98,7 +98,7 @@ class Quantizer:
     def quantized(
         self, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """As `tensors`, after the fetches."""
+        """Returns the storages of `manifest`, from `held` and `fetched`. Raises ModelError as `tensors` does."""
         found = {name: held[name] for name in self.manifest.storages if name in held}
         finite = []
         for share in self._shares:
@@ -116,8 +116,8 @@ class Quantizer:
     def _exchanged(
         self, plan: WeightPlan, held: Mapping[str, torch.Tensor], awaited: list[str]
     ) -> dict[str, torch.Tensor]:
-        """What this rank lacks, by storage. Both ends of a transfer see it at the same place in their order. `awaited`
-        are the senders of what is not there yet."""
+        """Returns the elements that this rank lacks, by storage. Both ends of a transfer see it at the same place in
+        their order. `awaited` lists the senders of parts that have not arrived."""
         device = next(iter(held.values())).device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread begins on the first
@@ -151,8 +151,8 @@ class Quantizer:
 
 
 def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> None:
-    """Waits until all ranks are there. Either all of them begin, or none: an exchange that some have begun cannot be
-    given up, because the next one of the group would take its place."""
+    """Waits until all ranks are ready. Either all of them begin, or none: an exchange that some have begun cannot be
+    cancelled, because the next one of the group would take its place."""
     member.write(f"{key}/{rank}", True)
     if member.add(f"{key}/there") == len(plan.sources):
         member.decide(key, "go")
@@ -172,8 +172,8 @@ def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> No
 def _in_bounded_time(
     member: Member, exchange: Callable[[], dict[str, torch.Tensor]], awaited: list[str]
 ) -> dict[str, torch.Tensor]:
-    """What an exchange returns, made in a thread: torch waits for its peers, aborted or not. Afterwards the group of
-    the training ranks is good for nothing if it did not end: RankError."""
+    """Returns the result of an exchange, run in a thread because torch waits for its peers, aborted or not. Raises
+    RankError if it fails, or if it does not end, which leaves the group of the training ranks unusable."""
     where = f"{member.name}: rows of cut blocks"
     found: list[dict[str, torch.Tensor]] = []
     failed: list[str] = []
@@ -206,7 +206,7 @@ def _in_bounded_time(
 
 
 def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The region of a share: a view if it lies in one placement."""
+    """Returns the region of a share: a view if it lies in one placement."""
     views = {placement.box: box_view(held[placement.storage], placement) for placement in share.parts}
     if share.region in views:
         return views[share.region]

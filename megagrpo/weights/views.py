@@ -1,4 +1,4 @@
-"""A placement as a view of a local torch tensor: the one place where slices, axes and dtypes meet."""
+"""Views of local torch tensors by placement: the only code that combines slices, axes and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megagrpo.weights.boxes import Manifest, Placement
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a Storage names: float32, bfloat16, …"""
+    """Returns the dtype that a Storage names: float32, bfloat16, …"""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a torch dtype: {name}")
@@ -19,7 +19,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def box_view(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The elements of `placement` in its storage's `tensor`, as a view with the axes and the shape of the box."""
+    """Returns the elements of `placement` in its storage's `tensor`, as a view with the box's axes and shape."""
     view = tensor[
         tuple(
             slice(start, start + placement.box.shape[axis]) if axis is not None else start
@@ -39,14 +39,14 @@ def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def model_tensors(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """All parameters of a model by name, and those buffers that are weights too: the ones that the manifest names."""
+    """Returns a model's parameters by name, and the buffers that are weights: those that the manifest names."""
     found = {name: parameter.data for name, parameter in model.named_parameters()}
     return found | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
 
 
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of all the manifest's storages, detached. Raises ModelError, naming every storage that is missing, is
-    not in the manifest, or has another shape or dtype than the manifest says."""
+    """Returns the tensors of all the manifest's storages, detached. Raises ModelError, naming every storage that is
+    missing, is not in the manifest, or has another shape or dtype than the manifest says."""
     wanted = {name: f"{list(storage.shape)} {storage.dtype}" for name, storage in manifest.storages.items()}
     given = {name: f"{list(its.shape)} {str(its.dtype).removeprefix('torch.')}" for name, its in tensors.items()}
     if wanted != given:

@@ -30,7 +30,7 @@ NOT_SERVED = {
     "top_logprobs": "only sampled tokens have logprobs",
 }  # fmt: skip
 RECIPE = ("reasoning_effort", "verbosity", "web_search_options")
-"""Beside those of every dialect, fields that the recipe decides."""
+"""Fields that the recipe decides, beside those of every dialect."""
 
 SERVED = {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "n", "max_tokens",
@@ -111,7 +111,7 @@ def message_of(message: Any, field: str) -> Message:
 
 
 def tools_of(tools: Any) -> tuple[Mapping[str, Any], ...]:
-    """Tools as given: a template may write all that a tool has."""
+    """Returns tools as given: a template may write any field of a tool. Raises Refusal."""
     if not tools:
         return ()
     if not isinstance(tools, list):

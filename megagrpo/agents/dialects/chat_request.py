@@ -1,4 +1,4 @@
-"""What an agent asks and what the gateway answers, whatever the dialect. The dialects' modules read and write these."""
+"""Requests of agents and answers of the gateway, in no dialect. The dialects' modules read and write these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTION = {
     "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "seed",
 }  # fmt: skip
-"""Fields that would change what tokens are drawn from. The recipe says it; an agent's are ignored and counted."""
+"""Fields that would change the distribution of tokens. The recipe sets it; an agent's are ignored and counted."""
 
 HARMLESS = {
     "model", "metadata", "client_metadata", "user", "user_profile_id", "workspace_id", "safety_identifier",
@@ -27,12 +27,12 @@ HARMLESS = {
 """Fields that change no answer: who asks, who pays, what is cached and stored, on which machine."""
 
 ARGUMENTS_LEVELS_MAX = 64
-"""Lists and objects in each other in a call's arguments: deeper ones cannot be read."""
+"""Most levels of nested lists and objects in a call's arguments: deeper ones cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What was said, and the tools that its agent runs: a request that goes on with it may leave both out."""
+    """The messages so far, and the tools that its agent runs: a request that continues it may leave both out."""
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -55,7 +55,7 @@ class ChatRequest:
     token_ids: bool = False
     ignored: tuple[str, ...] = ()  # fields that were given, and that the recipe decides
     model: str = ""
-    kept: Conversation | None = None  # what a later request may go on with by the answer's id, without the answer
+    kept: Conversation | None = None  # what a later request may continue by the answer's id, without the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Choice:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     texts: Sequence[str] = ()  # of each token alone; empty unless the request wants logprobs
-    stop_string: str = ""  # that of the request which ended the answer
-    unreadable: bool = False  # a tool call was begun that cannot be read, or whose tool is unknown
+    stop_string: str = ""  # the stop string of the request that ended the answer
+    unreadable: bool = False  # it has a tool call that cannot be read, or whose tool is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ChatAnswer:
 
 @dataclass(slots=True)
 class Kept:
-    """A rollout's conversations by the id of the answer that each ends with, for dialects that go on by it."""
+    """A rollout's conversations by the id of the answer that ends each, for dialects that continue by this id."""
 
     conversations: dict[str, Conversation] = field(default_factory=dict)
     latest: tuple[Message, ...] = ()
@@ -104,8 +104,8 @@ class Kept:
             self.conversations[answer.id] = Conversation(self.latest, request.kept.tools)
 
     def of(self, answer: str, wanted: str) -> Conversation:
-        """The conversation that ends with an answer, named by its id with any prefix; `wanted` is the field that names
-        it. Raises Refusal if the rollout has no such answer."""
+        """Returns the conversation that ends with an answer, named by its id with any prefix. `wanted` is the field
+        of the request with this id. Raises Refusal if the rollout has no such answer."""
         found = self.conversations.get(answer.rpartition("_")[2])
         if found is None:
             raise Refusal(400, "previous_response_not_found", f"{wanted}: this rollout has no such response", wanted)
@@ -113,8 +113,8 @@ class Kept:
 
 
 class Refusal(Exception):  # noqa: N818  an answer over HTTP, not a failure of the run
-    """A request that is not answered, said to the agent as an HTTP status and the dialect's error body. `code` is that
-    of OpenAI where it has one; `field` names the field of the request that is wrong."""
+    """The refusal of a request, sent to the agent as an HTTP status and the dialect's error body. `code` is OpenAI's
+    where it has one; `field` names the field of the request that is wrong."""
 
     def __init__(self, status: int, code: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -122,29 +122,29 @@ class Refusal(Exception):  # noqa: N818  an answer over HTTP, not a failure of t
 
 
 class Dialect(Protocol):
-    """What a dialect's module has. Events are the bytes of server-sent events, each with its empty line. WAITING is
-    sent now and then while an answer is generated."""
+    """The functions of a dialect's module. Events are the bytes of server-sent events, each with its empty line.
+    WAITING is sent now and then while an answer is generated."""
 
     WAITING: bytes
 
     def read(self, body: Mapping[str, Any], kept: Kept) -> ChatRequest:
-        """Raises Refusal if the body is not of the dialect, or asks for what would change the distribution."""
+        """Reads a body. Raises Refusal if it is not of the dialect, or would change the distribution."""
 
     def written(self, request: Any, answer: ChatAnswer) -> dict[str, Any]:
-        """`request` is what `read` made."""
+        """Writes the body of an answer. `request` is what `read` returned."""
 
     def events(self, request: Any, answer: ChatAnswer) -> Iterator[bytes]:
-        """The whole answer, once it is known."""
+        """Yields the events of a complete answer."""
 
     def refused(self, refusal: Refusal) -> dict[str, Any]:
-        """The body of an error."""
+        """Returns the body of an error."""
 
     def refused_event(self, refusal: Refusal) -> bytes:
-        """An error in a stream that has begun."""
+        """Returns the event of an error in a stream that has begun."""
 
 
 def wrong(field: str, needed: str) -> Refusal:
-    """A field that is not of the dialect."""
+    """Returns the refusal of a field that is not of the dialect."""
     return Refusal(400, "invalid_request", f"{field}: {needed} is needed", field)
 
 
@@ -153,7 +153,7 @@ def not_served(field: str, why: str) -> Refusal:
 
 
 def require_known(body: Mapping[str, Any], served: Collection[str], within: str = "") -> None:
-    """Raises Refusal for a field that is neither `served`, nor the recipe's, nor harmless. Null is not given."""
+    """Raises Refusal for a field that is neither `served`, nor the recipe's, nor harmless. Null counts as absent."""
     for name, value in body.items():
         if value is not None and not (name in served or name in DISTRIBUTION or name in HARMLESS):
             raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
@@ -164,7 +164,7 @@ def changes_distribution(field: str) -> Refusal:
 
 
 def text_of(content: Any, field: str) -> str:
-    """Text content: a string, null, or a list of parts that have text. Raises Refusal for anything else."""
+    """Returns text content: of a string, null, or a list of parts that have text. Raises Refusal for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -182,7 +182,7 @@ def text_of(content: Any, field: str) -> str:
 
 
 def object_of(body: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """A field that is an object, or not given. Raises Refusal."""
+    """Returns a field that is an object; {} if it is absent. Raises Refusal for another value."""
     value = body.get(field) or {}
     if not isinstance(value, Mapping):
         raise wrong(field, "an object")
@@ -190,7 +190,7 @@ def object_of(body: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 def list_of(body: Mapping[str, Any], field: str) -> list[Any]:
-    """A field that is a list, or not given. Raises Refusal."""
+    """Returns a field that is a list; [] if it is absent. Raises Refusal for another value."""
     value = body.get(field) or []
     if not isinstance(value, list):
         raise wrong(field, "a list")
@@ -198,7 +198,7 @@ def list_of(body: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether JSON has lists and objects in more levels than these. Python's recursion ends at some hundreds."""
+    """Returns whether JSON nests lists and objects deeper than `levels`. Python's recursion ends at some hundreds."""
     level = [value]
     for _ in range(levels + 1):
         within = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -209,12 +209,12 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 
 def is_arguments(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a call of the policy can have them."""
+    """Returns whether a value can be the arguments of a call: an object of at most ARGUMENTS_LEVELS_MAX levels."""
     return isinstance(value, dict) and not is_deeper(value, ARGUMENTS_LEVELS_MAX)
 
 
 def arguments_of(written: Any) -> Any:
-    """A call's arguments as an object: clients send JSON text. What cannot be read stays as it is."""
+    """Returns a call's arguments as an object: clients send JSON text. Text that cannot be read stays as it is."""
     if not isinstance(written, str):
         return written or {}
     try:
@@ -225,7 +225,7 @@ def arguments_of(written: Any) -> Any:
 
 
 def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """One message where a dialect has several: templates want one system message at the head, and roles that alternate.
+    """Joins neighbouring messages: templates want one system message at the head, and roles that alternate.
 
     Neighbours of one role become one: texts of users and systems with an empty line between them; thoughts, text and
     calls of the assistant, which come in this order, as the answer that they were parts of.
@@ -248,7 +248,7 @@ def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def _follows(last: Message, message: Message) -> bool:
-    """Whether `message` may be a later part of the answer that `last` is the beginning of."""
+    """Returns whether `message` may be a later part of the answer that begins with `last`."""
     if last.get("tool_calls"):
         return not message["content"] and "reasoning_content" not in message
     return not last["content"] or (not message["content"] and "reasoning_content" not in message)
@@ -259,12 +259,12 @@ def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def given_of_recipe(body: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
-    """The fields of DISTRIBUTION, and `more`, that a body has, for `ChatRequest.ignored`."""
+    """Returns the fields of DISTRIBUTION and `more` that a body has, for `ChatRequest.ignored`."""
     return [name for name in (*sorted(DISTRIBUTION), *more) if body.get(name) is not None]
 
 
 def logprobs_of(choice: Choice) -> list[dict[str, Any]]:
-    """Its tokens as OpenAI writes them; none unless the request wants logprobs."""
+    """Returns tokens and their logprobs as OpenAI writes them; [] unless the request wants logprobs."""
     return [
         {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
         for text, logprob in zip(choice.texts, choice.logprobs if choice.texts else (), strict=True)
@@ -272,5 +272,5 @@ def logprobs_of(choice: Choice) -> list[dict[str, Any]]:
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """A server-sent event that is named by its type."""
+    """Returns a server-sent event that is named by its type."""
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()

@@ -30,7 +30,7 @@ from megagrpo.agents.dialects.chat_request import (
 )
 
 RECIPE = ("thinking", "context_management", "speed", "container")
-"""Beside those of every dialect, fields that the recipe decides."""
+"""Fields that the recipe decides, beside those of every dialect."""
 
 SERVED = {
     "messages", "system", "thread", "tools", "tool_choice", "mcp_servers", "output_config", "output_format",
@@ -38,7 +38,7 @@ SERVED = {
 }  # fmt: skip
 
 HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
-"""Beginnings of the types of tools that run in Anthropic's servers. The policy is not told of them."""
+"""Prefixes of the types of tools that run in Anthropic's servers. The policy does not see them."""
 
 BILLING = "x-anthropic-billing-header:"
 """Claude Code's first line of the system prompt: it is for Anthropic's servers and changes with each question."""
@@ -90,8 +90,8 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
 
 
 def thread_of(body: Mapping[str, Any], kept: Kept) -> Conversation | None:
-    """What a request of a thread goes on with; None if it is of no thread. A thread has its system prompt and its tools
-    from the request that began it. Raises Refusal."""
+    """Returns the conversation that a request of a thread continues; None for a request of no thread. A thread has its
+    system prompt and its tools from the request that began it. Raises Refusal."""
     match body.get("thread"):
         case None:
             return None
@@ -106,7 +106,7 @@ def thread_of(body: Mapping[str, Any], kept: Kept) -> Conversation | None:
 
 
 def system_of(system: Any) -> Iterator[Message]:
-    """The system prompt, without lines that are for Anthropic's servers."""
+    """Yields the system prompt, without lines that are for Anthropic's servers."""
     if isinstance(system, list):
         system = [part for part in system if not text_of([part], "system").startswith(BILLING)]
     if text := text_of(system, "system"):
@@ -129,7 +129,7 @@ def conversation_of(given: Sequence[Any]) -> Iterator[Message]:
 
 
 def user_of(blocks: Sequence[Any], field: str) -> Iterator[Message]:
-    """Results of tools, each a message of its own, and what stands beside them, in the blocks' order."""
+    """Yields each tool result as a message, and the other text as user messages, in the blocks' order."""
     said: list[Any] = []
     for number, block in enumerate(blocks):
         if not isinstance(block, Mapping) or block.get("type") != "tool_result":
@@ -164,7 +164,7 @@ def assistant_of(content: Any, field: str) -> Message:
 
 
 def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], list[str]]:
-    """The tools that an agent runs itself, and the names of hosted ones, which the policy does not get."""
+    """Returns the tools that an agent runs itself, and the names of hosted ones, which the policy does not see."""
     made, hosted = [], []
     for number, tool in enumerate(tools):
         kind = tool.get("type") or "custom" if isinstance(tool, Mapping) else ""
@@ -233,7 +233,7 @@ def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:
 
 
 def parts_of(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and the deltas that make it whole."""
+    """Returns a block as it begins, and the deltas that complete it."""
     match block:
         case {"type": "thinking", "thinking": thought, "signature": signature}:
             deltas = [

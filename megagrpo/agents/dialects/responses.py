@@ -37,20 +37,20 @@ NOT_SERVED = {
     "prompt": "give instructions and input", "top_logprobs": "only sampled tokens have logprobs",
 }  # fmt: skip
 RECIPE = ("reasoning", "verbosity", "context_management", "max_tool_calls", "truncation")
-"""Beside those of every dialect, fields that the recipe decides."""
+"""Fields that the recipe decides, beside those of every dialect."""
 
 SERVED = {
     "input", "instructions", "previous_response_id", "include", "text", "tools", "tool_choice", "parallel_tool_calls",
     "max_output_tokens", "stream",
 }  # fmt: skip
 HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
-"""Beginnings of the types of tools that run in OpenAI's servers. The policy is not told of them."""
+"""Prefixes of the types of tools that run in OpenAI's servers. The policy does not see them."""
 
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Parameters of a tool that takes text."""
 
 SEALED = "megagrpo:"
-"""Begins what stands for encrypted reasoning: clients such as Codex send that back, and no plain text."""
+"""Prefix of the text in place of encrypted reasoning: clients such as Codex send that back, and no plain text."""
 
 
 __all__ = ["WAITING", "events", "read", "refused", "refused_event", "written"]
@@ -58,7 +58,7 @@ __all__ = ["WAITING", "events", "read", "refused", "refused_event", "written"]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What the policy's name of a tool stands for."""
+    """The agent's tool behind the name that the policy uses."""
 
     name: str
     namespace: str = ""
@@ -67,10 +67,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest(ChatRequest):
-    """What is kept are `messages` without the instructions, which are of one request only, and so are tools."""
+    """A request of Responses. `kept` leaves out instructions and tools: these are of one request only."""
 
     instructions: str = ""
-    previous: str = ""  # id of the response that was gone on with
+    previous: str = ""  # id of the response that it continues
     names: Mapping[str, Tool] = field(default_factory=dict)  # tools by the policy's name
     seals: bool = False  # reasoning is wanted in a form that can be sent back
 
@@ -128,7 +128,7 @@ def conversation_of(body: Mapping[str, Any], kept: Kept) -> Iterator[Message]:
 
 
 def item_of(item: Mapping[str, Any], field: str, kept: Kept) -> Iterator[Message]:
-    """An item as a message; of an answer, as the part of a message that `joined` puts together again."""
+    """Yields an item as a message; an answer's item, as the part of a message that `joined` puts together again."""
     match item:
         case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
             yield {"role": ROLES[role], "content": text_of(item.get("content"), f"{field}.content")}
@@ -166,7 +166,7 @@ def thought_of(item: Mapping[str, Any], field: str) -> str:
 
 
 def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], dict[str, Tool], list[str]]:
-    """The tools that an agent runs itself, what their names stand for, and the names of hosted ones."""
+    """Returns the tools that an agent runs itself, each `Tool` by the policy's name, and the names of hosted ones."""
     made, names, hosted = [], {}, []
     for number, tool in enumerate(tools):
         for space, one in within(tool, f"tools[{number}]"):
@@ -187,7 +187,7 @@ def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], dict[
 
 
 def within(tool: Any, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A tool, or the tools of a namespace, each with the namespace's name."""
+    """Yields a tool, or the tools of a namespace, each with the namespace's name."""
     if not isinstance(tool, Mapping):
         raise wrong(field, "a tool")
     if tool.get("type") != "namespace":
@@ -204,7 +204,7 @@ def name_of(namespace: str, name: str) -> str:
 
 
 def description_of(tool: Mapping[str, Any]) -> str:
-    """With the grammar of a text, which is told to the policy and not forced on it."""
+    """Returns a tool's description, with its input's grammar if any: the policy is told of it, not held to it."""
     said, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, Mapping) and form.get("type") == "grammar":
         return f"{said}\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
@@ -262,7 +262,7 @@ def call_written(request: ResponsesRequest, one: Mapping[str, Any], identity: st
 
 
 def part_of(identity: str, message: Message) -> Message:
-    """The part of an answer that an item's id names: reasoning, text, or one of its calls."""
+    """Returns the part of an answer that an item's id names: reasoning, text, or one of its calls. Raises Refusal."""
     kind, _, rest = identity.partition("_")
     if kind == "rs":
         return {"role": "assistant", "content": "", "reasoning_content": message.get("reasoning_content", "")}
@@ -321,7 +321,7 @@ def content_events(content: Sequence[Mapping[str, Any]], at: Mapping[str, Any], 
 
 
 def empty(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item as it begins."""
+    """Returns an item as it begins: in progress and empty."""
     begun = {name: type(value)() for name, value in item.items() if name in ("content", "arguments", "input")}
     return {**item, "status": "in_progress", **begun}
 

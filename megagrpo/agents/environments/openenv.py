@@ -34,9 +34,9 @@ async def rollout(
     action: str | None = None,
     timeout_seconds: float = 60.0,
 ) -> dict[str, Any]:
-    """The sum of the steps' rewards, and each step's own. What turns texts into actions, and observations into texts,
-    is said by `action` and `observation` (see OpenEnvConfig). An answer that is no action gets 0, and is said to be
-    none. Raises RefusedError if the gateway refuses the first request."""
+    """Returns the sum of the steps' rewards, and each step's own. `action` names what turns texts into actions, and
+    `observation` what turns observations into texts (see OpenEnvConfig). An answer that is no action gets 0, and the
+    next message says so. Raises RefusedError if the gateway refuses the first request."""
     from openenv.core.generic_client import GenericEnvClient
 
     text_of, action_of = observation_text(observation), text_action(action)
@@ -81,7 +81,7 @@ def first_line(raised: Exception) -> str:
 
 
 def seed_of(task: Any) -> int:
-    """The row's own, or made of its index and id: all rollouts of a prompt are of the same episode."""
+    """Returns the row's seed or index, or a seed made of its id: all rollouts of a prompt are of the same episode."""
     own = task.extra_info.get("seed", task.extra_info.get("index"))
     if isinstance(own, int):
         return own
@@ -89,7 +89,7 @@ def seed_of(task: Any) -> int:
 
 
 def say(messages: list[dict[str, Any]], text: str) -> None:
-    """The observation is a user's message; the first one goes on in the prompt's own, if that ends with one."""
+    """Appends an observation as a user's message, or to the last message if that is a user's (the prompt's own)."""
     if messages and messages[-1]["role"] == "user":
         before = messages[-1]["content"]
         messages[-1] = {"role": "user", "content": f"{before}\n\n{text}" if before else text}
@@ -99,7 +99,7 @@ def say(messages: list[dict[str, Any]], text: str) -> None:
 
 @functools.cache
 def observation_text(observation: str | None) -> Callable[[Mapping[str, Any]], str]:
-    """A field of the observation, FILE.py:FUNCTION, or None: its only text, else all of it as JSON."""
+    """Returns the reader of observations: a field, FILE.py:FUNCTION, or (None) the only text, else all as JSON."""
     if observation is not None and ".py:" in observation:
         return own(observation)
     if observation is not None:
@@ -114,14 +114,14 @@ def observation_text(observation: str | None) -> Callable[[Mapping[str, Any]], s
 
 @functools.cache
 def text_action(action: str | None) -> Callable[[str], dict[str, Any]]:
-    """The field that gets the answer, FILE.py:FUNCTION, or None: the answer's last JSON object."""
+    """Returns the maker of actions: a field for the answer, FILE.py:FUNCTION, or (None) the last JSON object in it."""
     if action is not None and ".py:" in action:
         return own(action)
     return last_object if action is None else lambda said: {action: said}
 
 
 def last_object(said: str) -> dict[str, Any]:
-    """The last JSON object in a text. {} if there is none: the environment says what it thinks of it."""
+    """Returns the last JSON object in a text. {} if there is none: the environment judges it."""
     found: dict[str, Any] = {}
     decoder, at = json.JSONDecoder(), said.find("{")
     while at >= 0:
@@ -137,7 +137,7 @@ def last_object(said: str) -> dict[str, Any]:
 
 @functools.cache
 def own(named: str) -> Callable[[Any], Any]:
-    """The function that FILE.py:FUNCTION names. Its file may import its neighbours."""
+    """Returns the function that FILE.py:FUNCTION names. Its file may import its neighbours."""
     file, _, function = named.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
@@ -152,16 +152,16 @@ def own(named: str) -> Callable[[Any], Any]:
 
 @functools.cache
 def askers() -> ThreadPoolExecutor:
-    """Turns wait for the policy in them: asyncio's own threads are a few more than the machine's cores."""
+    """Returns the threads in which turns wait for the policy: asyncio's own are a few more than the machine's cores."""
     return ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asks")
 
 
 class RefusedError(Exception):
-    """The gateway answers no more, as at a limit of turns or tokens. What there is of the rollout counts."""
+    """A refusal of the gateway, as at a limit of turns or tokens. The steps before it count."""
 
 
 def ask(endpoint: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The policy's answer. Raises RefusedError."""
+    """Returns the policy's answer. Raises RefusedError."""
     request = urllib.request.Request(
         f"{endpoint.base_url}/chat/completions",
         json.dumps({"model": endpoint.model, "messages": messages}).encode(),

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from megagrpo.data.prepare import Prepared, PromptRow
 
 Adds = Callable[[str, str, "Callable[[argparse.Namespace], Prepared]"], argparse.ArgumentParser]
-"""A preparer's name, what it is, and what it does -> where its arguments go."""
+"""Adds a preparer: its name, description and function -> the parser of its arguments."""
 FILES = "for train.parquet and test.parquet"
 SECONDS_MAX = 3600
-"""For an environment to make its data set, which it may fetch."""
+"""Timeout for an environment to make its data set, which it may fetch."""
 
 
 def add_preparers(add: Adds, whole: Callable[[int, int], Callable[[str], int]]) -> None:
@@ -70,9 +70,9 @@ def _object(text: str) -> dict[str, Any]:
 def prepare_verifiers(
     environment: str, output: Path, *, arguments: Mapping[str, Any], python: str | None, size: int | None
 ) -> Prepared:
-    """A row for each task of the environment, which `python` has: train.parquet, and test.parquet if it has evaluation
-    data. A row's prompt is what the task begins with; extra_info.split and index say which it is. At most `size` of
-    each split. Raises DataError."""
+    """Writes a row for each task of the environment, which `python` has: train.parquet, and test.parquet if it has
+    evaluation data. A row's prompt is the beginning of its task; extra_info.split and index name the task. Takes at
+    most `size` tasks of each split. Raises DataError."""
     from megagrpo.data.prepare import write_splits
 
     source = Path(__file__).with_name("verifiers.py").read_text()
@@ -101,7 +101,7 @@ def prepare_verifiers(
 
 
 def prepare_openenv(prompt: str, output: Path, *, system_prompt: str, train: int, test: int) -> Prepared:
-    """Rows that say the same and differ in the seed of the episode, extra_info.seed: `train` from 0 on, then `test`."""
+    """Writes rows of one prompt, each with its episode's seed, extra_info.seed: `train` rows from 0 on, then `test`."""
     from megagrpo.data.prepare import prompt_row, write_splits
 
     rows = [

@@ -1,4 +1,4 @@
-"""A task of reasoning-gym as a conversation: an answer that is wrong is said to be wrong, and may be given again.
+"""A task of reasoning-gym as a conversation: the policy is told that an answer is wrong, and may try again.
 
 Runs in the run's interpreter, whose sandbox scores the answers: some of the package's scorers evaluate them as Python.
 Rows are those of `data.train: [{reasoning_gym: TASK}]`.
@@ -25,8 +25,8 @@ _own = threading.local()
 async def rollout(
     task: Any, endpoint: Any, attempts_max: int, counts: str, extract: str, wrong: str, isolation: str
 ) -> dict[str, Any] | None:
-    """The score of the last or the best answer, None if the gateway refuses the first request. The reward of a turn is
-    what its answer added to the score, so that turns sum to it. Raises ValueError if the row is no entry of
+    """Returns the score of the last or the best answer; None if the gateway refuses the first request. The reward of a
+    turn is what its answer added to the score, so that turns sum to it. Raises ValueError if the row is no entry of
     reasoning-gym."""
     messages = [dict(message) for message in task.messages]
     rewards: list[float] = []

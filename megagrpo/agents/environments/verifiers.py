@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 DATA_SOURCE = "verifiers"
-"""What the data source of a row begins with that names a task of an environment: by extra_info.split and index."""
+"""Prefix of the data source of a row that names a task of an environment by extra_info.split and index."""
 
 _endpoint: contextvars.ContextVar[Any] = contextvars.ContextVar("the rollout's endpoint")
 
@@ -40,7 +40,7 @@ async def rollout(
     harness: str | Mapping[str, Any] = "null",
     runtime: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The reward and metrics of the environment, and its rewards of single turns if it gives any. `harness` and
+    """Returns the reward and metrics of the environment, and its rewards of single turns if it gives any. `harness` and
     `runtime` are for 0.3 and later. Raises ValueError if the row's task cannot be found."""
     loaded = load(environment, json.dumps(arguments, sort_keys=True))
     if is_old():
@@ -56,7 +56,7 @@ def is_old() -> bool:
 # Made once in a process. Not in a thread: up to 0.2 environments set signal handlers.
 @functools.cache
 def load(environment: str, arguments: str) -> Any:
-    """The package's environment, or from 0.3 on its tasks: a sequence, or what makes one without end."""
+    """Returns the package's environment, or from 0.3 on its tasks. Raises ValueError if it scores groups together."""
     given = json.loads(arguments)
     if is_old():
         import verifiers
@@ -79,7 +79,7 @@ def is_own(environment: str) -> bool:
 
 
 def own(environment: str) -> Callable[..., Any]:
-    """The function that FILE.py:FUNCTION names. Its file may import its neighbours."""
+    """Returns the function that FILE.py:FUNCTION names. Its file may import its neighbours."""
     file, _, function = environment.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
@@ -111,14 +111,14 @@ async def with_rubric(made: Any, task: Any, endpoint: Any, environment: str) -> 
 
 @functools.cache
 def client_of(base_url: str) -> Any:
-    """One for all rollouts: a new one takes 20 ms. The gateway and the rollout have the limits of time."""
+    """Returns one client for all rollouts: a new one takes 20 ms. No timeout: the gateway and the rollout have one."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(base_url=base_url, api_key="-", timeout=None)
 
 
 def row_of(made: Any, task: Any, environment: str) -> dict[str, Any]:
-    """The environment's own row, or one made of a row that is not the environment's."""
+    """Returns the environment's own row, or one made of a row that is not the environment's."""
     if task.data_source != f"{DATA_SOURCE}/{environment}":
         return {
             "prompt": list(task.messages),
@@ -134,8 +134,8 @@ def row_of(made: Any, task: Any, environment: str) -> dict[str, Any]:
 
 
 def is_the_policys(error: BaseException | None, *, begun: bool) -> bool:
-    """Whether what ended a rollout counts as its end: an answer that says nothing, or, once it has begun, that the
-    gateway gives no more answers, as at a limit of turns or tokens."""
+    """Returns whether an error counts as the rollout's end: an answer that says nothing, or, once it has begun, a
+    refusal of the gateway, as at a limit of turns or tokens."""
     from openai import APIStatusError
     from verifiers.errors import InvalidModelResponseError
 
@@ -149,7 +149,7 @@ def is_the_policys(error: BaseException | None, *, begun: bool) -> bool:
 
 
 def timed_tools(made: Any) -> None:
-    """Each call of a tool becomes an event."""
+    """Wraps the environment's `call_tool`: each call of a tool becomes an event."""
     call = getattr(made, "call_tool", None)
     if call is None:
         return
@@ -179,7 +179,7 @@ class Tasks:
         self._made: list[Any] = []
 
     def __getitem__(self, index: int) -> Any:
-        """Raises IndexError."""
+        """Returns the task of this index. Raises IndexError."""
         self._made += itertools.islice(self._coming, max(0, index + 1 - len(self._made)))
         return self._made[index]
 
@@ -222,7 +222,7 @@ async def with_harness(
 
 
 def prompt_of(data: Any) -> list[dict[str, str]]:
-    """Messages. A task whose user opens the conversation has none: what it is called stands for them."""
+    """Returns a task's messages; its description or name if its user opens the conversation, so that it has none."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     said = data.prompt or data.description or data.name or f"task {data.idx}"
     if isinstance(said, str):
@@ -265,7 +265,7 @@ def numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def rows(environment: str, arguments: Mapping[str, Any], size: int | None) -> Iterator[dict[str, Any]]:
-    """prompt, ground_truth, split and index of each task; at most `size` of each split."""
+    """Yields prompt, ground_truth, split and index of each task; at most `size` of each split."""
     loaded = load(environment, json.dumps(arguments, sort_keys=True))
     if is_old():
         splits = {"train": loaded.build_dataset(), "test": loaded.build_eval_dataset()}

@@ -1,4 +1,4 @@
-"""What is wrong with agent.tools, as far as it can be known before the run. Nothing is started or reached."""
+"""Problems of agent.tools that are found before the run. No server is started or reached."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NOT_HERE = {
     "generic_mcp": "mcp: COMMAND or URL",
     "dr_agent_mcp": "mcp: the URL of its server",
 }
-"""open-instruct's names of what another field says."""
+"""open-instruct's names of tools that another field gives."""
 
 
 def tool_problems(agent: AgentConfig, *, elsewhere: bool = False) -> list[Problem]:
-    """Every problem; `where` starts with agent.tools. Runs the files of own tools, and tries the sandbox.
+    """Returns every problem; `where` starts with agent.tools. Runs the files of own tools, and tries the sandbox.
 
     elsewhere: the run may start on another machine, so files, packages, keys and a sandbox that are not here are fine.
     """
@@ -75,7 +75,7 @@ def _problems(config: ToolConfig, where: str, elsewhere: bool) -> Iterator[Probl
 
 
 def _certain_name(config: ToolConfig) -> str:
-    """What the policy calls it, "" if that is only known when the run starts."""
+    """Returns the tool's name for the policy, "" if it is only known when the run starts."""
     if config.call_name:
         return config.call_name
     return config.name if config.mcp is None and not config.own else ""
@@ -103,7 +103,7 @@ def _mcp_problems(server: str, given: McpArguments, where: str, elsewhere: bool)
 
 
 def _own_problems(config: ToolConfig, where: str, elsewhere: bool) -> Iterator[Problem]:
-    """Raises MegagrpoError."""
+    """Yields the problem of the file, or runs it. Raises MegagrpoError."""
     problem = file_problem(config.name, f"{where}.name")
     if not problem:
         own_tools(config, where)

@@ -1,4 +1,4 @@
-"""A corpus on disk that any passage can be read from, and its index: made once, then shared by all agent processes.
+"""A corpus on disk with random access to its passages, and its index: made once, shared by all agent processes.
 
 A directory has passages.jsonl (one JSON object a line: id, title, text), ends.npy (where each line ends, int64), what
 the index itself writes, and made_from.json, which says what it was made of. A directory that was made of something else
@@ -42,7 +42,7 @@ class Source:
     id: str = ""
 
     def problem(self, where: str) -> Problem | None:
-        """What is wrong with it, from its name and its first row."""
+        """Returns the problem of the file's name or first row, None if there is none."""
         if self.file.suffix not in SUFFIXES:
             return Problem(where, str(self.file), f"a file whose name ends in {' or '.join(SUFFIXES)}")
         if not self.file.is_file():
@@ -55,7 +55,7 @@ class Source:
         return None
 
     def passages(self) -> Iterator[dict[str, str]]:
-        """Raises DataError at the first row that has no text."""
+        """Yields the passages (id, title, text). Raises DataError at the first row that has no text."""
         try:
             for number, row in enumerate(_rows(self.file), 1):
                 yield self._passage(row, number)
@@ -101,7 +101,7 @@ def _rows(file: Path) -> Iterator[Any]:
 
 
 class Passages:
-    """The passages of an index's directory, read where they are asked for."""
+    """The passages of an index's directory, each read on access."""
 
     def __init__(self, directory: Path) -> None:
         self._ends = np.load(directory / "ends.npy", mmap_mode="r")
@@ -123,10 +123,10 @@ class Passages:
 def indexed(
     directory: Path, source: Source, settings: Mapping[str, Any], build: Callable[[Path, Passages], None]
 ) -> Path:
-    """The directory, which is made first if it is not there or was made of something else.
+    """Returns the directory, which is made first if it is not there or was made of something else.
 
-    `build` gets a directory with the passages and writes its index to it. One process makes it; others wait. What is
-    killed while it makes one leaves nothing that is taken for an index. Raises DataError.
+    `build` gets a directory with the passages and writes its index to it. One process makes it; others wait. A process
+    that is killed meanwhile leaves nothing that is taken for an index. Raises DataError.
     """
     made_from = {"format": FORMAT, **_made_from(source), **settings}
     if _is_made(directory, made_from):

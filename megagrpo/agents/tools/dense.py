@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 262_144
 
 
 class Encoder:
-    """Texts to unit vectors, float32. One thread encodes; queries that wait are encoded together.
+    """An encoder of texts as unit vectors, float32. One thread encodes; queries that wait are encoded together.
 
     Raises ModelError if the directory has no model that transformers can load.
     """
@@ -50,7 +50,7 @@ class Encoder:
 
     @torch.inference_mode()
     def vectors(self, texts: list[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[texts, dimensions]."""
+        """Encodes texts as unit vectors, float32 [texts, dimensions]."""
         read = self.tokenizer(texts, padding=True, truncation=True, max_length=self.tokens_max, return_tensors="pt")
         read = {name: value.to(self.device) for name, value in read.items()}
         if read["input_ids"].shape[1] == 0:  # empty texts, and a tokenizer that adds nothing
@@ -100,7 +100,7 @@ class Dense:
                 future.set_result(scores[number])
 
     def _scores(self, queries: list[str]) -> np.ndarray[Any, Any]:
-        """[queries, passages]."""
+        """Returns the cosines, float32 [queries, passages]."""
         wanted = self._encoder.vectors(queries)
         parts = [
             wanted @ self._vectors[start : start + ROWS_AT_ONCE].astype(np.float32).T
@@ -110,8 +110,8 @@ class Dense:
 
 
 def dense_index(arguments: SearchArguments) -> tuple[Dense, Passages]:
-    """The index of the corpus, made if it is not there: float16 vectors, 2 bytes a dimension and passage. Raises
-    DataError, ModelError."""
+    """Returns the index of the corpus, made if it is not there: float16 vectors, 2 bytes a dimension and passage.
+    Raises DataError, ModelError."""
     encoder = arguments.encoder or ""
     model = Encoder(encoder, arguments.pooling, arguments.tokens_max, arguments.device)
 

@@ -1,7 +1,7 @@
-"""What the policy is told of a Python function, and how what it gives becomes the function's arguments.
+"""The schema of a Python function for the policy, and the function's arguments from the policy's call.
 
-Signature and type hints make the JSON schema, by pydantic; the docstring says what the function and its parameters are,
-in the way of Google, NumPy or reST.
+Signature and type hints make the JSON schema, by pydantic; the docstring describes the function and its parameters, in
+the style of Google, NumPy or reST.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class FunctionSchema:
     names: tuple[str, ...]
 
     def read(self, given: Arguments) -> dict[str, Any]:
-        """The function's keyword arguments. What can be read as the type that is meant is read so ("3" as 3).
+        """Returns the function's keyword arguments, converted to the types of the hints where possible ("3" to 3).
 
-        Raises CallError that says what is wrong with each.
+        Raises CallError that says what is wrong with each argument.
         """
         try:
             read = self.model.model_validate(given)
@@ -46,8 +46,8 @@ class FunctionSchema:
 
 
 def function_schema(function: Callable[..., Any], where: str, hidden: Collection[str] = ()) -> FunctionSchema:
-    """The schema of a function's parameters without `hidden` ones. Raises RecipeError for a function that can be no
-    tool: parameters without names, or hints that no JSON can be."""
+    """Returns the schema of a function's parameters without `hidden` ones. Raises RecipeError for a function that can
+    be no tool: parameters without names, or hints that no JSON can be."""
     name = getattr(function, "__name__", type(function).__name__)
     described, texts = read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def function_schema(function: Callable[..., Any], where: str, hidden: Collection
 
 
 def without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic makes of names."""
+    """Returns a JSON schema without the titles that pydantic makes of names."""
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -94,7 +94,7 @@ def without_titles(schema: Any) -> Any:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, in all paragraphs before its sections, and of each parameter.
+    """Returns a docstring's description of the function (all paragraphs before its sections) and of each parameter.
 
     >>> read_docstring("Adds.\\n\\nArgs:\\n    a (int): One number.\\n        Any.\\n\\nReturns:\\n    The sum.")
     ('Adds.', {'a': 'One number. Any.'})
@@ -102,7 +102,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     described: list[str] = []
     texts: dict[str, str] = {}
     section, name = "", ""
-    indent = 0  # of parameters, in the way of Google: what stands further in goes on with the last one
+    indent = 0  # of parameters in Google's style: lines that are indented further continue the last one
     lines = text.splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=False):
         stripped = line.strip()

@@ -1,4 +1,4 @@
-"""From the recipe's agent.tools to what the policy may call: loaded once in a process, opened for each rollout."""
+"""The tools of the recipe's agent.tools: loaded once in a process, opened for each rollout."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BUILT_IN: Mapping[str, tuple[Callable[..., Any], type[Section]]] = {
     "search": (search.search_tool, SearchArguments),
     **dict.fromkeys(SERVICES, (ServiceTool, ServiceArguments)),
 }
-"""What makes each built-in tool, called with its ToolConfig and its arguments, and what these are."""
+"""The maker of each built-in tool, called with its ToolConfig and its arguments, and the class of the arguments."""
 SLOW_SECONDS = 1.0
 """Tools that took longer to load are logged."""
 
 
 async def loaded(tools: Sequence[str | Mapping[str, Any]]) -> list[Provider]:
-    """The providers of these entries. An index of a corpus is made if it is not there, which can take hours.
+    """Loads the providers of these entries. An index of a corpus is made if it is not there, which can take hours.
 
     Raises AgentError, RecipeError, DataError, ModelError, RewardError or MachineError.
     """
@@ -45,7 +45,7 @@ async def loaded(tools: Sequence[str | Mapping[str, Any]]) -> list[Provider]:
 
 
 async def provider(config: ToolConfig, where: str) -> Provider:
-    """What one entry of agent.tools offers."""
+    """Loads the provider of one entry of agent.tools."""
     start = time.monotonic()
     made: Any
     if config.mcp is not None:
@@ -67,8 +67,8 @@ async def provider(config: ToolConfig, where: str) -> Provider:
 
 
 async def offered(config: ToolConfig, where: str, environment: Mapping[str, str]) -> list[Tool]:
-    """One entry's tools, to look at: no index is made, and no object of a user's class. An MCP server is started with
-    these environment variables, or reached, and left. Raises what `provider` raises."""
+    """Returns one entry's tools for display: no index is made, and no object of a user's class. An MCP server is
+    started with these environment variables, or reached, and left. Raises what `provider` raises."""
     if config.mcp is not None:
         server = McpServer(config, arguments_of(config, McpArguments, where), environment)
         try:
@@ -90,7 +90,7 @@ async def nothing(given: Mapping[str, Any]) -> str:
 
 
 def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Arguments:
-    """The entry's arguments. Raises RecipeError with a problem for each that is wrong."""
+    """Returns the entry's arguments. Raises RecipeError with a problem for each that is wrong."""
     try:
         read = section.model_validate(config.arguments)
     except ValidationError as error:
@@ -103,8 +103,8 @@ def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Ar
 
 
 def variables(configs: Sequence[ToolConfig]) -> list[str]:
-    """The environment variables that these tools read: keys of services, and what headers and env of MCP servers name.
-    Raises RecipeError for arguments that cannot be read."""
+    """Returns the environment variables that these tools read: keys of services, and names in MCP servers' headers and
+    env. Raises RecipeError for arguments that cannot be read."""
     found: list[str] = []
     for number, config in enumerate(configs):
         if config.mcp is not None:
@@ -117,7 +117,7 @@ def variables(configs: Sequence[ToolConfig]) -> list[str]:
 
 @asynccontextmanager
 async def opened(providers: Sequence[Provider], task: Any) -> AsyncIterator[tuple[dict[str, Tool], list[Session]]]:
-    """One rollout's tools by the names that the policy calls, and its sessions, which end with it.
+    """Opens one rollout's sessions, which end with it. Yields its tools by the policy's names, and the sessions.
 
     Raises AgentError if two have the same name.
     """

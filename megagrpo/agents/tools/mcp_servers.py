@@ -26,9 +26,9 @@ from megagrpo.recipe.schema.tools import McpArguments, ToolConfig
 START_SECONDS = 60.0
 PAGES_MAX = 100
 LINES_KEPT, LINE_CHARACTERS_MAX = 10, 300
-"""Of what a server writes on its standard error, for the error of a server that cannot be started."""
+"""Limits of what is kept of a server's standard error, for the error if it cannot be started."""
 VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
-"""As os.path.expandvars reads them."""
+"""Variables as os.path.expandvars reads them."""
 FIX = "pip install megagrpo[mcp]"
 
 
@@ -36,7 +36,7 @@ class McpServer:
     """The tools of one server."""
 
     def __init__(self, config: ToolConfig, arguments: McpArguments, inherited: Mapping[str, str] = os.environ) -> None:
-        """inherited: the environment variables that a server gets beside its own."""
+        """Raises MachineError without mcp. inherited: the environment variables that a server gets beside its own."""
         if find_spec("mcp") is None:
             raise MachineError(Problem(f"agent.tools, {config.name}", "mcp is not installed", "mcp 2", FIX))
         self.config = config
@@ -53,12 +53,12 @@ class McpServer:
         return f"the MCP server {self.config.mcp}"
 
     async def close(self) -> None:
-        """Ends what is shared by all rollouts."""
+        """Closes the connection that all rollouts share."""
         await self._shared.close()
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
-        """Raises AgentError if the server cannot be started or reached."""
+        """Opens a rollout's session. Raises AgentError if the server cannot be started or reached."""
         connection = Connection(self._client, self._where) if self.config.stateful else self._shared
         try:
             async with self._listing:  # asked once in a process: a rollout's tools must be those of its group
@@ -121,7 +121,7 @@ class McpServer:
 
 
 class Said:
-    """What a server writes on its standard error: it goes to this process's, and its last lines are kept."""
+    """The standard error of a server: copied to this process's, with its last lines kept."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
@@ -129,7 +129,7 @@ class Said:
 
     @contextmanager
     def written(self) -> Iterator[TextIO]:
-        """The file that the server writes into."""
+        """Opens the file that the server writes into."""
         read, write = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(read,), name="reads a server's errors", daemon=True)
         self._thread.start()
@@ -143,15 +143,14 @@ class Said:
                 print(line, end="", file=sys.stderr)
 
     def last(self) -> str:
-        """Its last lines, behind the text of an error."""
+        """Returns its last lines, to append to the text of an error."""
         if self._thread is not None:
             self._thread.join(1.0)  # it ends with the server
         return "".join(f"\n{line}" for line in [*self._lines] if line)
 
 
 class Connection:
-    """A client that is connected when it is first asked for. A task of its own enters and leaves it, as its library
-    demands."""
+    """A client that connects on first use. A task of its own enters and leaves it, as its library demands."""
 
     def __init__(self, make: Callable[[Said], AbstractAsyncContextManager[Any]], where: str) -> None:
         self._make, self._where, self._said = make, where, Said()
@@ -160,7 +159,7 @@ class Connection:
         self._leave = asyncio.Event()
 
     async def client(self) -> Any:
-        """Raises AgentError if the server cannot be started or reached."""
+        """Returns the connected client. Raises AgentError if the server cannot be started or reached."""
         if self._ready is None or (self._task is not None and self._task.done()):
             self._ready = asyncio.get_running_loop().create_future()
             self._leave = asyncio.Event()
@@ -173,7 +172,7 @@ class Connection:
             raise AgentError(Problem(self._where, given, "a server that answers")) from None
 
     async def call(self, name: str, arguments: Arguments) -> str:
-        """Raises CallError for what the server says is an error."""
+        """Calls a tool and returns its text. Raises CallError for an error of the server."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -214,7 +213,7 @@ class Connection:
 
 
 def text_of(answer: Any) -> str:
-    """What a server's result says: its texts; its structure if it has no text."""
+    """Returns the texts of a server's result; its structure as JSON if it has no text."""
     parts = [_part(content) for content in answer.content]
     if not parts and answer.structured_content is not None:
         return json.dumps(answer.structured_content, ensure_ascii=False)
@@ -241,7 +240,7 @@ def _expanded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_in(text: str) -> list[str]:
-    """The names of the environment variables that a text of headers or env has.
+    """Returns the names of the environment variables that a text of headers or env has.
 
     >>> variables_in("Bearer $KEY, ${OTHER}")
     ['KEY', 'OTHER']

@@ -1,4 +1,4 @@
-"""Where users' code runs so that it cannot hold up the rollouts of an agent process: threads, and a loop of its own."""
+"""Threads and an event loop for users' code, so that it cannot block the rollouts of an agent process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    """What the function returns, called in a thread of its own.
+    """Calls the function in a thread of its own and returns its result.
 
     The thread is not waited for if the caller is cancelled: nothing can end it, but it ends with the process. (A pool's
     threads would be waited for at the process's end.)
@@ -47,15 +47,15 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
 
 class OwnLoop:
-    """A thread with an event loop for the coroutines of one tool. One that blocks holds up that tool's others, and no
-    rollout's turns."""
+    """A thread with an event loop for the coroutines of one tool. A coroutine that blocks delays that tool's
+    others, and no rollout's turns."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """What the coroutine returns. It is cancelled with the caller."""
+        """Runs the coroutine and returns its result. Cancels it with the caller."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()

@@ -22,7 +22,7 @@ NOT_TOOLS = ("reward", "close")
 
 
 def own_tools(config: ToolConfig, where: str) -> OwnFunction | OwnClass:
-    """The provider of FILE.py:NAME. Runs the file. Raises RecipeError for what can be no tool."""
+    """Returns the provider of FILE.py:NAME. Runs the file. Raises RecipeError for what can be no tool."""
     found = load_function(config.name, where, RecipeError)
     if inspect.isclass(found):
         return OwnClass(config, found, where)
@@ -52,7 +52,7 @@ class OwnFunction:
 class OwnClass:
     """A class: an object for each rollout, made with the recipe's arguments. Its public methods are tools.
 
-    `reward()`, if there is one, is asked at the end, then `close()`. If its attribute `done` is true after a turn's
+    `reward()`, if there is one, is called at the end, then `close()`. If its attribute `done` is true after a turn's
     calls, the rollout ends. The methods of one object run one after another.
     """
 
@@ -87,7 +87,7 @@ class OwnClass:
                     await _called(self.loop, close)
 
     def tools_of(self, state: Any) -> list[Tool]:
-        """state: an object; or the class, whose tools can be shown and not called."""
+        """Returns the tools of `state`: an object, or the class, whose tools can be shown and not called."""
         in_turn = asyncio.Lock()
         return [
             _tool(self.config, self.gate, name, schema, _here(self.loop, getattr(state, name), schema, {}, in_turn))
@@ -112,7 +112,7 @@ def _here(
     more: Mapping[str, Any],
     in_turn: asyncio.Lock | None = None,
 ) -> Callable[[Arguments], Awaitable[str]]:
-    """Calls the function off the rollouts' loop; one call after another if there is a lock."""
+    """Returns an async function that calls `function` off the rollouts' loop, one call after another with a lock."""
 
     async def call(given: Arguments) -> str:
         named = {**schema.read(given), **more}
@@ -136,7 +136,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _methods(made: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Public methods in the order in which they are written, a base class's first."""
+    """Yields public methods in the order in which they are written, a base class's first."""
     names = {name: None for part in reversed(made.__mro__) if part is not object for name in vars(part)}
     for name in names:
         function = getattr(made, name)
@@ -145,7 +145,7 @@ def _methods(made: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _check(function: Callable[..., Any], fixed: Mapping[str, Any], where: str) -> None:
-    """The recipe's arguments have to be parameters."""
+    """Raises RecipeError if the recipe's arguments do not fit the function's parameters."""
     known = inspect.signature(function).parameters
     if unknown := [name for name in fixed if name not in known]:
         given = f"{', '.join(unknown)}, for {function.__name__}{inspect.signature(function)}"

@@ -33,7 +33,7 @@ PARAMETERS = {
     "required": ["code"],
 }
 FOREVER = 1e6
-"""Seconds that a notebook's process may live; its rollout ends it sooner."""
+"""Timeout in seconds of a notebook's process; its rollout ends it sooner."""
 CELL = """
 import sys
 def _run_cell():
@@ -119,7 +119,7 @@ class PythonTool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def take(self) -> Sandbox:
-        """A sandbox that is free, or a new one."""
+        """Returns a sandbox that is free, or a new one."""
         try:
             return self._free.pop()
         except IndexError:
@@ -149,7 +149,7 @@ class Notebook:
         self._one_at_a_time = threading.Lock()
 
     def run(self, code: str) -> str:
-        """Raises CallError if the process ended; the next cell then begins with nothing."""
+        """Runs one cell and returns its output. Raises CallError if the process ended: the next cell starts anew."""
         with self._one_at_a_time:
             if self._closed:
                 raise CallError("the rollout has ended")
@@ -170,7 +170,7 @@ class Notebook:
 
 
 def output(program: Program, code: str, seconds: float) -> str:
-    """What one cell prints. Raises CallError for one that did not end, or ended the process."""
+    """Runs one cell and returns its output. Raises CallError if it did not end, or ended the process."""
     ran = program.run(code, seconds)
     if ran.failure:
         program.stop()
@@ -179,7 +179,7 @@ def output(program: Program, code: str, seconds: float) -> str:
 
 
 def code_of(given: Arguments) -> str:
-    """The code of a call, without the fences that some policies write around it. Raises CallError."""
+    """Returns the code of a call, without the fences that some policies write around it. Raises CallError."""
     code = given.get("code")
     if not isinstance(code, str) or not code.strip():
         raise CallError('give the code to run: {"code": "print(1)"}')

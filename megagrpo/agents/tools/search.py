@@ -30,7 +30,7 @@ WORD = r"(?u)\b\w+\b"
 
 
 class Index(Protocol):
-    """Numbers of passages, best first."""
+    """An index whose `find` returns the numbers of passages, best first."""
 
     def find(self, query: str, results: int) -> Sequence[int]: ...
 
@@ -46,7 +46,7 @@ class Search:
 
 
 async def search_tool(config: ToolConfig, arguments: SearchArguments) -> Search:
-    """The tool over a file of passages; its index is made if it is not there. Raises DataError, MachineError,
+    """Makes the tool over a file of passages; its index is made if it is not there. Raises DataError, MachineError,
     ModelError."""
     start = time.monotonic()
     made: Index
@@ -69,7 +69,7 @@ async def search_tool(config: ToolConfig, arguments: SearchArguments) -> Search:
 
 
 def described(config: ToolConfig, call: Callable[[Arguments], Awaitable[str]]) -> Tool:
-    """The tool as the policy sees it, whatever answers its calls."""
+    """Returns the tool as the policy sees it; `call` answers its calls."""
     return tool_of(config, asyncio.Semaphore(config.calls_at_once), "search", DESCRIPTION, PARAMETERS, call)
 
 
@@ -82,13 +82,13 @@ def index_directory(arguments: SearchArguments) -> Path:
 
 
 def shown(passages: Iterable[Mapping[str, str]]) -> str:
-    """Passages as the policy reads them."""
+    """Returns the text of passages for the policy."""
     texts = (f"{passage['title']}\n{passage['text']}".lstrip("\n") for passage in passages)
     return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1)) or "Nothing was found."
 
 
 class Bm25:
-    """BM25 as Lucene has it, by bm25s (https://arxiv.org/abs/2407.03618). Words are runs of letters and digits, lower
+    """Lucene's BM25, by bm25s (https://arxiv.org/abs/2407.03618). Words are runs of letters and digits, lower
     case, without English stop words unless `stopwords` is false."""
 
     def __init__(self, directory: Path, stopwords: bool) -> None:
@@ -108,7 +108,7 @@ class Bm25:
 
 
 def bm25_index(arguments: SearchArguments) -> tuple[Bm25, Passages]:
-    """The index of the corpus, made if it is not there. Raises DataError, and MachineError without bm25s."""
+    """Returns the index of the corpus, made if it is not there. Raises DataError, and MachineError without bm25s."""
     if find_spec("bm25s") is None:
         fix = "pip install megagrpo[search]"
         raise MachineError(Problem("agent.tools, search", "bm25s is not installed", "bm25s 0.3", fix))
@@ -137,7 +137,7 @@ def _tokens(texts: list[str], stopwords: bool) -> list[list[str]]:
 
 
 def best(scores: np.ndarray[Any, Any], results: int) -> list[int]:
-    """The numbers of the highest scores, best first; the first of equal ones first."""
+    """Returns the indices of the highest scores, best first; of equal scores, the lowest index first."""
     count = min(results, len(scores))
     if count == 0:
         return []

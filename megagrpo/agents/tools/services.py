@@ -21,7 +21,7 @@ from megagrpo.recipe.schema.tools import ServiceArguments, ToolConfig
 
 TRIES_MAX = 3
 WAIT_SECONDS = 0.5
-"""Before the second try, and twice as long before the third."""
+"""Wait before the second try, and twice as long before the third."""
 BUSY = (429, 500, 502, 503, 504)
 ANSWER_BYTES_MAX = 64 << 20
 
@@ -39,13 +39,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Service:
-    """How a service is asked and what its answer says. `results` is how many it should find."""
+    """A service: how to ask it and read its answer. `results` is the number of results to ask for."""
 
     description: str
     parameter: str
     meaning: str
     key: str
-    """The environment variable that has the key; empty if it wants none."""
+    """The environment variable that has the key; empty if it needs none."""
     asked: Callable[[str, str, str, int], Asked]
     """Called with the server's URL, the argument, the key, and `results`."""
     read: Callable[[Any, int], str]
@@ -91,7 +91,7 @@ class ServiceTool:
 
 
 async def answer_of(client: aiohttp.ClientSession, asked: Asked) -> Any:
-    """The JSON of an answer. Busy servers and lost connections are tried again. Raises CallError."""
+    """Returns the JSON of an answer. Retries busy servers and lost connections. Raises CallError."""
     failure = ""
     for number in range(TRIES_MAX):
         if number:
@@ -214,4 +214,4 @@ SERVICES: Mapping[str, Service] = {
         "Reads a web page as Markdown.", "url", PAGE, "CRAWL4AI_API_KEY", _crawl4ai, _crawl4ai_read,
     ),
 }  # fmt: skip
-"""By their names in open-instruct's --tools; massive_ds by that of its module."""
+"""Services by their names in open-instruct's --tools; massive_ds by that of its module."""

@@ -1,4 +1,4 @@
-"""What a tool is to the loop, and how one call is answered. Whatever goes wrong in a call is told to the policy."""
+"""The interface of a tool to the loop, and the answer of one call. The policy reads the error of a call that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megagrpo.errors import first_line
 from megagrpo.recipe.schema.tools import ToolConfig
 
 Arguments = dict[str, Any]
-"""What the policy gave to a call: the object of its JSON."""
+"""The arguments of the policy's call: the object of its JSON."""
 
 
 class CallError(Exception):
@@ -34,22 +34,22 @@ class Tool:
     seconds: float
     characters_max: int
     gate: asyncio.Semaphore
-    """Calls that run at once pass it."""
+    """Semaphore of the calls that run at once."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's chat completions have it, and chat templates."""
+        """Returns the schema as OpenAI's chat completions and chat templates write it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Called:
-    """What one call came to."""
+    """The result of one call."""
 
     text: str
     seconds: float = 0.0
-    """Without the wait for other calls."""
+    """Excludes the wait for other calls."""
     error: str = ""
     """Why it failed, one line."""
 
@@ -60,13 +60,13 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class Session:
-    """What one entry of agent.tools is to one rollout."""
+    """One entry of agent.tools in one rollout: its tools, score and end."""
 
     tools: Sequence[Tool]
     score: Callable[[], Awaitable[Any]] | None = None
-    """Asked at the end: a reward, or a mapping with `score`, or None."""
+    """Called at the end. Returns a reward, or a mapping with `score`, or None."""
     done: Callable[[], bool] = field(default=never)
-    """Whether the rollout is over, asked after each turn's calls."""
+    """Called after each turn's calls. Returns whether the rollout is over."""
 
 
 class Provider(Protocol):
@@ -83,7 +83,7 @@ def tool_of(
     parameters: Mapping[str, Any],
     call: Callable[[Arguments], Awaitable[str]],
 ) -> Tool:
-    """A tool with its entry's limits."""
+    """Returns a tool with its entry's limits."""
     seconds, characters = config.timeout_seconds, config.result_characters_max
     return Tool(config.call_name or name, description, parameters, call, seconds, characters, gate)
 
@@ -110,7 +110,7 @@ async def answer(tool: Tool, given: Arguments) -> Called:
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or its beginning and its end with a line between them, of at most `most` characters in all.
+    """Returns the text, or its beginning and its end with a line between them, of at most `most` characters in all.
 
     >>> shortened("0123456789" * 10, 40)
     '01234567\\n[… 84 characters more]\\n23456789'
@@ -125,7 +125,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def written(result: object) -> str:
-    """A tool's result as text: texts as they are, anything else as JSON, or as Python writes it."""
+    """Returns a tool's result as text: texts unchanged, anything else as JSON, or as Python writes it."""
     if isinstance(result, str):
         return result
     if result is None:

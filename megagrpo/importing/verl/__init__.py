@@ -26,7 +26,7 @@ def is_program(word: str) -> bool:
 
 
 def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """A script, or Hydra's YAML. Raises RecipeError if it is neither."""
+    """Reads a script, or Hydra's YAML. Raises RecipeError if it is neither."""
     if path.suffix not in SCRIPT_SUFFIXES:
         return Configuration(path, yaml_options(path))
     words, notes = command_line(path, is_program, set_to, environment, "python3 -m verl.trainer.main_ppo ...")

@@ -1,4 +1,4 @@
-"""What several of verl's options say together."""
+"""The answers that depend on several of verl's options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REWARDS: dict[str, list[dict[str, Any]]] = {
     "numina_*": [{"function": "math"}],
     "searchR1_*": [{"function": "search_answer"}],
 }
-"""What default_compute_score of verl chooses by a row's data_source, but for programs and images."""
+"""Functions that verl's default_compute_score chooses by a row's data_source, except for programs and images."""
 ESTIMATORS = {
     "kl": "k1",
     "k1": "k1",
@@ -54,7 +54,7 @@ ESTIMATORS = {
     "k3": "k3",
 }
 ENGINES = {"megatron": "constant", "veomni": "cosine", "torchtitan": "linear", "fsdp": "constant"}
-"""What may train there, and its schedule unless one is given."""
+"""verl's training engines, each with its schedule if none is given."""
 SCHEDULES = ("lr_scheduler_type", "lr_decay_style", "decay_type", "warmup_style")
 LOSSES = {
     "vanilla": "ppo_clip",
@@ -88,7 +88,7 @@ def in_reward(options: Options) -> bool:
 
 
 def trained_by(options: Options) -> str:
-    """Which of ENGINES trains there."""
+    """Returns the engine of ENGINES that trains in verl."""
     named = [str(options[name]) for name in ("model_engine", f"{ACTOR}.strategy", "--config-name") if name in options]
     found = [name for name in ENGINES if any(name in one for one in named)]
     return found[0] if found else "megatron" if options.any_below(f"{MEGATRON}.") else "fsdp"
@@ -99,13 +99,13 @@ def is_megatron(options: Options) -> bool:
 
 
 def schedule(options: Options) -> Any:
-    """The schedule of the learning rate, by its name there."""
+    """Returns the schedule of the learning rate, by verl's name."""
     given = [options[f"{ACTOR}.optim.{name}"] for name in SCHEDULES if f"{ACTOR}.optim.{name}" in options]
     return next((one for one in given if one is not None), ENGINES[trained_by(options)])
 
 
 def loss(options: Options) -> str:
-    """The policy's loss, by its name there."""
+    """Returns the policy's loss, by verl's name."""
     correction = "algorithm.rollout_correction"
     if truth(options[f"{correction}.bypass_mode"]) and options[f"{correction}.loss_type"] == "reinforce":
         return "gpg"
@@ -159,7 +159,7 @@ def of_loss(mode: str, field: str, default: Any) -> Row:
 
 
 def kl_part(placement: str, field: str, default: Any) -> Row:
-    """coefficient or estimator, where the penalty is placed so."""
+    """Makes the row of the KL penalty's coefficient or estimator, for a penalty in the `placement` (loss or reward)."""
 
     def answer(value: Any, options: Options) -> Answer:
         used = in_loss(options) if placement == "loss" else in_reward(options)
@@ -254,7 +254,7 @@ def logprob_tokens(value: Any, options: Options) -> Answer:
 
 
 def updates(options: Options) -> int:
-    """Optimizer steps of a step."""
+    """Returns the optimizer steps of a step."""
     mini = options.whole(f"{ACTOR}.ppo_mini_batch_size")
     return options.whole("data.train_batch_size") // mini * options.whole(f"{ACTOR}.ppo_epochs")
 
@@ -357,7 +357,7 @@ def overlong_prompts(value: Any, options: Options) -> Answer:
 
 
 def sampled(field: str, of: Any, default: Any) -> Row:
-    """A setting of evaluation that greedy decoding does not have."""
+    """Makes the row of a setting of evaluation that greedy decoding does not have."""
 
     def answer(value: Any, options: Options) -> Answer:
         greedy = options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0

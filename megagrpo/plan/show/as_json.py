@@ -24,11 +24,11 @@ DERIVED: dict[type, tuple[str, ...]] = {
     StepTime: ("seconds", "tokens_per_second_per_gpu", "days"),
     ScheduleTime: ("name",),
 }
-"""Properties that are told beside the fields."""
+"""Properties that are written beside the fields."""
 
 
 def plan_json(plan: Plan, search: Search | None = None) -> str:
-    """Everything in a plan, and in the search if there was one."""
+    """Returns all of a plan as JSON, and of the search if there was one."""
     judged = plan.estimate if plan.gpus else None
     values: dict[str, Any] = {
         "format": FORMAT,
@@ -58,7 +58,7 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
 
 
 def _keys(value: Any) -> Any:
-    """What JSON does not know: dataclasses as their fields, but for some that other programs read more easily."""
+    """Converts values for JSON: dataclasses to their fields, but for some in forms that programs read more easily."""
     match value:
         case range():
             return [value.start, value.stop]

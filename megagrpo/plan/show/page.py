@@ -30,7 +30,7 @@ WIDTH, LABEL, BAR_LABEL, BAR_HEIGHT = 960, 46, 110, 18
 
 
 def page(plan: Plan, search: Search | None = None) -> str:
-    """The whole page, in HTML."""
+    """Returns the whole page, in HTML."""
     colours = (f".part{index} {{ fill: {colour}; background: {colour}; }}\n" for index, colour in enumerate(PALETTE))
     title = escape(plan.recipe.name)
     return f"""<!doctype html>
@@ -47,7 +47,7 @@ def page(plan: Plan, search: Search | None = None) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page to `path`, whole or not at all. Raises PreflightError, also if another file is there."""
+    """Writes the page to `path`, whole or not at all. Raises PreflightError if it fails, or another file is there."""
     where, partial = f"--html {path}", path.with_name(f".{path.name}.partial")
     try:
         if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
@@ -95,7 +95,7 @@ def _section(title: str, body: str, kind: str = "") -> str:
 
 
 def _chips(plan: Plan) -> str:
-    """The figures to read first."""
+    """Returns the figures to read first."""
     noun = "GPUs" if plan.device == "cuda" else "processes"
     card = f"of {byte_text(plan.card_bytes)} at most in use" if plan.card_bytes else "on the fullest"
     chips = [
@@ -196,7 +196,7 @@ def _facts(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Pairs of a square's attributes and what it stands for."""
+    """Returns a legend of pairs: a square's attributes, and its meaning."""
     shown = "".join(f"<span><i {attributes}></i>{text}</span>" for attributes, text in entries)
     return f"<div class=legend>{shown}</div>"
 
@@ -204,7 +204,7 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 def _table(
     heads: Sequence[str], lines: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
 ) -> str:
-    """Cells are HTML. `numbers` are the columns that are set to the right, `names` those that are not wrapped."""
+    """Returns a table of HTML cells. `numbers` are the columns set to the right, `names` those that do not wrap."""
     kinds = dict.fromkeys(numbers, " class=number") | dict.fromkeys(names, " class=name")
     shown = [f"<tr>{''.join(f'<th>{text}</th>' for text in heads)}</tr>" if heads else ""]
     for line in lines:
@@ -217,13 +217,13 @@ def _table(
 
 
 def stage_colour(stage: int, stages: int) -> str:
-    """Neighbouring stages differ in hue, far ones go around the circle. Readable on white and on black."""
+    """Returns a stage's colour: hues go around the circle, lightness alternates. Readable on white and on black."""
     hue = (210 + 360 * stage / max(stages, 2)) % 360
     return f"hsl({hue:.0f} 45% {52 if stage % 2 else 60}%)"
 
 
 def device_grid(devices: Sequence[MappedDevice], stages: Sequence[Stage], per_node: int) -> str:
-    """One square for each device, a node to a line."""
+    """Draws one square for each device, a node to a line."""
     nodes = [list(group) for _, group in groupby(devices, lambda mapped: mapped.node)]
     cell = 26 if len(nodes) <= 16 else 14
     step = cell + 3
@@ -257,7 +257,7 @@ def _told(mapped: MappedDevice, stages: Sequence[Stage]) -> str:
 
 
 def memory_bars(phases: Iterable[PhaseMemory], colours: Mapping[str, int], card: int | None, scale: int) -> str:
-    """A bar for each phase, cut into its parts; a line marks the card's memory."""
+    """Draws a bar for each phase, cut into its parts; a line marks the card's memory."""
     drawn, y, unit = [], 4, (WIDTH - BAR_LABEL - 230) / scale
     for phase in phases:
         parts = [(part.name, part.bytes, byte_text(part.bytes), colours[part.name]) for part in phase.parts]
@@ -277,7 +277,7 @@ def memory_bars(phases: Iterable[PhaseMemory], colours: Mapping[str, int], card:
 def _stacked(
     parts: Iterable[tuple[str, float, str, int]], y: int, unit: float, left: int = BAR_LABEL, height: int = BAR_HEIGHT
 ) -> Iterator[str]:
-    """A bar's parts: name, size, text and colour of each."""
+    """Draws a bar's parts: name, size, text and colour of each."""
     x = float(left)
     for name, size, text, colour in parts:
         width = size * unit

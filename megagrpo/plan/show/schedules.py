@@ -14,7 +14,7 @@ HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "sta
 
 
 def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
-    """A cell below each of the heads. Speed is a multiple of that of `sync`; of staleness the mean and the most."""
+    """Returns a cell for each of the heads. Speed is a multiple of `sync`'s; staleness is the mean and the most."""
     stale = f"{time.staleness:.1f}, {time.staleness_max}" if time.staleness_max else "0"
     return (
         second_text(time.seconds),
@@ -28,7 +28,7 @@ def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
 
 
 def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
-    """Which is best, and what it costs, and which is the recipe's. sync is the first of them."""
+    """Describes the best schedule, its price, and the recipe's own. sync is the first of `times`."""
     found, sync, own = best(times), times[0], recipe.schedule
     if found is sync:
         text = "best here: sync, whose samples are never stale"
@@ -47,7 +47,7 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
 
 
 def headline(time: StepTime, own: ScheduleTime | None) -> str:
-    """Seconds of a step, with the schedule if they are not those of all phases."""
+    """Formats the seconds of a step, with the schedule if they are not those of all phases."""
     if own is None:
         return second_text(time.seconds)
     return (
@@ -56,7 +56,7 @@ def headline(time: StepTime, own: ScheduleTime | None) -> str:
 
 
 def of_split(split: Split) -> str:
-    """A step in which engines on GPUs of their own sample all the time."""
+    """Describes a step in which engines on GPUs of their own sample all the time."""
     found, time = split.schedule, split.estimate.time
     speed = f"{second_text(found.seconds)} a step, {time.tokens / found.seconds / time.gpus:,.0f} tokens/s/GPU"
     return f"{speed}; the trainer waits {found.trainer_waits:.0%}, engines are idle {found.engines_idle:.0%}"

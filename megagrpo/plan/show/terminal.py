@@ -1,4 +1,4 @@
-"""A plan on the terminal: where everything lies, what fills the memory, what a step takes, and what was assumed."""
+"""A plan on the terminal: the layout, the memory, the time of a step, the schedules and the assumptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "bright_blue", "bright_
 
 
 def draw(plan: Plan, search: Search | None, console: Console) -> None:
-    """Print all of a plan. Plain text where the console is no terminal; pictures are never wider than it."""
+    """Prints all of a plan. Prints plain text where the console is no terminal; pictures are never wider than it."""
     console.width = min(console.width, WIDTH_MAX)
     marks = _Marks(console)
     told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
@@ -46,7 +46,7 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
 
 
 def _sentences(console: Console, sentences: Iterable[Text]) -> None:
-    """Each in one piece, so that it can be searched and copied."""
+    """Prints each sentence in one piece, so that it can be searched and copied."""
     for sentence in sentences:
         console.print(sentence, soft_wrap=True)
 
@@ -77,7 +77,7 @@ def _layout(plan: Plan) -> RenderableType:
 
 
 def _columns(plan: Plan) -> dict[str, Callable[[MappedDevice], Sequence[int]]]:
-    """The numbers of a device in each column; a column that would be the same everywhere is left out."""
+    """Returns a device's numbers for each column, without columns that would be the same everywhere."""
     layout, devices = plan.recipe.train.layout.parallel(), plan.device_map
 
     def of_rank(axis: str) -> Callable[[MappedDevice], Sequence[int]]:
@@ -145,7 +145,7 @@ def _kind(kind: DeviceMemory, plan: Plan) -> Text:
 
 
 def _bar(phase: PhaseMemory, card: int | None, scale: int, marks: _Marks, colours: dict[str, str]) -> Text:
-    """A phase's bar, cut into its parts; what is beyond the card's memory is marked."""
+    """Draws a phase's bar, cut into its parts; marks what is beyond the card's memory."""
     line = Text(f"  {phase.phase:<12}", no_wrap=True, overflow="crop")
     edge = marks.width if card is None else round(marks.width * card / scale)
     cells = list(_cells(phase, scale, marks.width, colours))
@@ -163,7 +163,7 @@ def _bar(phase: PhaseMemory, card: int | None, scale: int, marks: _Marks, colour
 
 
 def _cells(phase: PhaseMemory, scale: int, width: int, colours: dict[str, str]) -> Iterator[str]:
-    """Colours of the bar's cells, from the left: each that of the part that the cell's middle lies in."""
+    """Yields the colours of the bar's cells, from the left. A cell has the colour of the part at its middle."""
     end, at = 0, 0
     for part in phase.parts:
         end += part.bytes
@@ -178,7 +178,7 @@ def _colours(kind: DeviceMemory) -> dict[str, str]:
 
 
 def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> RenderableType:
-    """The largest items of the fullest moment, and what lowers them."""
+    """Returns a table of the largest items of the fullest moment, and the fields that lower them."""
     table = _table(f"largest in {phase.phase}", "bytes", "lowered by")
     table.columns[1].justify = "right"
     for part in phase.largest[:PARTS_MAX]:
@@ -236,7 +236,7 @@ LINK_NAMES = {"network": "network", "node": "within a node", "device": "within a
 
 
 def _sync(links: Sequence[LinkUse]) -> RenderableType:
-    """What the busiest device has to do, by kind of link."""
+    """Returns a table of the busiest device's traffic, by kind of link."""
     table = _table("  weight_sync, busiest", "bytes", "seconds", "least bytes", "least seconds", "ratio")
     for use in links:
         least = byte_text(int(use.least_bytes)), second_text(use.least_seconds)
@@ -259,7 +259,7 @@ def _schedules(plan: Plan) -> RenderableType | None:
 
 
 def _assumptions(plan: Plan) -> RenderableType | None:
-    """Two to a line: they are many. Factors of a calibration only where there was one, and agents' only for agents."""
+    """Returns the assumptions, two to a line. Shows factors only of a calibration, and agents' only for agents."""
     if plan.estimate is None:
         return None
     shown = [a for a in plan.assumed if a.value is not None and not (a.name.endswith("_factor") and a.value == 1)]
@@ -286,7 +286,7 @@ def _assumptions(plan: Plan) -> RenderableType | None:
 
 
 def _search(search: Search) -> list[Text]:
-    """Ready overrides, and why."""
+    """Returns the lines of the search: ready overrides, and their reasons."""
     counted = f"{search.legal} legal layout{'s' if search.legal != 1 else ''}, {search.estimated} estimates"
     gpus = f"{search.gpus} GPU{'s' if search.gpus > 1 else ''}"
     lines = [_title(f"{'fastest' if search.choices else 'nothing fits'} on {gpus} ({counted})")]

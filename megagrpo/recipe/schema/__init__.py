@@ -20,7 +20,7 @@ from megagrpo.recipe.schema.sft import ConversationFileConfig, SftRecipe
 from megagrpo.recipe.schema.train import LayoutConfig, LoraConfig, TrainConfig
 
 AnyRecipe = Recipe | SftRecipe
-"""What they have in common: kind, name, seed, model, train, checkpoint, track, cluster."""
+"""Both share the fields kind, name, seed, model, train, checkpoint, track, cluster."""
 
 __all__ = [
     "AdvantageConfig", "AggregationConfig", "AnyRecipe", "ClassifierConfig",

@@ -1,4 +1,4 @@
-"""agent: what asks the policy, if a response is more than one answer to a prompt. See docs/agents.md."""
+"""agent: the program that asks the policy, if a response is more than one answer to a prompt. See docs/agents.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OpenEnvConfig(Section):
 
 
 class ReasoningGymConfig(Section):
-    """Tasks of reasoning-gym as conversations: a wrong answer is said to be wrong, and may be given again. Rows are
+    """Tasks of reasoning-gym as conversations: the policy is told of a wrong answer, and may answer again. Rows are
     those of data.train: [{reasoning_gym: TASK}]."""
 
     attempts_max: Count = 3
@@ -76,7 +76,7 @@ class ReasoningGymConfig(Section):
 
 
 class AgentConfig(Section):
-    """What asks the policy: one of tools, function, verifiers, openenv and reasoning_gym."""
+    """The agent that asks the policy: one of tools, function, verifiers, openenv and reasoning_gym."""
 
     tools: list[str | ToolConfig] = []
     """The built-in loop: the policy may call these tools, turn after turn, until it answers without a call."""
@@ -141,12 +141,12 @@ class AgentConfig(Section):
 
     @property
     def tool_configs(self) -> list[ToolConfig]:
-        """The tools, each written out."""
+        """Returns the tools, each as a ToolConfig."""
         return [ToolConfig(name=tool) if isinstance(tool, str) else tool for tool in self.tools]
 
     @property
     def kind(self) -> str:
-        """The one of KINDS that is given."""
+        """Returns the one of KINDS that is given."""
         return next(name for name in KINDS if getattr(self, name))
 
     def rules(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""algorithm: from scores to advantages, and what is minimised. The methods are in megagrpo/algorithm/."""
+"""algorithm: from scores to advantages, and the loss. The methods are in megagrpo/algorithm/."""
 
 from __future__ import annotations
 
@@ -71,54 +71,54 @@ class AlgorithmConfig(Section):
 
     @property
     def computes_entropy(self) -> bool:
-        """In the update."""
+        """Returns whether the update computes the entropy."""
         return self.entropy_metric or self.entropy_coefficient > 0
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL penalty is a part of the reward, not of the loss."""
+        """Returns whether the KL penalty is a part of the reward, not of the loss."""
         return self.kl.placement == "reward" and self.kl.coefficient > 0
 
     @property
     def reads_batch(self) -> bool:
-        """Whether advantages are made from what the ranks compute: the KL in the reward, or a critic's values."""
+        """Returns whether advantages depend on results of the ranks: the KL in the reward, or a critic's values."""
         return self.kl_in_reward or self.critic is not None
 
     @property
     def prepares_by_old_logprobs(self) -> bool:
-        """Whether tokens of a minibatch are weighed or chosen by old logprobs before its first gradient."""
+        """Returns whether old logprobs weigh or choose a minibatch's tokens before its first gradient."""
         return self.correction.corrects or self.loss.chooses_tokens
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether anything reads the policy's logprobs before the update begins. If not, and with one optimizer step,
-        the update's own forward pass gives them."""
+        """Returns whether anything reads the policy's logprobs before the update begins. If not, and with one optimizer
+        step, the update's own forward pass gives them."""
         return self.minibatches * self.epochs > 1 or self.kl_in_reward or self.prepares_by_old_logprobs
 
     @property
     def computes_old_logprobs(self) -> bool:
-        """Whether the ranks pass over the batch for them: not if the engines' are taken for the old ones."""
+        """Returns whether the ranks compute old logprobs in a pass of their own, instead of taking the engines'."""
         return self.needs_old_logprobs and not self.rollout_logprobs_as_old
 
     @property
     def advantages_by_token(self) -> bool:
-        """Whether the tokens of one response may have different advantages."""
+        """Returns whether the tokens of one response may have different advantages."""
         advantage = self.advantage
         discounted = isinstance(advantage, ReinforcePlusPlusConfig) and (advantage.discount < 1 or self.kl_in_reward)
         return advantage.by_token or discounted or self.credit.by_turn
 
     @property
     def skips_groups(self) -> bool:
-        """Whether groups whose advantages are all zero may be left out of the batch."""
+        """Returns whether groups whose advantages are all zero may be left out of the batch."""
         return self.skip_groups_without_signal and self.advantage.by_group and not self.advantage.scales_by_signal
 
     @property
     def greedy_responses(self) -> int:
-        """To each prompt, beside its samples: the baseline of remax."""
+        """Returns the number of greedy responses to each prompt, beside its samples: the baseline of remax."""
         return int(self.advantage.name == "remax")
 
     def policy_learns(self, step: int) -> bool:
-        """Whether the critic's warm-up, if there is one, is over at `step`."""
+        """Returns whether the policy trains at `step`: the critic's warm-up, if there is one, is over."""
         return self.critic is None or step > self.critic.warmup_steps
 
     # --- rules --------------------------------------------------------------------------------------------------------

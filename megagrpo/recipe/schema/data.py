@@ -12,7 +12,7 @@ from megagrpo.errors import Problem
 from megagrpo.section import Fraction, PositiveFloat, Section, Tokens
 
 TASK = "reasoning_gym://"
-"""How the location of rows begins that reasoning-gym makes."""
+"""Prefix of the location of rows that reasoning-gym makes."""
 
 
 class ConstantColumn(Section):
@@ -26,8 +26,8 @@ Column = Annotated[str, Field(min_length=1)] | ConstantColumn
 
 
 class ColumnsConfig(Section):
-    """Which columns of a file hold what. A name with dots, such as reward_model.ground_truth, goes into objects; in a
-    list, it stands for its last name."""
+    """The columns of a file that hold the parts of a row. A name with dots, such as reward_model.ground_truth, reads a
+    field of an object; in a list, it is shortened to its last part."""
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Chat messages, or a text, which is one message of the user's. null: prompt, else messages."""
@@ -61,7 +61,7 @@ class EntryConfig(Section):
 
     @property
     def location(self) -> str:
-        """What stands for the data: the path, or what a generator of rows is called."""
+        """Returns the location of the data: the path, or the name of a generator of rows."""
         return self.path
 
     amount: Annotated[int, Field(ge=1, le=10**8)] | Annotated[float, Field(gt=0, le=1e4)] | Literal["all"] = "all"
@@ -78,7 +78,7 @@ class EntryConfig(Section):
 
 
 def weight_rules(where: str, entries: Sequence[EntryConfig]) -> Iterator[Problem]:
-    """Weights are shares of a whole: all entries have one, or none has."""
+    """Yields problems unless all entries have a weight or none has: weights are shares of a whole."""
     without = [index for index, entry in enumerate(entries) if entry.weight is None]
     if without and len(without) < len(entries):
         given, needed = "no weight, and other entries have one", "a weight for every entry, or for none"
@@ -128,7 +128,7 @@ class DataFileConfig(EntryConfig):
 
 
 def overlap_rules(where: str, train: Sequence[DataFileConfig], held_out: Sequence[DataFileConfig]) -> Iterator[Problem]:
-    """Entries of a task that are evaluated on, at the path `where`, are not among those trained on."""
+    """Yields a problem for each entry of a task, at the path `where`, that shares rows with one trained on."""
     for index, entry in enumerate(held_out):
         for other in train:
             same = (entry.reasoning_gym, entry.arguments) == (other.reasoning_gym, other.arguments)
@@ -139,7 +139,7 @@ def overlap_rules(where: str, train: Sequence[DataFileConfig], held_out: Sequenc
 
 
 class DecontaminateConfig(Section):
-    """Prompts of evaluation sets among those to train on: with the same text, or a long run of the same words."""
+    """Training prompts that overlap with evaluation sets: the same text, or a long run of the same words."""
 
     against: list[DataFileConfig] = []
     """Held-out prompts. Empty: those of all eval.sets."""

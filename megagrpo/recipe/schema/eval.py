@@ -30,7 +30,7 @@ SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class EarlyStoppingConfig(Section):
-    """End the run when an evaluation metric is good enough or stops improving."""
+    """A rule that ends the run when an evaluation metric is good enough or stops improving."""
 
     metric: str
     """SET/METRIC, such as gsm8k/mean@1: a name of the metrics table, without the eval/ prefix. Larger is better."""
@@ -48,7 +48,7 @@ class EarlyStoppingConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """One set of held-out prompts. What is null is as `eval` says for all sets."""
+    """One set of held-out prompts. A field that is null has the value of `eval` for all sets."""
 
     files: Annotated[list[DataFileConfig], Field(min_length=1)]
     """Prompt files, in the same format as data.train."""
@@ -108,11 +108,11 @@ class EvalSet:
 SHARED = (
     "every_steps", "before_training", "samples_per_prompt", "temperature", "top_p", "top_k", "response_tokens_max",
 )  # fmt: skip
-"""What `eval` says for all sets, and a set may say for itself."""
+"""Fields of `eval` for all sets that a set may override."""
 
 
 class EvalConfig(Section):
-    """Evaluation on sets of held-out prompts. What else is here holds for every set that does not say otherwise."""
+    """Evaluation on sets of held-out prompts. The other fields hold for every set that does not override them."""
 
     sets: dict[str, EvalSetConfig] = {}
     """Sets by name, such as {gsm8k: {files: [{path: test.parquet}]}}: metrics are eval/gsm8k/... Empty: no
@@ -143,16 +143,16 @@ class EvalConfig(Section):
     """Off unless given."""
 
     def of_sets(self) -> dict[str, EvalSet]:
-        """Each set with all of its settings, by name."""
+        """Returns each set with all of its settings, by name."""
         return {name: self._whole(name, one) for name, one in self.sets.items()}
 
     def files_of_sets(self) -> dict[str, Sequence[DataFileConfig]]:
-        """The files of each set, by its name."""
+        """Returns the files of each set, by its name."""
         return {name: one.files for name, one in self.sets.items()}
 
     def due(self, step: int, *, last: bool = False) -> list[str]:
-        """Names of the sets on which the weights after `step` are evaluated: all, if it is the `last`. 0: before
-        training."""
+        """Returns the names of the sets on which the weights after `step` are evaluated: all, if it is the `last`. Step
+        0 is before training."""
         return [
             name
             for name, one in self.of_sets().items()
@@ -184,7 +184,7 @@ class EvalConfig(Section):
 
 
 def _sampling_rules(one: EvalSet) -> Iterator[Problem]:
-    """`where` is a key of the set, or of eval."""
+    """Yields the problems of a set's sampling; `where` is a key of the set, or of eval."""
     if 0 < one.temperature < TEMPERATURE_MIN:
         needed = f"0, which is greedy, or at least {TEMPERATURE_MIN:g}"
         yield Problem("temperature", f"{one.temperature:g}", needed, "temperature: 0")
@@ -199,7 +199,7 @@ def _sampling_rules(one: EvalSet) -> Iterator[Problem]:
 
 
 def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Problem]:
-    """There is an evaluation, and it gives the metric that the field `where` asks for."""
+    """Yields a problem unless an evaluation gives the metric that the field `where` asks for."""
     sets = evaluation.of_sets()
     if not sets:
         yield Problem(where, f"{metric}, and no eval.sets", "prompts to evaluate on", "give eval.sets")
@@ -223,7 +223,7 @@ def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Pr
 
 
 def evaluation_metric_names(samples: int) -> list[str]:
-    """Names that an evaluation with `samples` per prompt gives to its scores (see evaluation/metrics.py)."""
+    """Returns the names of the scores of an evaluation with `samples` per prompt (see evaluation/metrics.py)."""
     every_k = sorted({2**i for i in range(samples.bit_length())} | {samples})
     of_one = [f"mean@{samples}", *(f"pass@{k}" for k in every_k)]
     return of_one if samples == 1 else [*of_one, *(f"best@{k}" for k in every_k[1:]), f"maj@{samples}"]

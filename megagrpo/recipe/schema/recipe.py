@@ -1,4 +1,4 @@
-"""The recipe: everything a user can say, in the order the data flows; and the rules between its sections."""
+"""The recipe: all of a user's settings, in the order the data flows; and the rules between its sections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_leng
 
 
 FLOAT8_GPUS = ("H100", "H100-PCIe", "H100-NVL", "H200", "H20", "H800", "L40S", "L4", "RTX-4090", "RTX-6000-Ada")
-"""Those on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
+"""GPUs on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
 
 
 class Recipe(Section):
@@ -104,21 +104,21 @@ class Recipe(Section):
 
     @property
     def sequence_tokens_max(self) -> int:
-        """Tokens of the longest sequence that is trained on: a prompt with its response, or an agent's conversation."""
+        """Returns the most tokens of a training sequence: a prompt with its response, or an agent's conversation."""
         if self.agent and self.agent.tokens_max is not None:
             return self.agent.tokens_max
         return self.data.prompt_tokens_max + self.rollout.response_tokens_max
 
     @property
     def sequence_described(self) -> str:
-        """The longest sequence, in words."""
+        """Returns the longest sequence in words."""
         if self.agent and self.agent.tokens_max is not None:
             return f"conversations of up to {self.agent.tokens_max}"
         return f"prompt + response of up to {self.data.prompt_tokens_max} + {self.rollout.response_tokens_max}"
 
     @property
     def sequence_limits(self) -> tuple[str, ...]:
-        """The fields that limit it."""
+        """Returns the fields that limit the longest sequence."""
         if self.agent and self.agent.tokens_max is not None:
             return ("agent.tokens_max",)
         return ("data.prompt_tokens_max", "rollout.response_tokens_max")
@@ -150,7 +150,7 @@ class Recipe(Section):
 
     @property
     def prompts_at_once(self) -> int:
-        """Most prompts that have begun and that no step has taken."""
+        """Returns the most prompts that have begun and that no step has taken."""
         schedule, step = self.schedule, self.rollout.prompts_per_step
         if isinstance(schedule, SyncConfig):
             return step + schedule.beyond
@@ -160,14 +160,14 @@ class Recipe(Section):
 
     @property
     def pause(self) -> Pause:
-        """What engines do with requests that run when an update begins."""
+        """Returns the action of engines on requests that run when an update begins."""
         one_step_off = isinstance(self.schedule, OneStepOffConfig)
         return "finish" if one_step_off else self.rollout.layout.pause_of(self.weights.pause)
 
     @property
     def one_version(self) -> bool:
-        """Whether one version of the weights samples a whole group. What is interrupted then begins anew, and has equal
-        numbers: logprobs of tokens after others that are read, not sampled, have other last bits."""
+        """Returns whether one version of the weights samples a whole group. An interrupted request then begins anew,
+        for equal numbers: logprobs after tokens that are read, not sampled, have other last bits."""
         return isinstance(self.schedule, OneStepOffConfig) or not self.schedule.max_staleness
 
     def _schedule(self) -> Iterator[Problem]:
@@ -362,7 +362,7 @@ class Recipe(Section):
 
     @property
     def nodes_of_engine(self) -> int:
-        """Nodes of one engine: one, unless it is larger than a node."""
+        """Returns the number of nodes of one engine: one, unless it is larger than a node."""
         return max(1, self.rollout.devices_of_engine // self.cluster.gpus_per_node)
 
     def _nodes_of_engine(self) -> Iterator[Problem]:

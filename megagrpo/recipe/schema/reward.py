@@ -1,4 +1,4 @@
-"""reward: how responses are scored."""
+"""reward: the scoring of responses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OverlongConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are scored."""
+    """The scoring of responses."""
 
     functions: list[RewardFunctionConfig] = []
     """One or several functions, for the rows that no entry of by_source is for."""
@@ -89,12 +89,12 @@ class RewardConfig(Section):
     """Responses that reached the token limit. mask: they are neither trained on nor in their group's statistics."""
 
     def lists(self) -> dict[str, list[RewardFunctionConfig]]:
-        """Every list of functions, by the field that holds it."""
+        """Returns every list of functions, by the field that holds it."""
         named = {f"reward.by_source.{source}": functions for source, functions in self.by_source.items()}
         return ({"reward.functions": self.functions} if self.functions else {}) | named
 
     def list_of(self, data_source: str) -> str | None:
-        """The field whose functions score rows of this data source; None if there is none."""
+        """Returns the field whose functions score rows of this data source; None if there is none."""
         if data_source in self.by_source:
             return f"reward.by_source.{data_source}"
         for pattern in self.by_source:
@@ -103,7 +103,7 @@ class RewardConfig(Section):
         return "reward.functions" if self.functions else None
 
     def source_problem(self, data_source: str, where: str) -> Problem | None:
-        """A problem if no function is for the row at `where`."""
+        """Returns a problem if no function scores the row at `where`."""
         if self.list_of(data_source) is not None:
             return None
         needed = f"one that reward.by_source has functions for: {', '.join(self.by_source)}"

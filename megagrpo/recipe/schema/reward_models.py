@@ -40,7 +40,7 @@ class ClassifierConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of its own."""
+        """Returns the number of its own devices."""
         return 0 if self.device == "cpu" else 1
 
 
@@ -73,7 +73,7 @@ RewardModelConfig = Annotated[ClassifierConfig | GenerativeConfig, ByName("kind"
 
 
 def use_rules(models: dict[str, RewardModelConfig], asked: dict[str, tuple[str, dict[str, Any]]]) -> Iterator[Problem]:
-    """asked: function and arguments of every entry of a recipe that may ask a model, by its field."""
+    """Yields problems of missing or unused models. asked: by field, (function, arguments) of entries that may ask."""
     used = set()
     for field, (function, arguments) in asked.items():
         kind = "classifier" if function == "reward_model" else "generative"

@@ -1,4 +1,4 @@
-"""rollout: how prompts become samples."""
+"""rollout: the sampling of responses to prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineLayoutConfig(Section):
         return self.tensor * self.pipeline
 
     def pause_of(self, wanted: Pause) -> Pause:
-        """SGLang's pipelines go on sampling while they are paused: an update waits until all requests have ended."""
+        """Returns `wanted`, or finish for pipelines: SGLang's continue to sample while they are paused."""
         return "finish" if self.pipeline > 1 else wanted
 
 
@@ -58,7 +58,7 @@ class SglangConfig(BaseModel):
 
 
 class MismatchConfig(Section):
-    """When the trainer's logprobs of the sampled tokens differ from the engines': what is reported, and what is done.
+    """Comparison of the trainer's logprobs of the sampled tokens with the engines': figures to report, action to take.
 
     Both are compared in every step that trains the policy; `megagrpo report RUN --mismatch` shows it. With
     algorithm.rollout_logprobs_as_old and several minibatches the trainer's are those of the update itself, so the
@@ -79,7 +79,7 @@ class MismatchConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Groups that teach nothing, such as those whose responses all have the same score, are replaced by those of new
+    """Replacement of groups that teach nothing, such as those whose responses all have the same score, by those of new
     prompts (DAPO, arXiv:2503.14476, section 3.2).
     """
 
@@ -105,7 +105,7 @@ RESPONSES_MAX = 2**20
 
 
 class RolloutConfig(Section):
-    """How responses are generated for training."""
+    """The generation of responses for training."""
 
     engine: Literal["transformers", "sglang", "external"] = "transformers"
     """What generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
@@ -175,7 +175,7 @@ class RolloutConfig(Section):
 
     @property
     def devices_of_engine(self) -> int:
-        """Devices of one engine; 0 if the run does not start it."""
+        """Returns the number of devices of one engine; 0 if the run does not start it."""
         return {"transformers": 1, "sglang": self.layout.ranks, "external": 0}[self.engine]
 
     def rules(self) -> Iterator[Problem]:
@@ -233,7 +233,7 @@ class RolloutConfig(Section):
                 yield Problem("urls", url, "http:// or https://, and a host", "write http://host:30000")
 
     def _number_rules(self) -> Iterator[Problem]:
-        """About the arguments that plans calculate with; SGLang itself judges all of them before a run."""
+        """Yields problems of arguments that plans calculate with. SGLang itself checks all arguments before a run."""
         options = self.sglang.model_extra or {}
         share = options.get("mem_fraction_static")
         if share is not None and not (isinstance(share, float) and 0 < share < 1):

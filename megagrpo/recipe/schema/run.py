@@ -1,4 +1,4 @@
-"""model, weights, checkpoint, track, cluster: what a run starts from and leaves behind, and where it runs."""
+"""model, weights, checkpoint, track, cluster: the start, the outputs and the machines of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How new weights travel from the training ranks to the engines after every step."""
+    """The transfer of new weights from the training ranks to the engines after every step."""
 
     transfer: Literal["auto", "shared_memory", "two_hops", "process_group", "disk"] = "auto"
     """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops: exact shards
@@ -63,12 +63,12 @@ class WeightsConfig(Section):
     run stops."""
 
     def transfer_to(self, *, external: bool) -> str:
-        """`transfer`; where it is auto, files for engines that are external servers."""
+        """Returns `transfer`; where it is auto, disk for engines that are external servers."""
         return "disk" if external and self.transfer == "auto" else self.transfer
 
 
 class CheckpointConfig(Section):
-    """What is saved so that a run can continue, and when."""
+    """The files that are saved so that a run can resume, and the steps at which they are saved."""
 
     every_steps: PositiveInt = 50
     """Steps between checkpoints. The last step is always saved."""
@@ -144,7 +144,7 @@ class WandBConfig(Section):
 
 
 class RolloutFilesConfig(Section):
-    """Which samples are kept as parquet, with prompt, response, score and advantage (docs/rollouts.md)."""
+    """The samples that are kept as parquet, with prompt, response, score and advantage (docs/rollouts.md)."""
 
     samples_per_step: PositiveInt | None = 128
     """Most samples of each step and of each evaluation set: whole groups, the first ones, at least one. null: all."""
@@ -155,7 +155,7 @@ class RolloutFilesConfig(Section):
 
 
 class TrackConfig(Section):
-    """Where metrics go. metrics.jsonl in the run's directory is always written."""
+    """The destinations of metrics. metrics.jsonl in the run's directory is always written."""
 
     directory: str = "runs"
     """Parent of all runs; this one's directory is DIRECTORY/NAME."""
@@ -181,7 +181,7 @@ class TrackConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where the processes run."""
+    """The machines and devices on which the processes run."""
 
     address: str | None = None
     """Ray cluster to join: auto, or HOST:PORT. Default: RAY_ADDRESS, else one started here. See docs/clusters.md."""
@@ -213,7 +213,7 @@ class ClusterConfig(Section):
 
 
 def address_problem(address: str, where: str) -> Problem | None:
-    """What is wrong with an address: it is no node's, or it has a scheme, of Ray's servers for clients or jobs."""
+    """Returns the problem of an address that is no node's, or that has a scheme of Ray's client or job servers."""
     scheme, found, rest = address.partition("://")
     if not found:
         port = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address, re.ASCII)

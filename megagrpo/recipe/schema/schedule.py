@@ -1,4 +1,4 @@
-"""schedule: what waits for what between sampling, training and the weight sync."""
+"""schedule: the waits between sampling, training and the weight sync."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Staleness = Annotated[int, Field(ge=0, le=1000)]
 
 
 class SyncConfig(Section):
-    """One stage after another: a step samples, trains on what it sampled, and brings the weights to the engines."""
+    """One stage after another: a step samples, trains on its samples, and sends the weights to the engines."""
 
     kind: Literal["sync"]
 
@@ -33,7 +33,7 @@ class SyncConfig(Section):
 
     @property
     def beyond(self) -> int:
-        """Prompts that are sampled at once beyond those that a step trains on. 0: a step waits for all of its own."""
+        """Returns the prompts sampled at once beyond those that a step trains on. 0: a step waits for all its own."""
         return self.carry_over + self.oversample
 
     def rules(self) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ class SyncConfig(Section):
 
 
 class OneStepOffConfig(Section):
-    """A step's prompts are sampled while the step before it trains. Engines finish them before they get new weights."""
+    """Sampling of a step's prompts while the step before it trains. Engines finish them before they get new weights."""
 
     kind: Literal["one_step_off"]
 
@@ -59,7 +59,7 @@ class OneStepOffConfig(Section):
 
 
 class AsyncConfig(Section):
-    """Engines sample all the time. A step trains on the oldest groups that are complete."""
+    """Continuous sampling by the engines. A step trains on the oldest groups that are complete."""
 
     kind: Literal["async"]
 

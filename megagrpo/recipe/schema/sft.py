@@ -77,11 +77,11 @@ class SftEvalConfig(Section):
     """Evaluate the starting weights too."""
 
     def files_of_sets(self) -> dict[str, Sequence[ConversationFileConfig]]:
-        """All files are one set."""
+        """Returns all files as one set; no set without files."""
         return {HELD_OUT: self.files} if self.files else {}
 
     def due(self, step: int, *, last: bool = False) -> list[str]:
-        """The sets on which the weights after `step` are evaluated. 0: before training."""
+        """Returns the sets on which the weights after `step` are evaluated. Step 0 is before training."""
         is_due = last or (step % self.every_steps == 0 if step else self.before_training)
         return [HELD_OUT] if self.files and is_due else []
 

@@ -1,4 +1,4 @@
-"""agent.tools: what the policy may call in the built-in loop, and the settings of each. See docs/agents_tools.md."""
+"""agent.tools: tools that the policy may call in the built-in loop, and their settings. See docs/agents_tools.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ToolConfig(Section):
 
     @property
     def own(self) -> bool:
-        """Whether it is FILE.py:NAME."""
+        """Returns whether the tool is FILE.py:NAME."""
         return self.mcp is None and ".py:" in self.name
 
     def rules(self) -> Iterator[Problem]:

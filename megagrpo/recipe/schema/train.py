@@ -23,7 +23,7 @@ COMPILED: frozenset[RecomputeModule] = frozenset({"layernorm", "mla_up_proj", "m
 
 
 class LayoutConfig(Section):
-    """How the policy is split over ranks: tensor x pipeline x context x data ranks in all."""
+    """The split of the policy over ranks: tensor x pipeline x context x data ranks in all."""
 
     tensor: Count = 1
     """Ranks that share each matrix. Sequence parallelism comes with it."""
@@ -91,7 +91,7 @@ class LoraConfig(Section):
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a backward pass computes again: parts of every layer, or the first `layers` whole ones of a model chunk."""
+    """The parts that a backward pass recomputes: modules of every layer, or the first `layers` of a model chunk."""
 
     modules: frozenset[RecomputeModule] = frozenset()
     layers: int = 0
@@ -101,7 +101,7 @@ NOTHING_AGAIN = Recomputed()
 
 
 class RecomputeConfig(Section):
-    """What the backward pass computes again, to keep less. Megatron-Core takes modules or layers, not both."""
+    """Parts to recompute in the backward pass, to save memory. Megatron-Core takes modules or layers, not both."""
 
     modules: list[RecomputeModule] = []
     """Parts of every layer: core_attn (attention's core), layernorm (norms that are not fused with a product),
@@ -123,7 +123,7 @@ class RecomputeConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Steps that are profiled: a timeline of the whole step, and what chosen training ranks compute."""
+    """Steps that are profiled: a timeline of the whole step, and the computations of chosen training ranks."""
 
     steps: Annotated[list[PositiveInt], Field(min_length=1, max_length=100)]
     """Which steps; the first is 1."""
@@ -199,7 +199,7 @@ class TrainConfig(Section):
 
     @property
     def recomputed(self) -> Recomputed:
-        """What `recompute` means."""
+        """Returns the parts that `recompute` stands for."""
         match self.recompute:
             case "none":
                 return NOTHING_AGAIN
@@ -250,7 +250,7 @@ def once_each(field: str, names: Sequence[str]) -> Iterator[Problem]:
 
 
 def length_rules(train: TrainConfig, names: tuple[str, ...], example: str) -> Iterator[Problem]:
-    """Exactly one of the fields `names` says how long the run is."""
+    """Yields a problem unless exactly one of the fields `names` gives the length of the run."""
     given = [name for name in names if getattr(train, name) is not None]
     if len(given) != 1:
         needed = f"exactly one of {', '.join(names)}"
@@ -261,7 +261,7 @@ def length_rules(train: TrainConfig, names: tuple[str, ...], example: str) -> It
 def longest_rules(
     train: TrainConfig, longest: int, *, described: str, what: str, limits: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """A microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
+    """Yields a problem unless a microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
     context = train.layout.context
     multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
     padded = -(-longest // multiple) * multiple
@@ -273,14 +273,14 @@ def longest_rules(
 
 
 def deterministic_rules(train: TrainConfig) -> Iterator[Problem]:
-    """Problems of a recipe that is deterministic."""
+    """Yields the problems of a deterministic recipe."""
     if train.megatron.get("deterministic_mode") is False:
         given, needed = "false in a recipe that is deterministic", "nothing: deterministic at the top sets it"
         yield Problem("train.megatron.deterministic_mode", given, needed, "remove one of them")
 
 
 def dtype_rules(train: TrainConfig, dtype: str) -> Iterator[Problem]:
-    """`dtype` is model.dtype."""
+    """Yields problems of bfloat16 gradients or moments beside float32 weights. `dtype` is model.dtype."""
     if train.gradient_dtype == "bfloat16" and dtype == "float32":
         needed = "float32, as the weights: Megatron's buffers are in one or the other"
         yield Problem("train.gradient_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")

@@ -1,1 +1,1 @@
-"""Asking a model how good a response is: what it is asked, how often and for how much, and what its answer means."""
+"""Judging of responses by a model: the rubric, the requests, their budget, and the verdict."""

@@ -1,4 +1,4 @@
-"""Arguments of the functions that ask models: sections of their own, checked as those of a recipe are."""
+"""Arguments of the functions that ask models, checked like the sections of a recipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SHOWN_MAX = 5
 
 
 class Arguments(Section):
-    """What a recipe gives such a function."""
+    """The arguments that a recipe gives to a function that asks a model."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Raises ValueError, which says in a line what is wrong with them."""
+        """Checks the given arguments and returns them. Raises ValueError with the problems in one line."""
         try:
             made = cls.model_validate(dict(given))
         except ValidationError as error:
@@ -27,7 +27,7 @@ class Arguments(Section):
         return made
 
     def check(self) -> None:
-        """Raises ValueError for what its fields do not say alone."""
+        """Raises ValueError if the fields do not fit together."""
 
 
 def _text(place: tuple[int | str, ...], message: str) -> str:

@@ -1,4 +1,4 @@
-"""Answers of judges that are known already, in a file of the run's directory: nothing is asked and paid for twice."""
+"""A cache of judges' answers in a file of the run's directory: no request is sent and paid for twice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megagrpo.errors import Problem, RewardError
 
 FILE = "judge_cache.sqlite"
 WAIT_SECONDS = 30.0
-"""For another process that writes."""
+"""Timeout while another process writes."""
 WRITE_SECONDS = 1.0
-"""Between two writes: each waits for the disk."""
+"""Time between two writes: each waits for the disk."""
 
 
 class AnswerCache:
-    """Texts by the content of what was asked. Several processes may have one open; each answer is there whole or not at
-    all, and those of the last second only once `write` was called. For one thread. Raises RewardError if the file
+    """Answers by the hash of their request. Several processes may open one cache. An answer is stored whole or not at
+    all; those of the last second are stored once `write` is called. For one thread. Raises RewardError if the file
     cannot be read or written."""
 
     def __init__(self, directory: Path) -> None:
@@ -50,7 +50,7 @@ class AnswerCache:
             self.write()
 
     def write(self) -> None:
-        """Brings everything to the file."""
+        """Writes all new answers to the file."""
         if not self._new:
             return
         try:
@@ -74,5 +74,5 @@ class AnswerCache:
 
 
 def key_of(identity: str, body: dict[str, Any]) -> bytes:
-    """identity: the endpoint, or the model's directory. body: all that is sent to it."""
+    """Returns the key of a request. identity: the endpoint, or the model's directory. body: all that is sent to it."""
     return hashlib.sha256(json.dumps([identity, body], sort_keys=True).encode()).digest()

@@ -1,4 +1,4 @@
-"""One judge: a model that is asked over an OpenAI-compatible endpoint, again if it fails, within a step's budget."""
+"""A judge: a model behind an OpenAI-compatible endpoint, with retries, within a step's budget."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """HTTP statuses after which a later request may succeed."""
 BACKOFF_SECONDS_MAX = 60.0
 CHARACTERS_PER_TOKEN = 4
-"""Where a server does not say how many tokens it has used."""
+"""Estimate for a server that does not report its tokens."""
 OWNED = ("model", "messages", "n", "stream", "stream_options")
 SAMPLING = {"temperature": 0.0, "max_tokens": 1024}
 Read = TypeVar("Read")
 
 
 class JudgeError(ValueError):
-    """There is no verdict: what is scored is masked, and counted as an error."""
+    """The error of a missing verdict: the response is masked, and counted as an error."""
 
 
 class OverBudgetError(JudgeError):
-    """The step's budget is spent."""
+    """The error of a step whose budget is spent."""
 
 
 class BudgetConfig(Section):
-    """What a judge may cost in a step of training (or in an evaluation). What is under way is finished."""
+    """The budget of a judge in a step of training (or in an evaluation). Requests in flight are finished."""
 
     tokens: PositiveInt | None = None
     """Most tokens of prompts and answers together."""
 
     cost: PositiveFloat | None = None
-    """In the currency of `price`."""
+    """Most cost, in the currency of `price`."""
 
     seconds: Seconds | None = None
-    """In which this judge is waited for."""
+    """Most seconds of waiting for this judge."""
 
     then: Literal["mask"] | Number = "mask"
-    """For responses beyond it. mask: they are left out and counted. A number: their score."""
+    """For responses beyond the budget. mask: they are left out and counted. A number: their score."""
 
 
 class PriceConfig(Section):
-    """Per million tokens."""
+    """Prices per million tokens."""
 
     input: NonNegativeFloat
     output: NonNegativeFloat
 
 
 class AskConfig(Arguments):
-    """How a judge is asked: arguments that judge, judge_pairs and judge_ranking share."""
+    """Arguments that judge, judge_pairs and judge_ranking share: the model and its requests."""
 
     model: str
     """The model's name at `url`; without it, the name of a generative model of reward.models."""
@@ -83,25 +83,25 @@ class AskConfig(Arguments):
     """Requests at once."""
 
     retries: Annotated[int, Field(ge=0, le=100)] = 4
-    """How often a request is repeated that failed, or whose answer has no verdict."""
+    """Most retries of a request that failed, or whose answer has no verdict."""
 
     backoff_seconds: Seconds = 1.0
-    """Wait before the first repetition; twice as long before each other one. Retry-After is respected."""
+    """Wait before the first retry, doubled before each further one. Retry-After is respected."""
 
     timeout_seconds: Seconds = 120.0
-    """Longest time of one request."""
+    """Timeout of one request."""
 
     price: PriceConfig | None = None
-    """For budget.cost, and the metric of it."""
+    """Prices for budget.cost and its metric."""
 
     budget: BudgetConfig = BudgetConfig()
-    """What a step may cost."""
+    """The budget of a step."""
 
     cache: bool = True
-    """Answers are kept in the run's directory: what has been asked once is not asked again."""
+    """Answers are kept in the run's directory: an equal request is not sent again."""
 
     def check(self) -> None:
-        """Raises ValueError."""
+        """Raises ValueError if the url, its key, the sampling or the price is wrong."""
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
@@ -114,7 +114,7 @@ class AskConfig(Arguments):
             raise ValueError("budget.cost needs price: {input: ..., output: ...}, per million tokens")
 
     def body(self, text: str) -> dict[str, Any]:
-        """The request that asks `text`."""
+        """Returns the body of the request that asks `text`."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         default = {key: value for key, value in SAMPLING.items() if not (key == "max_tokens" and self._limits)}
         fields = {key: value for key, value in {**default, **self.sampling}.items() if value is not None}
@@ -127,7 +127,7 @@ class AskConfig(Arguments):
 
 @dataclass(frozen=True)
 class Reply:
-    """What an endpoint answered: `answer` is its JSON if the status is 200."""
+    """The reply of an endpoint: `answer` is its JSON if the status is 200."""
 
     status: int
     answer: Any = None
@@ -137,19 +137,19 @@ class Reply:
 
 
 class Endpoint(Protocol):
-    """Where requests go. `identity` says which model answers."""
+    """The receiver of requests. `identity` names the model that answers."""
 
     identity: str
 
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
-        """Raises OSError if there is no answer, and of those TimeoutError if it is late."""
+        """Sends a request and returns the reply. Raises OSError if there is none, TimeoutError if it is late."""
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Answer(Generic[Read]):
-    """An answer, and what was read in it."""
+    """An answer: the value read from it, its text, and its metrics."""
 
     read: Read
     text: str
@@ -157,22 +157,22 @@ class Answer(Generic[Read]):
 
 
 class Judge:
-    """Asks one endpoint for one reward function. For one event loop."""
+    """A client of one endpoint for one reward function. For one event loop."""
 
     def __init__(self, config: AskConfig, endpoint: Endpoint, cache: AnswerCache | None) -> None:
         self.config = config
         self._endpoint, self._cache = endpoint, cache if config.cache else None
         self._slots = asyncio.Semaphore(config.concurrency)
         self._asked: dict[bytes, asyncio.Task[Answer[Any]]] = {}
-        """Questions that are under way."""
+        """Questions in flight, by key."""
         self._not_before = 0.0
-        """From when on the server wants requests again, on time.monotonic's clock."""
+        """The time at which the server accepts requests again, on time.monotonic's clock."""
         self._active, self._since, self._seconds = 0, 0.0, 0.0
-        """Questions that are waited for; since when there are any; seconds of earlier ones in this step."""
+        """Number of awaited questions; start of the current wait; seconds of earlier waits in this step."""
         self.spent: defaultdict[str, float] = defaultdict(float)
 
     def new_step(self) -> dict[str, float]:
-        """What the step has spent. The next one has a budget of its own."""
+        """Returns the totals that the step has spent. Begins a new budget."""
         spent = {"seconds": self._waited(), **self.spent}
         self.spent.clear()
         self._seconds, self._since = 0.0, time.monotonic()
@@ -182,9 +182,9 @@ class Judge:
         await self._endpoint.close()
 
     async def ask(self, text: str, read: Callable[[str], Read]) -> Answer[Read]:
-        """The verdict that `read` finds in the answer to `text`; read raises ValueError if there is none.
+        """Returns the answer to `text` with the verdict that `read` finds; `read` raises ValueError if there is none.
 
-        Raises OverBudgetError, or JudgeError if no answer came, or none that can be read.
+        Raises OverBudgetError if the budget is spent, JudgeError if no readable answer came.
         """
         body = self.config.body(text)
         if self._cache is None:
@@ -251,7 +251,7 @@ class Judge:
         raise JudgeError(f"{self.config.model} at {self._endpoint.identity} gave no verdict{times}: {failure}")
 
     async def _reply(self, body: dict[str, Any]) -> Reply | str:
-        """What the endpoint answers, or why it does not."""
+        """Sends a request. Returns the reply, or why there is none. Raises OverBudgetError when the time is spent."""
         self.spent["requests"] += 1
         left = max(1e-3, self._seconds_left())
         try:
@@ -268,7 +268,7 @@ class Judge:
         return min(random.uniform(0.5, 1.0) * longest, self._seconds_left())
 
     def _count(self, body: dict[str, Any], text: str, answer: Any) -> float:
-        """Tokens of a request and its answer, which it adds to what is spent."""
+        """Returns the tokens of a request and its answer, and adds them to the totals."""
         usage = answer.get("usage")
         sent = sum(len(message["content"]) for message in body["messages"])
         used = [
@@ -314,7 +314,7 @@ class Judge:
 
 
 def text_of(answer: Any) -> str | None:
-    """The text of a chat completion; None if it is none."""
+    """Returns the text of a chat completion, or None for any other answer."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,4 +1,4 @@
-"""From comparisons of two responses at a time to a score for each."""
+"""Scores of responses from comparisons of two at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Comparison = tuple[int, int, float]
 ROUNDS_MAX = 10_000
 EXACT = 1e-12
 PRIOR = 0.5
-"""Comparisons won, and as many lost, that each response begins with, against one of mean strength: one that wins all
-would otherwise be infinitely strong."""
+"""Comparisons against a response of mean strength that each response begins with, PRIOR won and PRIOR lost: one
+that wins all would otherwise be infinitely strong."""
 
 
 async def answers_of(asked: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list[Answer[Read] | None]:
-    """What a judge answers to several questions; None where there is no verdict.
+    """Returns a judge's answers to several questions, None where there is no verdict.
 
     Raises OverBudgetError, and JudgeError if no question has a verdict.
     """
@@ -35,7 +35,7 @@ async def answers_of(asked: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list
 
 
 def chosen_pairs(count: int, most: int, seed: str) -> list[tuple[int, int]]:
-    """Pairs of `count` responses to compare: all, or `most` of them in which each response is about as often.
+    """Returns pairs of `count` responses to compare: all, or `most` of them, with each response in about as many.
 
     The responses lie on a ring in an order that `seed` decides; neighbours are compared first, then those two apart,
     and so on. So with at least `count` pairs each response is connected with all others.
@@ -51,13 +51,13 @@ def chosen_pairs(count: int, most: int, seed: str) -> list[tuple[int, int]]:
 
 
 def win_rates(count: int, comparisons: Sequence[Comparison]) -> list[float | None]:
-    """The share of its comparisons that each response has won; None for one without any."""
+    """Returns the share of its comparisons that each response has won; None for one without any."""
     won, played = _totals(count, comparisons)
     return [won[i] / played[i] if played[i] else None for i in range(count)]
 
 
 def bradley_terry(count: int, comparisons: Sequence[Comparison]) -> list[float | None]:
-    """The chance of each response to win against one of mean strength; None for one without comparisons.
+    """Returns the chance of each response to win against one of mean strength; None for one without comparisons.
 
     Strengths p with P(i beats j) = p_i / (p_i + p_j) of greatest likelihood, by minorisation-maximisation (Hunter 2004,
     MM algorithms for generalized Bradley-Terry models, eq. 3). Ties are half a win for both.
@@ -77,7 +77,7 @@ def bradley_terry(count: int, comparisons: Sequence[Comparison]) -> list[float |
 
 
 def _totals(count: int, comparisons: Sequence[Comparison]) -> tuple[list[float], list[int]]:
-    """What each response has won, and in how many comparisons it is."""
+    """Returns the wins of each response, and the number of its comparisons."""
     won, played = [0.0] * count, [0] * count
     for i, j, share in comparisons:
         won[i] += share

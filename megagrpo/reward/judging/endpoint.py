@@ -1,4 +1,4 @@
-"""A server at a URL, which judges are asked on."""
+"""An HTTP endpoint that receives judges' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge is asked: a text with {{variables}}, which the row and the response fill in. No code runs in it."""
+"""The rubric of a judge: a text with {{variables}}, which the row and the response fill in. It runs no code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_ROW = ("question", "prompt", "ground_truth", "data_source", "ability")
 
 
 def fence_of(texts: Collection[str]) -> str:
-    """A word that the texts cannot have in them, since it follows from them; the same for the same texts."""
+    """Returns a word that the texts cannot contain, since it is their hash. Equal texts give the same word."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         digest.update(hashlib.blake2b(text.encode(errors="surrogatepass")).digest())
@@ -27,11 +27,11 @@ def fence_of(texts: Collection[str]) -> str:
 
 
 class Rubric:
-    """A template. `text`: itself, or the path of a file that ends in .txt or .md.
+    """A template. `text`: the template itself, or the path of a file that ends in .txt or .md.
 
-    own: variables that show responses, of which one at least must be in it. ValueError says what is wrong with it.
-    Braces of other kinds, as in JSON or LaTeX, are text. What is filled in is never read as a variable. {{fence}} is a
-    word that no response has in it.
+    own: variables that show responses; the template must name at least one. Raises ValueError if the template is wrong.
+    Other braces, as in JSON or LaTeX, are text. A value that is filled in is never read as a variable. {{fence}} is a
+    word that no response contains.
     """
 
     def __init__(self, text: str, own: Collection[str]) -> None:
@@ -45,14 +45,14 @@ class Rubric:
             raise ValueError(f"the rubric has no {needed}: it must show the judge what to score")
 
     def shown(self, responses: Sequence[str], prompt_text: str) -> list[str]:
-        """The responses that a comparison shows: whole ones if the text names {{response...}}, else what follows the
+        """Returns the responses that a comparison shows: whole if the text names {{response...}}, else without the
         reasoning."""
         if any(name.startswith("response") for name in self.variables):
             return list(responses)
         return [after_thinking(response, prompt_text) for response in responses]
 
     def filled(self, row: Mapping[str, Any], own: Mapping[str, str]) -> str:
-        """The text for a row (arguments of a reward function). ValueError if the row lacks what the text names."""
+        """Returns the text for a row (a reward function's arguments). Raises ValueError if the row lacks a variable."""
         own = {"fence": fence_of(own.values()), **own}
 
         def value(found: re.Match[str]) -> str:
@@ -63,7 +63,7 @@ class Rubric:
 
 
 def of_row(name: str, row: Mapping[str, Any]) -> str:
-    """A variable's value. Raises ValueError if the row lacks it."""
+    """Returns a variable's value. Raises ValueError if the row lacks it."""
     match name:
         case "question":
             return last_question(row["prompt"])
@@ -80,7 +80,7 @@ def of_row(name: str, row: Mapping[str, Any]) -> str:
 
 
 def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the user said last. Raises ValueError if no message is the user's."""
+    """Returns the text of the user's last message. Raises ValueError if no message is the user's."""
     for message in reversed(messages):
         if message["role"] == "user":
             return _content(message)
@@ -88,7 +88,7 @@ def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message; of a list of parts, those that are text."""
+    """Returns the text of a message; of a list of parts, the text parts joined."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
@@ -96,7 +96,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def is_file(rubric: str) -> bool:
-    """Whether it is a file's path, and not the text."""
+    """Returns whether a rubric is the path of a file, and not the text itself."""
     return "\n" not in rubric and rubric.endswith(FILES)
 
 

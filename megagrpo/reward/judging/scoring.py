@@ -1,4 +1,4 @@
-"""One reward model that scores conversations: what is asked at one time is one batch."""
+"""A reward model that scores conversations: concurrent requests form one batch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class ServedClassifier(Protocol):
-    """A model with a head for sequence classification, somewhere."""
+    """A served model with a head for sequence classification."""
 
     async def labels(self) -> list[str]:
-        """Names of its logits."""
+        """Returns the names of the model's logits."""
 
     async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
-        """Logits of each conversation, or why it has none. Raises OSError or TimeoutError if there is no answer."""
+        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
 
 
 class ScoringModel:
-    """Asks a classifier for one reward function. For one event loop."""
+    """A client of a classifier for one reward function. For one event loop."""
 
     def __init__(self, served: ServedClassifier) -> None:
         self._served = served
@@ -34,16 +34,16 @@ class ScoringModel:
         self.spent: defaultdict[str, float] = defaultdict(float)
 
     def new_step(self) -> dict[str, float]:
-        """What the step has spent."""
+        """Returns the totals that the step has spent. Begins new ones."""
         spent = {"seconds": 0.0, **self.spent}
         self.spent.clear()
         return spent
 
     async def close(self) -> None:
-        """The run ends the model."""
+        """Does nothing: the run ends the model."""
 
     async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
-        """Logits of a conversation, and their labels. Raises JudgeError."""
+        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
         answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
         self._waiting.append((conversation, answer))
         if self._sending is None:
@@ -55,7 +55,7 @@ class ScoringModel:
         return found, self._labels or []
 
     async def _send(self) -> None:
-        """One batch after another, until nothing waits."""
+        """Sends one batch after another, until nothing waits."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             began = time.monotonic()

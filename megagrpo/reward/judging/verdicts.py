@@ -1,4 +1,4 @@
-"""What a judge's answer means: its verdict as a number from 0 to 1, or an error. An answer is never guessed at."""
+"""Reading of a judge's answer: its verdict as a number from 0 to 1, or an error. A verdict is never guessed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megagrpo.errors import brief
 from megagrpo.section import Number, Section
 
 CHARACTERS_READ = 20_000
-"""The end of an answer that is read for its verdict."""
+"""Characters at the end of an answer that are read for its verdict."""
 PATTERN_SECONDS = 1.0
-"""For a recipe's own pattern, which may backtrack."""
+"""Timeout of a recipe's own pattern, which may backtrack."""
 LARGEST = 1e15
 
 SCORE = re.compile(
@@ -29,7 +29,7 @@ MARKS = tuple(
     re.compile(rf"(?i)\b(?:{names})[\s*_\"'`]*(?:{sign})[\s*_\"'`\[(]*")
     for names, sign in ((DECISIONS, "[:=]"), (DECISIONS, r"is\b"), (ANSWERS, r"[:=]|is\b"))
 )
-"""What a verdict stands behind. Where there is one of the first kind the others say nothing: an answer may be cited."""
+"""Marks before a verdict. Marks of an earlier kind override those of later kinds: an answer may be cited."""
 END = r"[ \t*_\"'`\])}]*(?:[.,;:!(<\r\n]|[-–—]\s|\Z)"
 YES_NO = re.compile(rf"(?i)(yes|no)\b{END}")
 A_B = re.compile(rf"(?i:(?:response|assistant|answer|option)\s+)?(A|B|(?i:tie))\b{END}")
@@ -39,7 +39,7 @@ A_B_BRACKETS = re.compile(r"\[\[\s*(A|B|C|(?i:tie))\s*\]\]")
 
 
 class UnreadableError(ValueError):
-    """An answer without a verdict. The judge is asked once more."""
+    """The error of an answer without a verdict. The request is sent again."""
 
 
 class Share(float):
@@ -70,7 +70,7 @@ Reader = Callable[[str], float]
 
 
 def reader(verdict: VerdictConfig, scale: Scale | None) -> Reader:
-    """A function from an answer's text to the verdict, from 0 to 1. It raises UnreadableError.
+    """Returns a function from an answer's text to the verdict, from 0 to 1. That function raises UnreadableError.
 
     scale: the numbers that mean 0 and 1; by default 0 and 10 for `score`, 0 and 1 for others. A number that is not
     between them is unreadable. Raises ValueError for a bad pattern or scale.
@@ -101,7 +101,7 @@ def _finder(verdict: VerdictConfig, most: float) -> Callable[[str], float]:
 
 
 def _score(text: str, most: float) -> float:
-    """The last "Score: 7", "**Rating**: 7/10" or "score": 7."""
+    """Returns the number of the last "Score: 7", "**Rating**: 7/10" or "score": 7."""
     matches = list(SCORE.finditer(text))
     if not matches:
         raise UnreadableError("no 'Score: NUMBER'")
@@ -112,19 +112,19 @@ def _score(text: str, most: float) -> float:
 
 
 def yes_no(text: str) -> Share:
-    """What "Verdict: yes" says; else a first or last line that is yes or no alone."""
+    """Returns 1 for yes, 0 for no: from "Verdict: yes", else from a first or last line that is yes or no alone."""
     return _said(text, YES_NO, YES_NO_ALONE, "neither yes nor no")
 
 
 def a_b(text: str) -> Share:
-    """1 for A, 0 for B, 0.5 for a tie: [[A]] (C is a tie), "Verdict: A", or a first or last line of A or B alone."""
+    """Returns 1 for A, 0 for B, 0.5 for a tie: [[A]] (C: tie), "Verdict: A", or a first or last line of just A or B."""
     if found := A_B_BRACKETS.findall(text):
         return WORDS.get(found[-1].lower(), WORDS["tie"])
     return _said(text, A_B, A_B_ALONE, "neither A nor B")
 
 
 def _said(text: str, value: re.Pattern[str], alone: re.Pattern[str], none: str) -> Share:
-    """The value right behind the last mark of the first kind that is there; without marks, that of a line by itself."""
+    """Returns the value behind the last mark of the first kind found; without marks, that of a first or last line."""
     for kind in MARKS:
         if marks := list(kind.finditer(text)):
             said = value.match(text, marks[-1].end())
@@ -171,7 +171,7 @@ def _field(text: str, path: list[str]) -> float:
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a text that are in no other, in order."""
+    """Yields the outermost JSON objects of a text, in order."""
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:

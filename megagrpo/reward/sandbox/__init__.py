@@ -1,1 +1,1 @@
-"""Where programs that no one has read run: what surrounds them, what is inside, and what of it this machine can do."""
+"""A sandbox for programs that no one has read: the container, the process inside, and the kinds that work here."""

@@ -1,9 +1,8 @@
-"""What runs inside a sandbox: a small process that forks one child for each program, limits it, and says how it ended.
+"""The process inside a sandbox: forks one child for each program, limits it, and reports how it ended.
 
-It runs from its source text with no package beside it, so it imports the standard library only, and the module that
-its user has it preload. It reads neither programs nor what they print: those are files whose descriptors it passes to
-the child. Nothing that a child says is believed beyond "these are the bytes that the program wrote"; what they should
-have been is not in the sandbox.
+It runs from its source text with no package beside it. So it imports only the standard library and the module that its
+user has it preload. It reads neither programs nor their output: those are files whose descriptors it passes to the
+child. A child's output is trusted only as the bytes that the program wrote; the expected output is not in the sandbox.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ MESSAGE_BYTES_MAX = 1 << 17
 """Longest request for a job."""
 WORK_DIRECTORY = "/box"
 
-# What programs import most: imported once here, so that each child has them. LiveCodeBench gives function tests these
-# names without an import.
+# The most common imports of programs: imported once here, so that each child has them. LiveCodeBench gives function
+# tests these names without an import.
 COMMON_NAMES = """
 from typing import *
 from collections import *
@@ -64,18 +63,18 @@ select selectors shelve shlex shutil signal socket ssl stat stringprep struct su
 textwrap timeit token tokenize trace traceback tracemalloc types unicodedata unittest unittest.mock urllib
 urllib.parse urllib.request uuid warnings weakref xml xml.etree xml.etree.ElementTree zipfile zlib zoneinfo
 """
-"""Modules of the standard library that define what they have when they are imported, and do nothing else. They are
-imported outside of the filter, where others could start a program, as `antigravity` does."""
+"""Modules of the standard library whose import only defines names. They are imported outside of the filter, where
+others could start a program, as `antigravity` does."""
 
 _system = ctypes.CDLL(None, use_errno=True)
 
 
 ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-"""What a program must not raise in a test: `all(map(...))` would take it for the end."""
+"""Exceptions that a program must not raise in a test: `all(map(...))` would take them for the end."""
 
 
 class ProgramEndedError(BaseException):
-    """The program is dead, or sent what is no message. No Exception, so that a test does not take it for one."""
+    """The error of a program that died or sent a bad message. Not an Exception, so that a test does not catch it."""
 
 
 class _Filter(ctypes.Structure):
@@ -144,7 +143,7 @@ def _answer(control: socket.socket, child: int, woken: int) -> None:
 
 
 def _clean() -> bool:
-    """Whether programs left no file."""
+    """Returns whether programs left no file."""
     try:
         with os.scandir(WORK_DIRECTORY) as files:  # there may be millions
             return next(files, None) is None
@@ -158,7 +157,7 @@ def _clean() -> bool:
 
 
 def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
-    """Runs one job and ends the process. Descriptors: the job, where its errors go, and one or two sockets."""
+    """Runs one job and ends the process. Descriptors: the job, the file of its errors, and one or two sockets."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -193,7 +192,7 @@ def _end(code: int) -> None:
 
 
 def _finish_program() -> None:
-    """What Python does at the end of a program."""
+    """Joins threads, runs exit functions and flushes the output, as Python does at the end of a program."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -208,7 +207,7 @@ def _close_all_but(kept: list[int]) -> None:
 
 
 def _import_first(source: str, *, packages: bool) -> None:
-    """Imports the modules of IMPORTED_FIRST that the source names, and of packages: later no file can be opened.
+    """Imports the modules of IMPORTED_FIRST and of packages that the source names: later no file can be opened.
 
     A package's `__main__` would run a program of its own.
     """
@@ -226,7 +225,7 @@ def _import_first(source: str, *, packages: bool) -> None:
 
 
 def _limit(request: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Before anything reads the program."""
+    """Sets the resource limits, before anything reads the program."""
     limits = {
         resource.RLIMIT_CPU: request["cpu_seconds"],
         resource.RLIMIT_AS: config["memory_bytes"],
@@ -239,7 +238,7 @@ def _limit(request: Mapping[str, Any], config: Mapping[str, Any]) -> None:
 
 
 def _confine(config: Mapping[str, Any]) -> None:
-    """Another user, if that is possible, who dies with the harness, under the filter of system calls."""
+    """Switches to another user if possible, arranges to die with the harness, and installs the system call filter."""
     if config["user"]:
         os.setgroups([])
         os.setresgid(config["user"], config["user"], config["user"])
@@ -268,7 +267,7 @@ def _module(name: str, names: Mapping[str, Any]) -> types.ModuleType:
 def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
     """Runs the program as a script each time that the channel brings its standard input, output and error.
 
-    Answers 1, or 0 after an exception. One process for all saves most of the time that a short program takes.
+    Answers 1, or 0 after an exception. One process for all runs saves most of the time of a short program.
     """
     code = compile(job["source"], "program.py", "exec")
     recursion = sys.getrecursionlimit()
@@ -291,7 +290,7 @@ def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: 
 
 
 def _finished(code: types.CodeType) -> bool:
-    """Runs a script to its end; whether without an exception."""
+    """Runs a script to its end. Returns whether it raised no exception."""
     finished = True
     try:
         exec(code, vars(_module("__main__", {})))
@@ -309,7 +308,7 @@ def _finished(code: types.CodeType) -> bool:
 
 
 def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
-    """The program as a module, whose functions are called by messages on a socket: one line of JSON each way."""
+    """Runs the program as a module, and calls its functions by messages on a socket: one line of JSON each way."""
     module = _module("program", common)
     exec(compile(job["source"], "program.py", "exec"), vars(module))
     objects: list[object] = []
@@ -344,7 +343,7 @@ def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[ob
 
 
 def _named(module: types.ModuleType, name: str) -> object:
-    """A function of the program, or a method of its class Solution, as LeetCode has it."""
+    """Returns a function of the program, or a method of its class Solution, as on LeetCode."""
     if "Solution" in vars(module) and name not in vars(module):
         return getattr(module.Solution(), name)
     return getattr(module, name)
@@ -357,7 +356,7 @@ def _run_tests(job: Mapping[str, Any], channels: list[socket.socket], common: Ma
     """Runs each test, with the program's functions at the other end of a socket. Answers 1 or 0 for each,
     and e for one in which the program ended.
 
-    Only data comes back from the program, or an object that stays there: equal to nothing but itself.
+    The program returns only data, or a reference to an object that stays there: equal to nothing but itself.
     """
     verdicts, program = channels
     connection = Connection(program)
@@ -378,7 +377,7 @@ def _run_tests(job: Mapping[str, Any], channels: list[socket.socket], common: Ma
 
 
 class Connection:
-    """Asks the program, a line of JSON at a time. Raises ProgramEndedError, or what the program's function raised."""
+    """A connection to the program, in lines of JSON. Raises ProgramEndedError, or what the program's code raised."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
@@ -402,7 +401,7 @@ class Connection:
 
 
 class Remote:
-    """Something in the program: by its name there, or by its number among what the program has returned."""
+    """A function or object in the program, by its name there or by its number among the returned objects."""
 
     def __init__(self, connection: Connection, number: str | int) -> None:
         self._connection = connection
@@ -439,9 +438,9 @@ class Remote:
 
 
 def encode(value: Any, objects: list[object] | None = None) -> object:
-    """A value as JSON: lists and plain values as they are, others as {kind: what it consists of}.
+    """Returns a value as JSON: lists and plain values unchanged, others as {kind: content}.
 
-    What is no data joins `objects`, and its number there is sent. Without them: TypeError.
+    Appends an object that is no data to `objects`, and encodes its index there. Raises TypeError without `objects`.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -472,7 +471,7 @@ KINDS: Mapping[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, 
 
 
 def decode(value: Any, object_of: Callable[[Any], object]) -> Any:
-    """The value that `encode` made JSON of. ValueError for any other JSON."""
+    """Returns the value that `encode` made JSON of. Raises ValueError for any other JSON."""
     if isinstance(value, list):
         return [decode(item, object_of) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which kind of sandbox works on this machine: each is started, and a program in it tries to get out."""
+"""The kinds of sandbox that work on this machine: each is started, and a program in it tries to get out."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ os._exit(0)
 
 
 def working_kind(isolation: Isolation) -> Kind:
-    """The best kind that this machine can do: it is started, and has to hold a program that tries to get out.
+    """Returns the best kind that works on this machine: once started, it must hold a program that tries to get out.
 
-    Raises RewardError if there is none. `none` is never taken for another.
+    Raises RewardError if there is none. Never returns `none` in place of another.
     """
     kind, refused = search(isolation)
     if kind is None:
@@ -43,7 +43,7 @@ def working_kind(isolation: Isolation) -> Kind:
 
 
 def checked_kind(isolation: Isolation) -> Kind:
-    """The same for an argument of a verifier. Raises ValueError."""
+    """Returns working_kind(isolation) for a verifier's argument. Raises ValueError if unknown or not working."""
     if isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}, not {', '.join(ISOLATIONS)}")
     try:
@@ -54,7 +54,7 @@ def checked_kind(isolation: Isolation) -> Kind:
 
 @lru_cache
 def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
-    """The best kind, None if there is none, and why better ones were refused."""
+    """Returns the best kind, None if there is none, and the reasons why better ones were refused."""
     refused: list[str] = []
     for kind in _candidates(isolation):
         if kind.isolation == "none":
@@ -87,7 +87,7 @@ def _candidates(isolation: Isolation) -> list[Kind]:
 
 
 def _leaks(kind: Kind) -> str:
-    """What a program of this kind of sandbox can do and must not; empty if nothing."""
+    """Returns what a program can do in this kind of sandbox and must not, or why it failed; empty if nothing."""
     sandbox = Sandbox(kind, Limits())
     with tempfile.NamedTemporaryFile() as secret, contextlib.closing(sandbox):
         os.chmod(secret.name, 0o644)

@@ -24,16 +24,16 @@ REASON_BYTES_MAX = 2000
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one run or call came to."""
+    """The result of one run or call."""
 
     failure: str = ""
-    """Why it failed, a line; empty if it ended by itself without an error."""
+    """The reason for a failure, in one line; empty if the run ended by itself without an error."""
     value: Any = None
-    """What it printed, or what the function returned: lists and plain data. Objects of other kinds are `Opaque`."""
+    """The printed text, or the returned value: lists and plain data. Objects of other kinds are `Opaque`."""
 
 
 class Opaque:
-    """What a function returned and is no data: equal to nothing."""
+    """A returned object that is no data: equal to nothing."""
 
 
 class Program:
@@ -48,7 +48,7 @@ class Program:
         self.source = source
         self.prepare = prepare
         self.runs = 0
-        """How often the process that runs now has run it. A failure may come from what an earlier run left."""
+        """Number of runs in the current process. A failure may come from what an earlier run left."""
         self._channel: socket.socket | None = None
         self._errors = -1
         sandbox.renew()
@@ -65,7 +65,7 @@ class Program:
             self._end(0.0)
 
     def run(self, stdin: str, seconds: float) -> Ran:
-        """Runs it as a script. The value is what it printed: text."""
+        """Runs the program as a script. The value is the printed text."""
         channel = self._ready("scripts")
         files = [memory_file(stdin.encode(errors="replace")), memory_file(b""), memory_file(b"")]
         failure = ""
@@ -90,7 +90,7 @@ class Program:
         return Ran(failure, output.decode(errors="replace"))
 
     def call(self, name: str, arguments: Sequence[object], seconds: float) -> Ran:
-        """Calls one of its functions, or a method of its class `Solution`. The value is what that returned."""
+        """Calls a function of the program, or a method of its class `Solution`. The value is the returned value."""
         request = {"do": "call", "object": name, "arguments": encode(list(arguments)), "named": encode({})}
         deadline = min(self.deadline, time.monotonic() + seconds)
         channel = self._ready("calls")
@@ -111,7 +111,7 @@ class Program:
         return self._answer(line)
 
     def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
-        """One answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
+        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
         parts: list[bytes] = []
         length = 0
         while length < self.sandbox.limits.output_bytes:
@@ -134,7 +134,7 @@ class Program:
             return Ran("sent what is no answer")
 
     def _ready(self, mode: Mode) -> socket.socket:
-        """The channel to the process, which is started if there is none."""
+        """Returns the channel to the process, which is started if there is none."""
         if self._channel is None:
             self._channel, theirs = socket.socketpair()
             with theirs:
@@ -145,7 +145,7 @@ class Program:
         return self._channel
 
     def _end(self, seconds: float) -> str:
-        """Waits for the end of the process; why it ended, empty if by itself."""
+        """Waits for the end of the process. Returns why it ended; empty if it ended by itself."""
         if self._channel is not None:
             self._channel.close()
         self._channel = None
@@ -161,19 +161,19 @@ class CodeTests:
     """Tests that are Python: each passes if it raises nothing."""
 
     setup: str
-    """Run first, once."""
+    """Code that runs first, once."""
     names: tuple[str, ...]
-    """What in them is the program's: functions or classes."""
+    """Functions and classes of the program that the tests use."""
     tests: tuple[str, ...]
 
 
 def verdicts(
     sandboxes: tuple[Sandbox, Sandbox], source: str, given: CodeTests, *, seconds: float, deadline: float
 ) -> Iterator[Ran]:
-    """What each test came to. The program runs in the first sandbox; the tests, which it must not see, in the second.
+    """Yields the result of each test. The program runs in the first sandbox; the tests, hidden from it, in the second.
 
-    Tests run one after another in one process; after one that took too long, or in which the program ended, the rest
-    go on in others. Each has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
+    Tests run one after another in one process. After a test that took too long, or that ended the program, the rest
+    runs in new processes. Each test has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
     """
     of_program, of_tests = sandboxes
     of_program.renew()

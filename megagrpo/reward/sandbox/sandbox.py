@@ -2,9 +2,9 @@
 
 A Sandbox is one process (harness.py) that forks a child for each program. Around it is a bubblewrap container
 (namespaces of its own: processes, mounts, network, IPC, host name; only the interpreter and system libraries to read,
-and an empty directory in memory to write), or, where no namespaces can be had, nothing but what every child has in
-both: resource limits and a seccomp filter. That filter allows no new process, so there is no fork bomb and no daemon:
-a program is one process, dead when `finish` returns. Without a container it allows no file to be opened either.
+and an empty directory in memory to write), or nothing where no namespaces work. In both cases every child has resource
+limits and a seccomp filter. The filter allows no new process, so there is no fork bomb and no daemon: a program is one
+process, dead when `finish` returns. Without a container the filter allows no file to be opened.
 
 Inputs, programs and outputs are files in memory, which the child gets as descriptors.
 """
@@ -40,7 +40,7 @@ END_SECONDS = 10.0
 THREADS = 32
 """Threads of a program, where the kernel counts them for the program alone; otherwise it may start none."""
 USERS_FROM = 0x70000000
-"""Where this process is root, programs run as users from this number on, which depends on the process's own."""
+"""If this process is root, programs run as users from this number on, with an offset from its process id."""
 _numbers = itertools.count()
 STDERR_BYTES_MAX = 2000
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
@@ -53,19 +53,19 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIRECTORY, "TMPDIR": WORK_D
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may take. Wall-clock and CPU seconds are given to each run."""
+    """The limits of one program. Wall-clock and CPU seconds are given to each run."""
 
     memory_bytes: int = 1 << 30
-    """How much address space it has."""
+    """Size of its address space."""
     output_bytes: int = 4 << 20
-    """How long standard output, standard error, and each file may be."""
+    """Most bytes of standard output, of standard error, and of each file."""
     disk_bytes: int = 64 << 20
-    """How long all its files together may be."""
+    """Most bytes of all its files together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One way to isolate, as it was found to work here."""
+    """A way to isolate a program, as it was found to work here."""
 
     isolation: Literal["bubblewrap", "seccomp", "none"]
     user_namespace: bool = False
@@ -78,11 +78,11 @@ class Kind:
 
 
 class Sandbox:
-    """One harness and what surrounds it. Not for several threads. Raises RewardError if it does not start."""
+    """A harness and the container around it. Not for several threads. Raises RewardError if it does not start."""
 
     def __init__(self, kind: Kind, limits: Limits, packages: Sequence[str] = (), preload: str = "") -> None:
-        """packages: directories that programs may import from. preload: the source of a module `preloaded`, run once
-        with a function `prepare`, whose work every program finds done."""
+        """Starts the harness. packages: directories that programs may import from. preload: the source of a module
+        `preloaded`, run once; every program finds the work of its function `prepare` done."""
         self.kind = kind
         self.limits = limits
         self.packages = tuple(packages)
@@ -94,7 +94,7 @@ class Sandbox:
         self._start()
 
     def renew(self) -> None:
-        """Starts it anew if it ended, or if programs left files: a program of another response must not see them."""
+        """Restarts the harness if it ended or programs left files: a program of another response must not see them."""
         if not self._clean:
             self.close()
         if self._process is None:
@@ -108,10 +108,10 @@ class Sandbox:
         cpu_seconds: int,
         prepare: Sequence[str] = (),
     ) -> int:
-        """Begins a job with these sockets; harness.MODES says what it does with them. One job at a time.
+        """Starts a job with these sockets, which its function in harness.MODES uses. One job at a time.
 
-        prepare: arguments of the preloaded module's function of that name, which is called before, outside of the job.
-        Returns the file that it writes its errors to.
+        prepare: arguments of the preloaded module's function of that name, which is called before the job and outside
+        of it. Returns the file that the job writes its errors to.
         """
         if self._process is None:
             self._start()
@@ -124,10 +124,10 @@ class Sandbox:
         return files[1]
 
     def finish(self, seconds: float = 0.0) -> int:
-        """The status of the job that runs: 0, 1 after an exception, or minus the signal that killed it.
+        """Returns the status of the running job: 0, 1 after an exception, or minus the signal that killed it.
 
-        It is killed after `seconds`, and dead on return. RewardError if the harness is gone, which no program can do:
-        then nothing is known of the program.
+        Kills the job after `seconds`; it is dead on return. Raises RewardError if the harness is gone, which no program
+        can cause: nothing is known of the program then.
         """
         answer = self._answer(seconds)
         if answer is None:
@@ -149,7 +149,7 @@ class Sandbox:
             return None
 
     def close(self) -> None:
-        """Ends it with everything in it."""
+        """Ends the sandbox with everything in it."""
         if self._process is None:
             return
         self._control.close()  # the harness ends, and with it, as the first of its namespace, all others
@@ -233,7 +233,7 @@ class Sandbox:
 
 
 def memory_file(content: bytes) -> int:
-    """The descriptor of a file that is in memory only."""
+    """Returns the descriptor of a file with this content that is in memory only."""
     file = os.memfd_create("sandbox")
     written = 0
     while written < len(content):
@@ -242,7 +242,7 @@ def memory_file(content: bytes) -> int:
 
 
 def read_and_close(file: int, most: int) -> bytes:
-    """The first `most` bytes of a file."""
+    """Returns the first `most` bytes of a file, and closes it."""
     try:
         return os.pread(file, most, 0)
     finally:
@@ -255,7 +255,7 @@ def _harness_source() -> str:
 
 
 def installed_packages() -> list[str]:
-    """The directories of the packages that are installed here, for programs that may import them."""
+    """Returns the directories of the packages that are installed here, for programs that may import them."""
     return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 

@@ -1,4 +1,4 @@
-"""Which system calls a sandboxed program may make: seccomp filters, compiled by libseccomp.
+"""Seccomp filters with the system calls that a sandboxed program may make, compiled by libseccomp.
 
 Every other call fails with EPERM; where there is no file system, one that looks for a file fails with ENOENT. Nothing
 allowed here starts a process, runs a file, opens a socket, sends a signal, traces or reads another process, or changes
@@ -39,12 +39,12 @@ FILES = (
     "fallocate", "fsync", "fdatasync", "flock", "utimensat", "chmod", "fchmod", "fchmodat", "umask", "statfs",
     "fstatfs", "sendfile", "copy_file_range",
 )  # fmt: skip
-"""Where the sandbox has a file system of its own."""
+"""Calls that are allowed if the sandbox has a file system of its own."""
 LOOKS = (
     "stat", "lstat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat", "chdir", "rmdir", "unlink",
     "unlinkat", "rename", "renameat", "renameat2", "truncate", "utimensat", "chmod", "fchmodat", "statfs",
 )  # fmt: skip
-"""Without a file system, no file is there for these. With one, they are among FILES."""
+"""Calls that fail with ENOENT if there is no file system. With one, they are among FILES."""
 TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x5421, 0x541B, 0x5451, 0x5450)
 """ioctl requests that Python's files make: TCGETS, TIOCGWINSZ, FIONBIO, FIONREAD, FIOCLEX, FIONCLEX."""
 
@@ -60,9 +60,9 @@ class _Comparison(ctypes.Structure):
 
 @lru_cache
 def filter_bytes(*, files: bool, threads: bool) -> bytes:
-    """The filter as an array of struct sock_filter.
+    """Returns the filter as an array of struct sock_filter.
 
-    With `files`, calls that name files are allowed; otherwise no file is there, and none can be made. OSError if
+    With `files`, calls that name files are allowed; otherwise they find no file and can make none. Raises OSError if
     libseccomp is not installed or refuses.
     """
     library = ctypes.CDLL("libseccomp.so.2")

@@ -1,1 +1,1 @@
-"""One file a verifier: `make(**arguments)` gives the function that scores a response."""
+"""The verifiers, one per file: `make(**arguments)` returns the function that scores a response."""

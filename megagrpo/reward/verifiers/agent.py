@@ -1,4 +1,4 @@
-"""What the agent, or its environment, gave for its rollout, with its metrics."""
+"""The reward that an agent, or its environment, gave for its rollout, with its metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megagrpo.reward.functions import Outcome, RewardCallable, outcome_of
 
 
 def make(reward_at_limit: float | None = 0.0) -> RewardCallable:
-    """reward_at_limit: the score of a rollout that a limit ended before its agent gave one; None leaves it out. Raises
-    ValueError if it is neither None nor a finite number."""
+    """Makes a reward function. reward_at_limit: the score of a rollout that a limit ended before its agent gave one;
+    None leaves it out. Raises ValueError if it is neither None nor a finite number."""
     if reward_at_limit is not None and outcome_of({"score": reward_at_limit}).error:
         raise ValueError(f"reward_at_limit {brief(reward_at_limit)}, not a finite number or null")
     return partial(given_by_agent, reward_at_limit=reward_at_limit)
@@ -20,7 +20,7 @@ def make(reward_at_limit: float | None = 0.0) -> RewardCallable:
 def given_by_agent(
     agent_reward: Mapping[str, float] | None, finish: str, *, reward_at_limit: float | None
 ) -> Mapping[str, float] | float | Outcome:
-    """Raises ValueError if the agent ended by itself and gave no reward.
+    """Returns the agent's reward, or reward_at_limit. Raises ValueError if the agent ended by itself without one.
 
     >>> make()({"score": 1.0, "moves": 4.0}, "stop")
     {'score': 1.0, 'moves': 4.0}

@@ -1,4 +1,4 @@
-"""How many words an answer shares with one that is right: F1 as SQuAD takes it (arXiv:1606.05250)."""
+"""The words that an answer shares with a right one: F1 as SQuAD takes it (arXiv:1606.05250)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megagrpo.reward.verifiers.string_match import answer_part
 
 
 def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
-    """2·precision·recall / (precision + recall) of the answer's words, at best among the right texts: 0.0 to 1.0.
+    """Makes a reward function: 2·precision·recall / (precision + recall) of the answer's words, 0.0 to 1.0.
 
-    The ground truth is a text, or several as a JSON list. The answer is the last `<tag>…</tag>` of what follows the
-    reasoning, else all of it unless `tag_required`. Precision and recall are metrics.
+    The ground truth is a text, or several as a JSON list: the best counts. The answer is the last `<tag>…</tag>` after
+    the reasoning, else all text after it unless `tag_required`. Precision and recall are metrics.
 
     >>> verify = make(); verify(response="<answer>Barack H. Obama</answer>", ground_truth='["Obama", "Barack Obama"]')
     {'score': 0.8, 'precision': 0.6666666666666666, 'recall': 1.0, 'answer': 'barack h obama'}
@@ -35,12 +35,12 @@ def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
 
 
 def solution(ground_truth: str, tag: str = "answer") -> str:
-    """A right response. ValueError for a ground truth without an answer."""
+    """Returns a right response. Raises ValueError for a ground truth without an answer."""
     return f"<{tag}>{accepted_answers(ground_truth)[0]}</{tag}>"
 
 
 def word_overlap(words: list[str], truth: Counter[str]) -> tuple[float, float, float]:
-    """(F1, precision, recall) of words against the counted words of a text."""
+    """Returns (F1, precision, recall) of words against the counted words of a text."""
     counts = Counter(words)
     shared = sum(min(number, counts[word]) for word, number in truth.items())
     if not shared:

@@ -8,9 +8,9 @@ from megagrpo.reward.functions import RewardCallable
 
 
 def make(pattern: str) -> RewardCallable:
-    r"""1.0 if `re.search(pattern, response)` finds something, else 0.0.
+    r"""Makes a reward function: 1.0 if `re.search(pattern, response)` finds something, else 0.0.
 
-    Write `\A...\Z` for the whole response and `(?s)` to let a dot match line ends. ValueError for a bad pattern.
+    Write `\A...\Z` for the whole response and `(?s)` to let a dot match line ends. Raises ValueError for a bad pattern.
 
     >>> verify = make(pattern=r"(?s)\A<think>.*</think>"); verify(response="<think>so</think> 5"), verify(response="5")
     (1.0, 0.0)

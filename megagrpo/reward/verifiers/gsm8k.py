@@ -24,7 +24,7 @@ _STRICT = re.compile(
 )
 # Behind it, to the end of the line: no numeral but the 2 or 3 of m² and ft^3 (1/2, 1e3, 2 * 9, 18 or 19 are none).
 _REST = re.compile(rf"(?:(?<=[mt])[23²³]|(?<=[mt]\^)[23]|(?!{_NUMERAL})[^\n])*")
-# Nor is there a number alone on the next line, or what makes it thousands or millions.
+# No number alone on the next line, and no word or letter for thousands or millions.
 _SECOND = re.compile(rf"\s*(?:(?:or|and)\s+)?{_SIGN}?{_CURRENCY}?[0-9][0-9.,]*[^\S\n]*(?:\n|$)")
 _MANY = re.compile(r"(?:[kKMB]|\s?(?:hundred|thousand|million|billion))\b")
 # A minus after a digit or a parenthesis is a subtraction, not a sign.
@@ -36,10 +36,10 @@ _OF_NUMBERS = frozenset("0123456789,.$-+\u2212\u2013")
 
 
 def make(method: str = "strict") -> RewardCallable:
-    """1.0 if the response's number equals the ground truth, else 0.0. What is in `<think>…</think>` does not count.
+    """Makes a reward function: 1.0 if the number after any `<think>…</think>` equals the ground truth, else 0.0.
 
     strict: the number after the last `####`, if units and words, but no other number, follow it on the line. flexible:
-    the last number anywhere, unless it is a part of an expression such as 1/18. ValueError for another method.
+    the last number anywhere, unless it is a part of an expression such as 1/18. Raises ValueError for another method.
 
     >>> verify = make(); verify(response="1200 + 34 = 1234\\n#### $1,234.00", ground_truth="1234")
     {'score': 1.0, 'answer': '1234'}
@@ -61,12 +61,12 @@ def make(method: str = "strict") -> RewardCallable:
 
 
 def solution(ground_truth: str) -> str:
-    """A right response."""
+    """Returns a right response."""
     return f"#### {ground_truth.strip()}"
 
 
 def number_text(number: Decimal) -> str:
-    """One text for equal numbers: without leading and trailing zeros.
+    """Returns one text for equal numbers: without leading and trailing zeros.
 
     >>> [number_text(Decimal(text)) for text in ("18", "0018.50", "-0.0", "1200")]
     ['18', '18.5', '0', '1200']
@@ -78,7 +78,7 @@ def number_text(number: Decimal) -> str:
 
 
 def strict_answer(response: str) -> Decimal | None:
-    """The number right after the last `####`, None if there is none, or if it is not the only one there."""
+    """Returns the number right after the last `####`, None if there is none, or if it is not the only one there."""
     start = response.rfind("####")
     match = _STRICT.match(response, start) if start >= 0 else None
     if match is None or _MANY.match(response, match.end()):
@@ -90,7 +90,7 @@ def strict_answer(response: str) -> Decimal | None:
 
 
 def flexible_answer(response: str) -> Decimal | None:
-    """The last number of the response, None if there is none, or if it is a part of an expression such as 1/18."""
+    """Returns the last number of the response, None if there is none or if it is part of an expression such as 1/18."""
     end = max(map(response.rfind, "0123456789"))
     if end < 0:
         return None

@@ -21,12 +21,12 @@ _NONE = object()
 def make(
     schema: Mapping[str, Any] | None = None, key: str = "schema", equal: bool = False, whole: bool = False
 ) -> RewardCallable:
-    """1.0 if the response's JSON keeps to the schema, else 0.0; with `equal`, only if it is the ground truth's value.
+    """Makes a reward function: 1.0 if the JSON fits the schema and, with `equal`, equals the ground truth; else 0.0.
 
-    The JSON is the last block in ``` fences that is JSON, else what starts at the first `{` or `[`, of what follows the
-    reasoning; with `whole` all of that must be JSON. The schema is the recipe's, else the row's extra_info under `key`
-    (a mapping or JSON text), else without `equal` the ground truth. Drafts as the schema's $schema says, 2020-12 by
-    default; formats are checked; nothing is fetched. ValueError for a ground truth or schema that cannot be used.
+    The JSON is the last block in ``` fences that is JSON, else the value from the first `{` or `[` on, after the
+    reasoning; with `whole` all of that text must be JSON. The schema is the recipe's, else the row's extra_info under
+    `key` (a mapping or JSON text), else without `equal` the ground truth. The schema's $schema names the draft, 2020-12
+    by default. Formats are checked; nothing is fetched. Raises ValueError for an unusable ground truth or schema.
 
     >>> verify = make(schema={"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}})
     >>> verify(response='Here: {"age": 3}', ground_truth="", extra_info={})
@@ -59,7 +59,7 @@ def make(
 
 
 def solution(ground_truth: str, equal: bool = False, whole: bool = False) -> str | None:
-    """A right response, if one value alone is. ValueError for a ground truth that is not JSON."""
+    """Returns the right response with `equal`, else None. Raises ValueError for a ground truth that is not JSON."""
     if not equal:
         return None
     _truth(ground_truth)
@@ -67,7 +67,7 @@ def solution(ground_truth: str, equal: bool = False, whole: bool = False) -> str
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: 1 is 1.0 but not true, and the order of keys does not count."""
+    """Returns whether two JSON values are equal: 1 is 1.0 but not true, and the order of keys does not count."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -28,9 +28,9 @@ class JudgeConfig(AskConfig):
     """Arguments of `judge`."""
 
     rubric: str = RUBRIC
-    """What is asked: a text, or a file that ends in .txt or .md, with {{question}} (the user's last message),
+    """The question: a text, or a file that ends in .txt or .md, with {{question}} (the user's last message),
     {{prompt}} (the conversation), {{response}}, {{answer}} (what follows its reasoning), {{ground_truth}},
-    {{data_source}}, {{ability}}, {{extra_info.NAME}}, {{fence}} (a word that the response has not in it)."""
+    {{data_source}}, {{ability}}, {{extra_info.NAME}}, {{fence}} (a word that is not in the response)."""
 
     verdict: VerdictConfig = "score"
     """How the answer is read: score ("Score: 7"), yes_no, a_b, {pattern: REGEX} or {field: KEY}."""
@@ -40,7 +40,7 @@ class JudgeConfig(AskConfig):
 
 
 def make(**arguments: Any) -> ModelFunction:
-    """A response's verdict, from 0 to 1. Its text is the note `verdict`."""
+    """Makes a reward function: a model's verdict on a response, from 0 to 1. Its text is the note `verdict`."""
     config = JudgeConfig.of(arguments)
     rubric, read = Rubric(config.rubric, ["response", "answer"]), reader(config.verdict, config.scale)
 

@@ -57,12 +57,12 @@ class PairsConfig(AskConfig):
     """Each pair is asked about twice, with A and B exchanged: judges prefer one place to the other."""
 
     scores: Literal["bradley_terry", "win_rate"] = "bradley_terry"
-    """What comparisons with others come to: the chance to win against a response of mean strength, or the share of its
-    comparisons that a response has won."""
+    """The score from comparisons with others: the chance to win against a response of mean strength, or the share of
+    its comparisons that a response has won."""
 
 
 def make(**arguments: Any) -> ModelFunction:
-    """A score from 0 to 1 for each response of a group; 0.5 is as good as the others, or as the reference."""
+    """Makes a reward function: scores of a group from 0 to 1; 0.5 is as good as the others, or as the reference."""
     config = PairsConfig.of(arguments)
     rubric = Rubric(config.rubric, ["response_a", "response_b", "answer_a", "answer_b"])
     read = reader(config.verdict, config.scale)
@@ -112,7 +112,7 @@ async def _compared(
     question: Callable[[str, str], str],
     read: Callable[[str], float],
 ) -> tuple[list[Comparison], list[list[str]]]:
-    """Comparisons, and what the judge said of each text. Equal texts tie, and are not asked about."""
+    """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request."""
     unlike = [(i, j) for i, j in pairs if texts[i] != texts[j]]
     asked = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
     answers = await answers_of([model.ask(question(texts[i], texts[j]), read) for i, j in asked])

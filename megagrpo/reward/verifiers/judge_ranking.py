@@ -36,7 +36,7 @@ class RankingConfig(AskConfig):
 
 
 def make(**arguments: Any) -> ModelFunction:
-    """From 1 for the best response of a group to 0 for the worst, in equal steps. Equal responses have equal scores."""
+    """Makes a reward function: from 1 for a group's best response to 0 for its worst, evenly spaced. Equal ones tie."""
     config = RankingConfig.of(arguments)
     rubric = Rubric(config.rubric, ["responses", "answers"])
 
@@ -74,7 +74,7 @@ def make(**arguments: Any) -> ModelFunction:
 
 
 def ranking(text: str, count: int) -> list[int]:
-    """The last "2 > 3 > 1" of an answer: numbers from 1 to `count`, the best first. Raises UnreadableError.
+    """Returns the last "2 > 3 > 1" of an answer: numbers from 1 to `count`, the best first. Raises UnreadableError.
 
     >>> ranking("Ranking: [2] > [3] > [1]", 3)
     [2, 3, 1]

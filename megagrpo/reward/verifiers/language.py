@@ -35,15 +35,15 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 def make(
     language: str | Sequence[str] = "prompt", at_least: float = 0.0, bytes_min: int = 20, among: Sequence[str] = COMMON
 ) -> RewardCallable:
-    """The share of the response's letters, 0.0 to 1.0, that are in the language; with `at_least`, 1.0 or 0.0 by it.
+    """Makes a reward function: the share of letters in the language, 0.0 to 1.0; with `at_least`, 1.0 or 0.0 by it.
 
     `language` is an ISO 639-1 code, several of which any is right, or `prompt`: that of the last message of the user.
-    Code, formulas, links and tags do not count. Lines are told apart, and so are scripts within them, but Latin
-    letters in a text that is mostly of another script are taken as names. A text with fewer than `bytes_min` bytes of
-    letters (UTF-8) scores 1.0: it is too short to tell. An empty one scores 0.0, and so does one that hides its
-    letters in code, formulas or links, so that fewer than `bytes_min` are left. `among`: the languages that there may
-    be; `language` is always. A short prompt may be taken for a language near to its own (Russian for Bulgarian)
-    unless `among` says what there is. Metric: the share. ValueError for a code that py3langid does not know.
+    Code, formulas, links and tags do not count. Lines are classified one by one, scripts within them kept apart; Latin
+    letters in a text mostly of another script count as names. A text with fewer than `bytes_min` bytes of letters
+    (UTF-8) is too short to tell and scores 1.0. An empty text scores 0.0. A text that hides its letters in code,
+    formulas or links, so that fewer than `bytes_min` are left, scores 0.0. `among`: the languages to choose from;
+    `language` is always one. A short prompt may be taken for a language near to its own (Russian for Bulgarian)
+    unless `among` excludes it. Metric: the share. Raises ValueError for a code that py3langid does not know.
 
     >>> verify = make("de"); verify(response="Die Summe von zwei und zwei ist also vier.", prompt=[])
     {'score': 1.0, 'share': 1.0, 'language': 'de'}
@@ -95,7 +95,7 @@ def _question(prompt: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _pieces(text: str, bytes_min: int) -> Iterator[str]:
-    """The lines, short ones put together. A last one that is too short goes with the one before."""
+    """Yields the lines, short ones joined. Joins a last one that is too short to the one before."""
     pieces: list[str] = []
     enough = max(PIECE_BYTES, bytes_min)
     size = enough
@@ -115,7 +115,7 @@ def _pieces(text: str, bytes_min: int) -> Iterator[str]:
 
 
 def _own_letters(piece: str) -> tuple[int, int]:
-    """(letters of the script that it is mostly written in, letters of others), Latin beside another being own."""
+    """Returns (letters of the main script, letters of others). Latin beside another main script counts as its own."""
     scripts = Counter(_script(character) for character in piece if character.isalpha())
     main = scripts.most_common(1)[0][0]
     own = scripts[main] + (scripts["LATIN"] if main != "LATIN" else 0)

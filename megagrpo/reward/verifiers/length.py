@@ -1,4 +1,4 @@
-"""How long a response is, against a target or a budget."""
+"""The length of a response against a target or a budget."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def make(
     unit: str = "tokens",
     tolerance: float | str | None = None,
 ) -> RewardCallable:
-    """1.0 at the wanted length, falling in a line to 0.0 at `tolerance` more, and for a target also at as much less.
+    """Makes a reward function: 1.0 at the wanted length, linear to 0.0 at `tolerance` above it (target: below it too).
 
     target: exactly that long is best. budget: anything up to it is. The wanted length is `length`, else the row's
-    extra_info under `key`, else the ground truth. `tolerance` is in units, the wanted length itself by default. Tokens
-    are those of the response, its end token too. L1-Exact (arXiv:2503.04697) takes α·|wanted − length| off: a
-    tolerance of 1/α. Metric: the length. ValueError for other kinds and units, and for lengths that are not above 0.
+    extra_info under `key`, else the ground truth. `tolerance` is in units, the wanted length by default. Tokens are
+    those of the response, its end token included. L1-Exact (arXiv:2503.04697) subtracts α·|wanted − length|: a
+    tolerance of 1/α. Metric: the length. Raises ValueError for other kinds and units, and lengths not above 0.
 
     >>> verify = make(length=10, unit="words"); verify(response="five words of the ten", ground_truth="", extra_info={})
     {'score': 0.5, 'length': 5}

@@ -16,7 +16,7 @@ from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 _BLANKS = re.compile(r"[^\S\n]+")
 _WRAPPERS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|mathsf|bf|rm)\b ?|[{}$*_`]|\\[ ,;!]|~|\\[()\[\]]")
-# What is left is a letter, or several: B · (B) · B. · A, C · A and C · ABD
+# The rest is a letter, or several: B · (B) · B. · A, C · A and C · ABD
 _LETTERS = re.compile(r"\(?([A-Za-z](?:\)?(?: ?[,;&/] ?| and | ?, and |)\(?[A-Za-z])*)\)?[.:]?")
 # The same, and the text of the option behind it: B) Paris · (B) Paris · B. Paris · B: Paris
 _LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Z])[.):]) ?\S")
@@ -38,7 +38,7 @@ _STATED_IN_ASIA = re.compile(
     r"[(「“]?([A-Z](?:\)? ?(?:[,、和与與及]|，) ?\(?[A-Z]|[A-Z])*)(?![A-Za-z])(?=[^A-Z\n。?？]*(?:[。\n]|\Z))"
     r"(?![^\n。]*(?:不是|不对|错误|或|還是|还是|ではない|아니))"
 )
-# What is behind it in its sentence, up to the reason, may name no other: "B and maybe C", "(B), (C) or (D)", "B. C."
+# The rest of its sentence, up to the reason, may name no other: "B and maybe C", "(B), (C) or (D)", "B. C."
 _SENTENCE = re.compile(r"(?:(?!\b(?:because|since|as|not|rather|instead|while|whereas)\b|[.!?](?:\s|$))[^\n])*")
 _OTHER = re.compile(r"(?:[,;/&]|\b(?:and|or|also|maybe|perhaps|possibly|both|option)\b) ?\(?[A-Z]\b")
 _NEXT = re.compile(r"[.!?]? ?\(?[A-Z]\)?(?:[.,;!?]|$)")
@@ -59,15 +59,15 @@ _OPTION = re.compile(r"\(([A-Z])\)|(?<![\w.])([A-Z])[.):](?= ?[^\s.):])")
 
 
 def make(letters: str = "ABCDEFGHIJ") -> RewardCallable:
-    r"""1.0 if the response chooses the ground truth's letter, or exactly its letters, else 0.0.
+    r"""Makes a reward function: 1.0 if the response chooses exactly the ground truth's letter or letters, else 0.0.
 
-    `letters` are those that an option can have. Looked at in this order, in what follows the reasoning: the last
+    `letters`: those that an option can have. The answer is read after the reasoning, in this order: the last
     `\boxed{}`, the last `<answer>…</answer>`, the last sentence such as "the answer is (B)", a response or last line
     that is a letter, and the only letter in parentheses of the last line. A sentence chooses none if it names other
-    letters before its reason ("B and maybe C", but not "B, since A is false") or is taken back ("No, wait"), and
-    neither does what rejects a letter ("not (B)", "(B) is wrong"). The row's extra_info may have `choices`, a list of
+    letters before its reason ("B and maybe C", but not "B, since A is false") or is taken back ("No, wait").
+    A rejected letter is not chosen ("not (B)", "(B) is wrong"). The row's extra_info may have `choices`, a list of
     texts, a mapping from letters to texts, or {"label": […], "text": […]}: then an option's text counts as its letter.
-    The ground truth is a letter, several as `A, C` or a JSON list, or an option's text. ValueError if it is none.
+    The ground truth is a letter, several as `A, C` or a JSON list, or an option's text: else ValueError.
 
     >>> verify = make(); verify(response="It rains, so the answer is (B).", ground_truth="B", extra_info={})
     {'score': 1.0, 'answer': 'B'}
@@ -97,12 +97,12 @@ def make(letters: str = "ABCDEFGHIJ") -> RewardCallable:
 
 
 def solution(ground_truth: str) -> str:
-    """A right response."""
+    """Returns a right response."""
     return f"<answer>{_text(ground_truth)}</answer>"
 
 
 def _chosen(text: str, letters: str, choices: Mapping[str, str]) -> str:
-    """The letters in order with commas between, empty if the text chooses none."""
+    """Returns the chosen letters in order with commas between, empty if the text chooses none."""
     marked = last_boxed(text)
     marked = tagged(text, "answer") if marked is None else marked
     if marked is not None:
@@ -120,7 +120,7 @@ def _chosen(text: str, letters: str, choices: Mapping[str, str]) -> str:
 
 
 def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
-    """What the last sentence such as "the answer is B" names; empty if that leaves a choice or is taken back."""
+    """Returns the letters that the last sentence such as "the answer is B" names; empty if it is open or taken back."""
     words = _BLANKS.sub(" ", _WRAPPERS.sub("", text))
     stated = None
     for found in _STATED.finditer(words):
@@ -136,7 +136,7 @@ def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
 
 
 def _is_open(text: str, stated: re.Match[str]) -> bool:
-    """Whether what follows "the answer is B" names another letter, or takes B back."""
+    """Returns whether the text after "the answer is B" names another letter, or takes B back."""
     end = stated.end()
     sentence = _SENTENCE.match(text, end)
     rest_at = sentence.end() if sentence else end
@@ -146,9 +146,9 @@ def _is_open(text: str, stated: re.Match[str]) -> bool:
 
 
 def _read(text: str, letters: str, choices: Mapping[str, str], among: str = "") -> str:
-    """The letters that a short text consists of, such as `(B)`, `B. Paris`, `\\text{A, C}`; else an option's letter.
+    """Returns the letters of a short text such as `(B)`, `B. Paris`, `\\text{A, C}`; else an option's letter.
 
-    `B. Paris` is no choice where `among`, the text around it, has each option once: that lists them all.
+    `B. Paris` chooses nothing if `among`, the text around it, has each option once: it lists them all.
     """
     words = _BLANKS.sub(" ", _WRAPPERS.sub("", text)).strip() if len(text) < 2000 else ""
     if len(words) > 3 and (by_text := _by_text(words, choices)):  # (B) is the letter, whatever options say

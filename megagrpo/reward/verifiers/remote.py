@@ -20,7 +20,7 @@ from megagrpo.reward.functions import RewardCallable, RewardReturn
 from megagrpo.reward.retry_after import retry_after
 
 BATCH_MAX = 64
-"""A worker has so many calls of an async function at once."""
+"""Most calls of an async function that a worker runs at once."""
 ANSWER_BYTES_MAX = 8 << 20
 PAUSE_SECONDS_MAX = 30.0
 """The longest pause before another attempt, also if the server asks for a longer one."""
@@ -31,8 +31,8 @@ Item = Mapping[str, Any]
 
 
 class PostError(Exception):
-    """A POST that gave no scores. `busy`: the server could not take it, whatever was in it. `again`: another attempt
-    may go better. `after`: seconds that the server asks to wait."""
+    """The error of a POST without scores. `busy`: the server could not take it, whatever it contained. `again`: a retry
+    may succeed. `after`: seconds that the server asks to wait."""
 
     def __init__(self, text: str, *, busy: bool = False, again: bool = True, after: float = 0.0) -> None:
         super().__init__(text)
@@ -41,8 +41,8 @@ class PostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How items become the body of a POST, and its answer their scores: None for an item that has none. `read` raises
-    ValueError for any other answer."""
+    """The format of a POST: `body` makes it from items, `read` returns their scores from its answer, None for an item
+    without one. `read` raises ValueError for any other answer."""
 
     body: Callable[[Sequence[Item]], object]
     read: Callable[[Any, Sequence[Item]], list[RewardReturn | None]]
@@ -61,7 +61,7 @@ def make(
     max_execution_time: float = 1.0,
     pass_rate_min: float = 0.0,
 ) -> RewardCallable:
-    """What the server at `url` answers to a POST of JSON.
+    """Makes a reward function: the score that the server at `url` returns for a POST of JSON.
 
     shape `items`: {"items": [{data_source, prompt, response, ground_truth, extra_info}, ...]} is answered by
     {"scores": [...]}, each a number or an object with `score`, metrics and notes, or null where there is no score. The
@@ -122,7 +122,7 @@ def make(
 
 
 def without_secrets(url: str) -> str:
-    """The URL as an error may show it, without user, password and query.
+    """Returns the URL as an error may show it, without user, password and query.
 
     >>> without_secrets("http://me:secret@host:80/score?key=secret")
     'http://host:80/score'
@@ -146,7 +146,7 @@ def checked_url(url: str) -> str:
 
 
 def expanded(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers with the values of the variables that they name. ValueError for one that is not set."""
+    """Returns the headers with the values of the variables that they name. Raises ValueError if one is not set."""
 
     def value_of(found: re.Match[str]) -> str:
         value = os.environ.get(found[1])
@@ -181,7 +181,7 @@ def items_scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None
 
 
 def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
-    """The shape of open-instruct's code server, one program at a time."""
+    """Returns the shape of open-instruct's code server, one program at a time."""
 
     def body(items: Sequence[Item]) -> object:
         program, tests = program_of(items[0]["response"]), tests_of(items[0]["ground_truth"])
@@ -201,7 +201,7 @@ def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
 
 
 def program_of(text: str) -> str:
-    """The last block of Python, or the whole text if there is none.
+    """Returns the last block of Python, or the whole text if there is none.
 
     >>> program_of("So:\\n```python3\\nprint(1)\\n```\\nDone."), program_of("print(2)")
     ('print(1)', 'print(2)')
@@ -211,7 +211,7 @@ def program_of(text: str) -> str:
 
 
 def tests_of(ground_truth: str) -> object:
-    """The list that the ground truth is in JSON; another text is for the server to decode. ValueError for none."""
+    """Returns the list in the ground truth's JSON, else the text for the server. Raises ValueError if it is empty."""
     try:
         tests = json.loads(ground_truth)
     except ValueError:
@@ -227,7 +227,7 @@ def tests_of(ground_truth: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where and how items are sent."""
+    """The server that items are sent to, and the settings of its requests."""
 
     url: str
     headers: Mapping[str, str]
@@ -237,7 +237,7 @@ class Server:
     pause_seconds: float
 
     async def scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
-        """A score, None, or what went wrong, for each item."""
+        """Returns a score, None, or an exception for each item."""
         try:
             body = json.dumps(self.shape.body(items), default=str).encode()
         except (ValueError, TypeError) as unusable:
@@ -261,7 +261,7 @@ class Server:
             attempt += 1
 
     async def _post(self, body: bytes, items: Sequence[Item]) -> list[RewardReturn | None]:
-        """Raises PostError. What other libraries and the server say is left out: it may repeat headers."""
+        """Returns the scores from one POST. Raises PostError without foreign texts, which may repeat headers."""
         # A connection for each POST: one that is kept may have been closed by the server. Nothing is decompressed, so
         # that a small answer stays small.
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self.headers}
@@ -291,7 +291,7 @@ class Server:
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:
-    """All of a body. Raises PostError for one that is too large."""
+    """Returns a whole body. Raises PostError if it is too large."""
     data = bytearray()
     async for chunk in content.iter_chunked(1 << 16):
         data += chunk
@@ -313,7 +313,7 @@ class Batches:
         self._sending: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
 
     async def score(self, item: Item) -> RewardReturn:
-        """The item's score. Raises what the server's failure is for this item."""
+        """Returns the item's score. Raises the server's failure for this item."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[RewardReturn] = loop.create_future()
         self._waiting.append((item, future))

@@ -1,4 +1,4 @@
-"""A penalty for saying the same again, by n-grams."""
+"""A penalty for repeated n-grams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ UNITS = ("words", "tokens", "characters")
 
 
 def make(ngram: int = 3, penalty: float = 1.0, unit: str = "words") -> RewardCallable:
-    """-`penalty` times the share of the response's n-grams that came before in it; 0.0 without a repetition.
+    """Makes a reward function: -`penalty` times the share of n-grams that occurred before; 0.0 without any.
 
     As open-r1's get_repetition_penalty_reward, after Demystifying Long Chain-of-Thought (arXiv:2502.03373, appendix
     C.2). Words are split at white space, in lower case; take characters, with a larger `ngram`, for languages that do
-    not write spaces. Metric: the share. ValueError for another unit, and unless ngram and penalty are above 0.
+    not write spaces. Metric: the share. Raises ValueError for another unit, or an ngram or penalty not above 0.
 
     >>> verify = make(ngram=2); verify(response="so it is so it is so it is")
     {'score': -0.625, 'share': 0.625}
@@ -40,7 +40,7 @@ def make(ngram: int = 3, penalty: float = 1.0, unit: str = "words") -> RewardCal
 
 
 def repeated_share(units: Sequence[object], ngram: int) -> float:
-    """The share of n-grams that came before among them; 0.0 if there are too few units for one."""
+    """Returns the share of n-grams that occurred before among them; 0.0 if there are too few units for one."""
     total = len(units) - ngram + 1
     if total < 1:
         return 0.0

@@ -15,7 +15,7 @@ from megagrpo.section import Number, PositiveFloat, Section
 
 
 class StandardConfig(Section):
-    """(score - mean) / std."""
+    """Standardisation of a score: (score - mean) / std."""
 
     mean: Number
     std: PositiveFloat
@@ -28,10 +28,10 @@ class RewardModelArguments(Arguments):
     """A classifier of reward.models."""
 
     label: str | int | None = None
-    """Which logit is the score: a label's name or number. null: the only one."""
+    """The logit that is the score: a label's name or number. null: the only one."""
 
     shows: Literal["answer", "response"] = "answer"
-    """What the model is shown. answer: what follows the reasoning. response: all of the response."""
+    """The text that the model sees. answer: the text after the reasoning. response: all of the response."""
 
     normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
     """sigmoid: to 0 .. 1; with several labels, the probability of `label` among them. {mean: M, std: S}: by figures of
@@ -39,7 +39,7 @@ class RewardModelArguments(Arguments):
 
 
 def make(**arguments: Any) -> ModelFunction:
-    """What the model gives to the prompt with the response."""
+    """Makes a reward function: the model's score of the prompt with the response."""
     config = RewardModelArguments.of(arguments)
 
     async def reward_model(
@@ -53,7 +53,7 @@ def make(**arguments: Any) -> ModelFunction:
 
 
 def label_of(label: str | int | None, labels: Sequence[str]) -> int:
-    """The place of the logit that is the score. Raises JudgeError if the model has no such label."""
+    """Returns the index of the logit that is the score. Raises JudgeError if the model has no such label."""
     if label is None and len(labels) == 1:
         return 0
     if isinstance(label, int) and 0 <= label < len(labels):
@@ -66,7 +66,7 @@ def label_of(label: str | int | None, labels: Sequence[str]) -> int:
 def score_of(
     logits: Sequence[float], label: int, normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
 ) -> float:
-    """The score among the logits.
+    """Returns the score from the logits.
 
     >>> score_of([2.0], 0), score_of([2.0], 0, StandardConfig(mean=1.0, std=0.5))
     (2.0, 2.0)

@@ -15,12 +15,12 @@ METHODS = ("exact", "contains", "f1")
 def make(
     method: str = "exact", tag: str = "answer", format_score: float = 0.0, words_max: int | None = None
 ) -> RewardCallable:
-    """1.0 if the answer is right, `format_score` if it is another, 0.0 if there is no `<tag>…</tag>` or it is empty.
+    """Makes a reward function: 1.0 for a right answer, `format_score` for another, 0.0 for a missing or empty one.
 
-    exact: it equals one of the right texts, by SQuAD's normalisation. contains: one of them is in it, in whole words,
-    and it has at most `words_max` words, or as many as that text: without this, a list of guesses is right. f1: how
-    many words it shares with the nearest, and `format_score` if that is none (ReSearch, arXiv:2503.19470). The ground
-    truth is a text, a JSON list of texts, or Search-R1's {"target": […]}. ValueError for another method.
+    The answer is the last `<tag>…</tag>`. exact: it equals a right text, by SQuAD's normalisation. contains: it has one
+    in whole words, and `words_max` words at most, or as many as that text: without this, a list of guesses is right.
+    f1: the F1 with the nearest text, `format_score` if they share no word (ReSearch, arXiv:2503.19470). The ground
+    truth is a text, a JSON list of texts, or Search-R1's {"target": […]}. Raises ValueError for another method.
 
     >>> verify = make(format_score=0.1); truth = '{"target": ["Nile", "the River Nile"]}'
     >>> responses = [f"<answer>{text}</answer>" for text in ("The Nile", "Amazon", "")]
@@ -53,5 +53,5 @@ def make(
 
 
 def solution(ground_truth: str, tag: str = "answer") -> str:
-    """A right response. ValueError for a ground truth without an answer."""
+    """Returns a right response. Raises ValueError for a ground truth without an answer."""
     return f"<{tag}>{accepted_answers(ground_truth)[0]}</{tag}>"

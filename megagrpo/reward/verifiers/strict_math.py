@@ -45,9 +45,9 @@ _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 
 
 def make() -> RewardCallable:
-    r"""1.0 if the response's last `\boxed{}`, or "The final answer is X.", is the ground truth's text, else 0.0.
+    r"""Makes a reward function: 1.0 if the last `\boxed{}` or "The final answer is X." is the ground truth, else 0.0.
 
-    Both texts are normalised. The ground truth is LaTeX, with or without `$` or `\boxed{}`; ValueError if it is empty.
+    Compares normalised texts. The ground truth is LaTeX, `$` or `\boxed{}` allowed. Raises ValueError if it is empty.
 
     >>> verify = make(); verify(response=r"So it is $\boxed{\dfrac 12}$.", ground_truth=r"\frac{1}{2}")
     {'score': 1.0, 'answer': '\\frac{1}{2}'}
@@ -69,12 +69,12 @@ def make() -> RewardCallable:
 
 
 def solution(ground_truth: str) -> str:
-    """A right response: the ground truth in a box, unless it has one."""
+    """Returns a right response: the ground truth in a box, unless it has one."""
     return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth}}}"
 
 
 def normalised(latex: str) -> str:
-    r"""One text for the ways to write an answer in LaTeX.
+    r"""Returns one text for the ways to write an answer in LaTeX.
 
     >>> [normalised(text) for text in (r"x = \tfrac34", "3/4", r"\left( 1,\, 2 \right)", r"12\text{ cm}^2", "-.50")]
     ['\\frac{3}{4}', '\\frac{3}{4}', '(1,2)', '12', '-0.5']

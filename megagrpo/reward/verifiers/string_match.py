@@ -18,13 +18,13 @@ def make(
     after_required: bool = True,
     words_max: int | None = None,
 ) -> RewardCallable:
-    """1.0 if the answer is right, else 0.0. The ground truth is a text, or several as a JSON list.
+    """Makes a reward function: 1.0 if the answer is right, else 0.0.
 
-    The answer is the last `<tag>…</tag>` of what follows the reasoning, else all of it unless `tag_required`; of that,
-    what follows the last `after`, if it is given (where it is missing, 0.0, or all of it unless `after_required`).
-    exact: it equals a right text. contains: a right text is in it, in whole words, and it has at most `words_max`
-    words, or as many as that text: without this, a list of guesses is right. Without `normalised`, only white space at
-    the ends does not count; with it, neither do case, punctuation and articles. ValueError for another method.
+    The ground truth is a text, or several as a JSON list. The answer is the last `<tag>…</tag>` after the reasoning,
+    else all after it unless `tag_required`; of that, the text after the last `after`, if given (if it is missing, 0.0,
+    or all of it unless `after_required`). exact: it equals a right text. contains: it has one in whole words, and at
+    most `words_max` words, or as many as that text: without this, a list of guesses is right. Ignores white space at
+    the ends, and with `normalised` case, punctuation and articles. Raises ValueError for another method.
 
     >>> verify = make(); verify(response="<answer>The Eiffel Tower.</answer>", ground_truth="Eiffel tower")
     {'score': 1.0, 'answer': 'eiffel tower'}
@@ -59,19 +59,19 @@ def make(
 
 
 def solution(ground_truth: str, tag: str = "answer", after: str = "") -> str:
-    """A right response. ValueError for a ground truth without an answer."""
+    """Returns a right response. Raises ValueError for a ground truth without an answer."""
     answer = f"{after} {accepted_answers(ground_truth)[0]}".strip()
     return f"<{tag}>{answer}</{tag}>" if tag else answer
 
 
 def check_words_max(words_max: int | None, method: str) -> None:
-    """ValueError unless it is a number of words, with the method that it is for."""
+    """Raises ValueError unless words_max is None, or a number from 1 with the method contains."""
     if words_max is not None and (method != "contains" or not isinstance(words_max, int) or words_max < 1):
         raise ValueError(f"words_max is {words_max!r} with method {method}: it is a number from 1, for contains")
 
 
 def contains(answer: str, truths: Sequence[str], words_max: int | None) -> bool:
-    """Whether a text is in the answer, in whole words, which has at most `words_max` words or as many as that text.
+    """Returns whether the answer has a text in whole words, and at most `words_max` words or as many as that text.
 
     >>> contains("Rome Paris", ["Paris"], None), contains("Rome Paris", ["Paris"], 1), contains("a b", ["a b"], 1)
     (True, False, True)
@@ -82,6 +82,6 @@ def contains(answer: str, truths: Sequence[str], words_max: int | None) -> bool:
 
 
 def answer_part(text: str, tag: str, tag_required: bool) -> str | None:
-    """The last `<tag>…</tag>` of a text, else all of it, or None if the tag is required."""
+    """Returns the last `<tag>…</tag>` of a text, else all of it, or None if the tag is required."""
     answer = tagged(text, tag) if tag else None
     return text if answer is None and not tag_required else answer

@@ -11,11 +11,11 @@ from megagrpo.reward.functions import RewardCallable, RewardReturn
 def make(
     tags: Sequence[str] = ("think", "answer"), partial: bool = False, opened: bool = False, text_between: bool = False
 ) -> RewardCallable:
-    """1.0 if the response is each tag once, closed, in order and not empty, with nothing but white space around.
+    """Makes a reward function: 1.0 if the response is each tag once, closed, in order and not empty, else 0.0.
 
-    `opened`: the prompt already has the first tag, so the response may begin inside of it. `text_between`: other text
-    may stand before, between and behind the tags. `partial`: else the share of opening and closing tags that are there
-    exactly once, times 0.5 (open-r1's tag count, halved), in place of 0.0. ValueError for no tags.
+    `opened`: the prompt has the first tag already, so the response may begin inside it. `text_between`: allows text
+    around the tags, else only white space. `partial`: in place of 0.0, the share of opening and closing tags that occur
+    exactly once, times 0.5 (open-r1's tag count, halved). Raises ValueError for no tags.
 
     >>> verify = make(); verify(response="<think>2 + 2</think> <answer>4</answer>")
     1.0
@@ -40,7 +40,7 @@ def make(
 
 
 def solution(ground_truth: str, tags: Sequence[str] = ("think", "answer"), opened: bool = False) -> str:
-    """A right response, the same whatever the ground truth."""
+    """Returns a right response, the same for every ground truth."""
     response = "".join(f"<{tag}>text</{tag}>" for tag in tags)
     return response.removeprefix(f"<{tags[0]}>") if opened else response
 
@@ -58,5 +58,5 @@ def _complete(response: str, marks: list[str], text_between: bool) -> bool:
 
 
 def _is_empty(text: str) -> bool:
-    """Whether nothing in it is seen: white space, and format characters such as the zero-width space."""
+    """Returns whether a text shows nothing: only white space, and format characters such as the zero-width space."""
     return all(character.isspace() or unicodedata.category(character) == "Cf" for character in text)

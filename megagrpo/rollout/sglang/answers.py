@@ -14,14 +14,14 @@ from megagrpo.rollout.requests import after_begun
 from megagrpo.types import FinishReason, Request, Sample
 
 TOKENS_PER_PART = 50
-"""SGLang's scheduler sends tokens to its HTTP server as often if nothing is streamed."""
+"""Tokens per part of a stream. SGLang's scheduler sends as many at once to its HTTP server if nothing is streamed."""
 FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def generate_body(request: Request, rid: str, version: int, *, streams: bool) -> dict[str, Any]:
-    """The body of /generate for one sample; the answer comes in parts if it `streams`. It shares keys and values of its
-    prompt only with requests of the same weight version: others' may be of other weights. With n > 1, all samples of a
-    prompt would have the seed of the first, could not be aborted alone, and would be answered together."""
+    """Returns the body of /generate for one sample; the answer comes in parts if it `streams`. It shares keys and
+    values of its prompt only with requests of the same weight version: others' may be of other weights. With n > 1, all
+    samples of a prompt would have the seed of the first, could not be aborted alone, and would be answered together."""
     sampling = request.sampling
     return {
         "rid": rid,
@@ -42,16 +42,16 @@ def generate_body(request: Request, rid: str, version: int, *, streams: bool) ->
 
 
 class Answer:
-    """What a server has answered of a request. A server with incremental_streaming_output sends each token once.
+    """A server's answer to one request. A server with incremental_streaming_output sends each token once.
 
-    `version`: of all tokens, whatever the server calls its weights; None: what it says of each.
+    `version`: of all tokens, whatever the server calls its weights; None: as the server reports for each token.
     """
 
     def __init__(self, request: Request, version: int | None = None) -> None:
         self.request, self._version = request, version
         self._tokens, self._logprobs = array("i"), array("f")
         self._versions: np.ndarray | None = np.zeros(0, np.int32)
-        """Those of the first tokens, as far as the server has told. None: it told something else."""
+        """Versions of the first tokens, as far as the server has reported. None: one is missing or is not a number."""
         self._meta: Mapping[str, Any] = {}
         self._agree = True
 
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def count(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return len(self._tokens)
 
     @property
@@ -81,14 +81,14 @@ class Answer:
         return bool(self._meta.get("finish_reason"))
 
     def so_far(self) -> Sample:
-        """The tokens whose versions are known, after what had begun. It has no text."""
+        """Returns the tokens whose versions are known, after those of `request.begun`, without text."""
         versions = np.zeros(0, np.int32) if self._versions is None else self._versions
         return self._after_begun(versions, "abort" if not self.ended else "length")
 
     def sample(
         self, text_of: Callable[[np.ndarray, FinishReason], str], engine: str, stops: Collection[int] = ()
     ) -> Sample:
-        """The whole sample, once the answer has ended. stops: the model's own tokens that end a response.
+        """Returns the whole sample, once the answer has ended. stops: the model's own tokens that end a response.
 
         Raises EngineError if tokens, logprobs and weight versions do not belong together.
         """
@@ -112,8 +112,8 @@ class Answer:
         return replace(sample, text=text_of(sample.tokens, finish))
 
     def _finish_if_complete(self, stops: Collection[int]) -> FinishReason:
-        """What ended a request that was aborted. SGLang says abort even if the last token ends the response: if that
-        went on, it would have tokens after its end."""
+        """Returns the finish reason of an aborted request. SGLang reports abort even if the last token ends the
+        response: if such a response were resumed, it would have tokens after its end."""
         if self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
             return "stop"
         return "length" if self.count == self.request.tokens_left else "abort"
@@ -125,7 +125,7 @@ class Answer:
 
 
 def _versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray | None:
-    """The version of each token, int32 [count], or None if one is missing or is not a number."""
+    """Returns the version of each token, int32 [count], or None if one is missing or is not a number."""
     versions = np.full(count, -1, dtype=np.int32)
     for span in spans:
         if span["end"] > span["start"]:

@@ -75,7 +75,7 @@ OWNED = (
 
 
 def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[Problem]:
-    """What is wrong with `rollout.sglang`: arguments that megagrpo sets, and others that the installed SGLang refuses.
+    """Finds problems in `rollout.sglang`: arguments that megagrpo sets, and others that the installed SGLang refuses.
 
     `rollout.sglang.python` is asked once, in a process of its own, because SGLang may be in another environment. With
     `plan_only` SGLang may be missing, and only names are checked, because its import takes seconds.
@@ -97,7 +97,7 @@ def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[
 
 
 def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
-    """What is wrong with SGLang's environment, and with these options."""
+    """Asks the interpreter with SGLang. Returns the problems of its environment, and those of these options."""
     interpreter = python or sys.executable
     where = "rollout.engine" if python is None else "rollout.sglang.python"
     try:
@@ -136,7 +136,7 @@ def server_arguments(
     quantization: str | None = None,
     loads_weights: bool = False,
 ) -> dict[str, Any]:
-    """Fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
+    """Returns fields of ServerArgs for one engine; `options` (rollout.sglang without `python`) override the defaults.
 
     `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
     take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer. The server begins with weights
@@ -199,7 +199,7 @@ def judge_arguments(
     tokens_per_request: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fields of ServerArgs for a server that answers chats with the weights in its directory. Raises EngineError."""
+    """Returns fields of ServerArgs for a server that answers chats with its directory's weights. Raises EngineError."""
     arguments = server_arguments(
         model_directory=model_directory,
         layout=layout,
@@ -221,7 +221,7 @@ def judge_arguments(
 
 
 def _in_blocks(options: Mapping[str, Any]) -> str:
-    """The recipe's own changes of config.json, and those that make SGLang hold float8 blocks without files of them."""
+    """Returns JSON: the recipe's changes of config.json, and those for float8 blocks of which there are no files."""
     changes = json.loads(options.get("json_model_override_args") or "{}")
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     return json.dumps(changes | {"quantization_config": blocks})
@@ -240,7 +240,7 @@ class ServerNode:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Fields of ServerArgs."""
+        """Returns this node's fields of ServerArgs."""
         host = f"[{self.meeting.host}]" if ":" in self.meeting.host else self.meeting.host
         return {"nnodes": self.nodes, "node_rank": self.rank, "dist_init_addr": f"{host}:{self.port}"}
 
@@ -256,8 +256,8 @@ class ServerNode:
 
 
 def cache_variables() -> dict[str, str]:
-    """Returns where SGLang keeps what it compiles. Empty if it can write below the home directory, without which it
-    does not start."""
+    """Returns the variable with the directory for what SGLang compiles. Empty if it is set, or SGLang can write below
+    the home directory: SGLang needs one of these to start."""
     caches = Path("~/.cache/sglang").expanduser()
     nearest = next(directory for directory in (caches, *caches.parents) if directory.exists())
     if "SGLANG_CACHE_DIR" in os.environ or os.access(nearest, os.W_OK):
@@ -266,8 +266,8 @@ def cache_variables() -> dict[str, str]:
 
 
 def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:
-    """Environment variables of a server of `ranks`, besides those of this process. On CPUs they share `threads`.
-    Engines, counted by `engine`, get different cores if there are enough."""
+    """Returns the environment variables of a server of `ranks`, besides those of this process. On CPUs the ranks share
+    `threads`. Engines, counted by `engine`, get different cores if there are enough."""
     if device != "cpu":
         return cache_variables()
     each = max(1, threads // ranks)

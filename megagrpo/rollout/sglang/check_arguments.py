@@ -1,4 +1,4 @@
-"""Says which of the arguments on standard input the installed SGLang's ServerArgs does not take.
+"""Checks the arguments on standard input against the ServerArgs of the installed SGLang.
 
 Standard input is a JSON object: `options`, and `names_only`, to check no values. Run by the interpreter that has
 SGLang, which need not have megagrpo. Prints one line of JSON: `environment`, what is wrong with the environment itself,
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def environment_problem() -> tuple[str, str]:
-    """What is given and what is needed; empty if all is well."""
+    """Returns what is given and what is needed; empty strings if all is well."""
     if sys.version_info < OLDEST_PYTHON:
         return f"{sys.executable} is Python {sys.version.split()[0]}", "Python 3.11 or later"
     if importlib.util.find_spec("sglang") is None:
@@ -46,8 +46,8 @@ def environment_problem() -> tuple[str, str]:
 
 
 def declared_names() -> set[str]:
-    """The fields of ServerArgs, read from SGLang's source because its import takes seconds. Empty if they are not where
-    0.5.23 has them."""
+    """Reads the fields of ServerArgs from SGLang's source, because its import takes seconds. Returns an empty set if
+    they are not where 0.5.23 has them."""
     spec = importlib.util.find_spec("sglang")
     places = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for place in places for file in Path(place, "srt", "arg_groups", "fields").glob("*.py")]

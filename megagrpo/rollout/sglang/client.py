@@ -1,4 +1,4 @@
-"""Talks HTTP to one SGLang server: many generations at once, control requests one by one. Knows no weights."""
+"""The HTTP client of one SGLang server: many generations at once, control requests one by one. Knows no weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server answers, such as http://127.0.0.1:30000, and the key that it asks for."""
+    """The URL of a server, such as http://127.0.0.1:30000, and the API key that it asks for."""
 
     url: str
     api_key: str | None = field(default=None, repr=False)
@@ -59,14 +59,14 @@ class SglangClient:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """One control request. Raises EngineError if the server refuses it, dies, or does not answer in time.
+        """Sends one control request. Raises EngineError if the server refuses it, dies, or does not answer in time.
 
-        It is sent again only if no connection was made: then the server has not seen it.
+        Retries only if no connection was made: then the server has not seen the request.
         """
         return self.run(self.post_async(path, body, self._timeout))
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """A control request that asks the server about itself. Raises EngineError likewise."""
+        """Sends a control request that asks the server about itself. Raises EngineError likewise."""
         return self.run(self._answer("GET", path, None, self._timeout))
 
     async def post_async(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> Mapping[str, Any]:
@@ -75,8 +75,8 @@ class SglangClient:
     async def generate(
         self, body: Mapping[str, Any], answer: Answer, up: asyncio.Event, held: Callable[[], bool] = lambda: False
     ) -> None:
-        """Takes the server's answer to one request (generate_body) into `answer`, as it comes. Once `up` is set the
-        request is aborted, and keeps its tokens so far. `held` says whether the server is paused, and so answers later.
+        """Reads the server's answer to one request (generate_body) into `answer`, as it arrives. Setting `up` aborts
+        the request, which keeps its tokens so far. `held` returns whether the server is paused, and so answers later.
 
         Raises BrokenConnection if the request may be sent again: a server that still runs has dropped it.
         """
@@ -95,8 +95,8 @@ class SglangClient:
             coming.cancel()
 
     async def abort(self, rid: str) -> None:
-        """The request of this id is answered soon, with the tokens that it has. All ids have one length, because SGLang
-        takes a prefix of an id for the id."""
+        """Aborts the request of this id: the server soon answers with its tokens so far. All ids have one length,
+        because SGLang takes a prefix of an id for the id."""
         await self.post_async("/abort_request", {"rid": rid}, self._timeout)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class SglangClient:
         return answer
 
     def _not_refused(self, asked: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Part of an answer. A refusal comes as one too, with HTTP 200."""
+        """Returns a part of an answer. Raises EngineError if it is a refusal, which comes with HTTP 200 as well."""
         reason = event.get("meta_info", {}).get("finish_reason") or {}
         if "meta_info" not in event or (reason.get("status_code") or 0) >= 400:
             message = event.get("error") or reason or event
@@ -199,7 +199,7 @@ class SglangClient:
 
 
 class BrokenConnection(EngineError):  # noqa: N818
-    """The connection broke after the request was sent: the server may have acted on it."""
+    """A connection that broke after the request was sent: the server may have acted on it."""
 
 
 def new_request_id() -> str:
@@ -207,7 +207,7 @@ def new_request_id() -> str:
 
 
 class RequestGate:
-    """At most `at_once` requests of an engine are on the way. None is sent while held, because a weight update is open.
+    """A gate for an engine's requests: at most `at_once` are on the way; none is sent while a weight update holds it.
 
     Lives on the event loop of the client.
     """
@@ -222,7 +222,7 @@ class RequestGate:
 
     @asynccontextmanager
     async def turn(self, up: asyncio.Event) -> AsyncIterator[bool]:
-        """Waits for this request's turn. False: `up` was set first."""
+        """Waits for this request's turn. Yields False if `up` was set first."""
         turn = asyncio.ensure_future(self._turns.acquire())
         if not await _in_time(turn, up):
             turn.cancel()
@@ -266,7 +266,7 @@ class RequestGate:
 
 
 async def _in_time(waiting: asyncio.Future[Any], up: asyncio.Event) -> bool:
-    """Whether what is waited for came before `up` was set. Does not cancel it."""
+    """Returns whether `waiting` was done before `up` was set. Does not cancel it."""
     if up.is_set():
         return waiting.done()
     end = asyncio.ensure_future(up.wait())

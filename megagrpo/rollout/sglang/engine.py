@@ -47,8 +47,8 @@ def check_server(
     architecture: Architecture,
     quantization: str | None = None,
 ) -> None:
-    """Raises EngineError, naming all arguments that differ, unless the ranks of the server of this /server_info hold
-    what the plan of a sync takes them to hold."""
+    """Checks that the ranks of the server of this /server_info hold what the plan of a sync expects. Raises
+    EngineError, naming all arguments that differ."""
     wanted: dict[str, object] = AS_STARTED | {"dp_size": 1, "dtype": dtype}
     wanted |= {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": layout.pipeline}
     wanted |= {"attn_dp_size": layout.attention_data}
@@ -73,8 +73,8 @@ class SglangEngine(Engine):
 
     `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
     `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after it began is aborted
-    with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause` is what
-    becomes of running requests when an update begins. A pipeline finishes them first.
+    with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause` decides
+    what an update does to running requests. A pipeline finishes them first.
 
     A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
     EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
@@ -121,7 +121,7 @@ class SglangEngine(Engine):
         self._paused = self._update_open = False
         self._released: set[MemoryTag] = set()
         self._ends: dict[int, asyncio.Event] = {}
-        """By ticket of a request: set when it is to end with the tokens that it has. Lives on the client's loop."""
+        """By ticket of a request: event that ends it with the tokens that it has. Lives on the client's loop."""
         self._answers: dict[int, Answer] = {}
         """By ticket of a request that was sent. Lives there too."""
         try:
@@ -147,9 +147,8 @@ class SglangEngine(Engine):
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        """An update may begin meanwhile. Requests that are not sent yet then wait for its end, and those that run are
-        paused as the recipe says.
-        """
+        """Starts to sample these requests. If an update begins meanwhile, those that are not sent yet wait for its end,
+        and those that run are paused as the recipe says."""
         self._protocol.check_open()
         check_prompts(requests.values(), self._protocol.name)
         self._resume_memory(["kv_cache"])
@@ -159,7 +158,7 @@ class SglangEngine(Engine):
         self._client.run(self._give_back(tickets))
 
     def so_far(self) -> SoFar:
-        """Without tokens since a server's last answer: none at all if it was started without streams of increments."""
+        """Returns the tokens up to a server's last answer: none if it was started without streams of increments."""
         return self._client.run(self._so_far())
 
     def rests(self) -> bool:
@@ -316,12 +315,12 @@ class SglangEngine(Engine):
             self._lose_weights()
 
     def _lose_weights(self) -> None:
-        """Requests wait for the next update's end."""
+        """Holds requests until the next update's end."""
         self._protocol.lose_weights()
         self._client.run(self._gate.hold())
 
     def _resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Takes back what was released. Weights come back with what an update brings."""
+        """Takes back memory that was released. Weights come back with what an update brings."""
         wanted = [tag for tag in tags if tag in self._released]
         if wanted:
             self._client.post("/resume_memory_occupation", {"tags": wanted})
@@ -337,7 +336,7 @@ class SglangEngine(Engine):
             self._server.close()
 
     def _failure(self, asked: str, given: str) -> Problem:
-        """The problem of a request that failed, with the end of the server's log if megagrpo started it."""
+        """Returns the problem of a failed request, with the end of the server's log if megagrpo started it."""
         what = f"{asked} failed"
         if self._server is not None:
             return self._server.problem(what, given)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 DEVICE_VARIABLE = "MEGAGRPO_SGLANG_DEVICE"
 MEETING_VARIABLE = "MEGAGRPO_SGLANG_MEETING"
-"""Where the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
+"""The store in which the ranks of a server on several nodes meet: a StoreAddress as JSON. Not set on one node."""
 MEETING_SCHEME = "megagrpo"
 SCHEDULER, LOADS = "sglang.srt.managers.scheduler", "sglang.srt.managers.load_snapshot"
 OWNER_CHECK_SECONDS = 0.5
@@ -51,7 +51,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class MegagrpoFinder(importlib.abc.MetaPathFinder):
-    """Finds the megagrpo that started the server, and nothing else of its environment."""
+    """A finder of the megagrpo that started the server, and of nothing else of its environment."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -64,8 +64,8 @@ class MegagrpoFinder(importlib.abc.MetaPathFinder):
 
 
 class ChangingFinder(importlib.abc.MetaPathFinder):
-    """Changes modules of SGLang in each process that imports them: see rest_while_paused, tell_versions and
-    keep_loads_with_sockets."""
+    """A finder that changes modules of SGLang in each process that imports them: see rest_while_paused, tell_versions
+    and keep_loads_with_sockets."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -111,7 +111,7 @@ def prepare_server_process(*, spawned: bool) -> None:
 
 
 def listen_on_loopback() -> None:
-    """The ranks of a server are on one node. torch's store would listen on every interface, to any machine."""
+    """Makes a server's ranks, all on one node, meet on loopback: torch's store would listen to any machine."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has the same name
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     tcp_store = rendezvous.TCPStore
@@ -125,8 +125,8 @@ def listen_on_loopback() -> None:
 
 
 def meet_in_store(meeting: str) -> None:
-    """The ranks of a server on several nodes find each other in a store behind a gate, in place of one of torch's that
-    lets every machine in. gloo and NCCL use the interface that this process was started with."""
+    """Makes the ranks of a server on several nodes find each other in a store behind a gate. It replaces one of torch's
+    that lets every machine in. gloo and NCCL use the interface that this process was started with."""
     import torch.distributed
 
     from megagrpo.guarded_store import StoreAddress
@@ -164,7 +164,7 @@ def rest_while_paused(scheduler_class: Any) -> None:
 
 
 def tell_versions(output_streamer: Any) -> None:
-    """Adds the weight version of each token to all parts of a stream. SGLang does so with the last one only."""
+    """Adds the weight version of each token to all parts of a stream. SGLang adds it to the last part only."""
     output = output_streamer._GenerationStreamAccumulator
     accept = output.accept
 
@@ -203,7 +203,7 @@ def end_with(owner: int, directory: str) -> None:
 
 
 def child_was_killed() -> bool:
-    """Whether a direct child was killed and is not reaped yet. Leaves that to SGLang."""
+    """Returns whether a direct child was killed and is not reaped yet. Leaves the reaping to SGLang."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # there is none
@@ -248,7 +248,7 @@ def skip_other_models(directory: Path, models: Path) -> None:
 
 
 def fill_gaps_on_cpus() -> None:
-    """To be called in every process of the server, before SGLang is imported."""
+    """Fills SGLang's gaps on CPUs. Every process of the server calls it before SGLang is imported."""
     # SGLang takes its rotary embedding from vllm where it knows no platform, and then computes it natively. Its package
     # is left out, so that vllm still counts as not installed.
     _stand_in("vllm._custom_ops", "rotary_embedding")
@@ -259,7 +259,7 @@ def fill_gaps_on_cpus() -> None:
 
 
 def _import_without_torchvision() -> None:
-    """SGLang's configurations of image models import torchvision, which does not load beside a CPU build of torch."""
+    """Imports SGLang's image configurations without torchvision, which does not load beside a CPU build of torch."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # transformers remembers the answer, no, and never meets the stand-ins
@@ -273,7 +273,7 @@ def _import_without_torchvision() -> None:
 
 
 def _stand_in(name: str, *members: str) -> ModuleType:
-    """A module whose members cannot be used."""
+    """Registers and returns a module whose members cannot be used."""
     module = ModuleType(name)
 
     def refuse(*arguments: Any, **options: Any) -> None:
@@ -309,7 +309,7 @@ def exchange_between_groups() -> None:
 
 
 def murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 x86_32 (Appleby) of (64-bit seed, position, column): uint32 [seeds, columns].
+    """Computes MurmurHash3 x86_32 (Appleby) of (64-bit seed, position, column): uint32 [seeds, columns].
 
     The same function as SGLang's GPU kernel of this name. It runs for every token that is sampled: row by row, so that
     a row stays in the core's cache, and in numpy, whose uint32 wraps.

@@ -131,7 +131,7 @@ class Server:
             time.sleep(POLL_SECONDS)
 
     def end(self, reason: Problem) -> None:
-        """Ends its processes because of something elsewhere, which the problems of this server then name."""
+        """Ends the server's processes for a reason elsewhere, which the problems of this server then name."""
         self._stopped = f"{reason.where}: {reason.given}; "
         kill_group(self._process.pid)
 
@@ -141,12 +141,12 @@ class Server:
             raise EngineError(self.problem("the server has ended", given=f"exit status {code}"))
 
     def problem(self, what: str, given: str = "", needed: str = "", fix: str = "") -> Problem:
-        """A problem of this server that quotes the end of its log."""
+        """Returns a problem of this server that quotes the end of its log."""
         given = f"{self._stopped}{given}; {self.log} ends with\n{self.log_end()}"
         return Problem(f"{self.name}: {what}", given, needed, fix)
 
     def log_end(self) -> str:
-        """The last lines of the log, without the API key."""
+        """Returns the last lines of the log, without the API key."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES_READ))
@@ -205,12 +205,12 @@ class Server:
 
 
 def members(group: int) -> list[int]:
-    """Running processes of a process group, zombies left out."""
+    """Returns the running processes of a process group, zombies left out."""
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and state_in(group, int(entry)) not in "ZX"]
 
 
 def state_in(group: int, process: int) -> str:
-    """The letter for a process's state, such as T if it is stopped; X, dead, if it is not of this process group."""
+    """Returns the letter of a process's state, such as T if it is stopped; X, dead, if it is not of this group."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it ended meanwhile
@@ -219,7 +219,7 @@ def state_in(group: int, process: int) -> str:
 
 
 def shared_files(processes: Iterable[int]) -> set[Path]:
-    """Shared memory and semaphores of SGLang that the processes have mapped. A killed process does not remove them.
+    """Returns the shared memory and semaphores of SGLang that the processes have mapped: a kill does not remove them.
 
     Found by inode, because a semaphore is mapped under another name than that of its file.
     """
@@ -240,14 +240,14 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL to every member. SGLang's graceful end waits for requests that are not needed any more."""
+    """Sends SIGKILL to every member. SGLang's graceful end waits for requests that are not needed any more."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]) -> None:
-    """Writes down what a server keeps outside its log's directory, so that the next server with this log can remove it
-    if the owner was killed.
+    """Writes down what a server keeps outside its log's directory. The next server with this log can then remove it if
+    the owner was killed.
 
     The note names the machine: several may share the note's directory, but not memory and temporary files.
     """

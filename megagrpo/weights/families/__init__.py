@@ -1,7 +1,7 @@
-"""Which models are supported. A family says once what its config.json means and which tensors its checkpoints hold.
+"""The supported models. A family defines once what its config.json means and which tensors its checkpoints hold.
 
 To add a dense decoder: write `families/<name>.py` with a function from the config to an Architecture, and add a line
-to FAMILIES. docs/families.md says what a new kind of layer needs besides.
+to FAMILIES. docs/families.md describes what a new kind of layer needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megagrpo.weights.families.reading import read_json
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture_of` reads a config.json (as a dict); `tensors_of` lists the tensors of the model's checkpoint."""
+    """A family: `architecture_of` reads a config.json (as a dict), `tensors_of` lists the tensors of its checkpoint."""
 
     architecture_of: Callable[[Mapping[str, Any]], Architecture]
     tensors_of: Callable[[Architecture], tuple[Tensor, ...]] = decoder_tensors
@@ -39,7 +39,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json (as a dict) describes. Raises ModelError, naming what is not supported."""
+    """Returns the architecture of a config.json (as a dict). Raises ModelError, naming what is not supported."""
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         fix = "choose a model of these families; docs/families.md says how to add one"
@@ -48,18 +48,18 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
-    """Every tensor of the model's checkpoint: keys, shapes [out, in] or [n], and roles."""
+    """Returns all tensors of the model's checkpoint: keys, shapes [out, in] or [n], and roles."""
     return FAMILIES[arch.family].tensors_of(arch)
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """The architecture of the model in `directory`, from its config.json. Raises ModelError."""
+    """Returns the architecture of the model in `directory`, from its config.json. Raises ModelError."""
     refuse_adapter(Path(directory))
     return architecture_of(read_json(Path(directory) / "config.json", "a Hugging Face model directory"))
 
 
 def refuse_adapter(directory: Path) -> None:
-    """Raises ModelError for a directory of PEFT's that has no weights but an adapter's."""
+    """Raises ModelError if a PEFT directory holds an adapter without its model."""
     if (directory / "adapter_config.json").is_file() and not any(directory.glob("model*.safetensors")):
         given, needed = "an adapter (adapter_config.json) without its model", "a Hugging Face model directory"
         fix = f"megagrpo convert merge-lora --adapter {directory} --source MODEL --output DIR"

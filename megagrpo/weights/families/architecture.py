@@ -1,4 +1,4 @@
-"""What a model is: the numbers of its Hugging Face config that every side needs, and its checkpoint tensors."""
+"""A model's architecture: the numbers of its Hugging Face config that every side needs, and its checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ class Architecture:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer has an MLP of size `ffn`."""
+        """Returns whether some layer has an MLP of size `ffn`."""
         return self.experts is None or self.experts.dense_layers > 0
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the embedding after padding to a multiple of `tensor`."""
+        """Returns the number of rows of the embedding after padding to a multiple of `tensor`."""
         return -(-self.vocab // tensor) * tensor
 
 
 def critic_of(arch: Architecture) -> Architecture:
-    """The same transformer with a value head, which is never tied to the embedding."""
+    """Returns the same transformer with a value head, which is never tied to the embedding."""
     return replace(arch, tied_embeddings=False, value_head=True)
 
 
@@ -137,19 +137,19 @@ class Tensor:
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """Returns the box of the whole tensor."""
         return Box(self.name, (0,) * len(self.shape), self.shape)
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients. A router's bias stays as it was loaded."""
+        """Returns whether the tensor has gradients. A router's bias keeps its loaded values."""
         return self.role != "router_bias"
 
     def stored_as(self, dtype: str) -> str:
-        """The dtype of its storage in a model of `dtype`: routers' biases and value heads are float32 on every side."""
+        """Returns its dtype on every side: `dtype`, the model's, but float32 for routers' biases and value heads."""
         return "float32" if self.role in ("router_bias", "value_head") else dtype
 
     @property
     def optional(self) -> bool:
-        """Whether a model directory may lack it. A value head then starts from zeros."""
+        """Returns whether a model directory may lack the tensor. A value head then starts from zeros."""
         return self.role == "value_head"

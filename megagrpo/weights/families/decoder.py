@@ -57,7 +57,7 @@ def routed_experts(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> Iterator[Tensor]:
-    """A router and its experts, one tensor per expert and projection. The strings are names in the keys."""
+    """Yields a router and its experts, one tensor per expert and projection. The strings are names in the keys."""
     if arch.experts is None:
         raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
     prefix, ffn = f"model.layers.{layer}.{module}.", arch.experts.ffn
@@ -79,7 +79,7 @@ def shared_experts(arch: Architecture, layer: int, ffn: int) -> Iterator[Tensor]
 
 
 def decoder_tensors(arch: Architecture, mlp: LayerTensors = gated_mlp) -> tuple[Tensor, ...]:
-    """Every tensor of a decoder in the order of the forward pass; `mlp` lists those of a layer's feed-forward part."""
+    """Returns a decoder's tensors in the order of the forward pass; `mlp` lists a layer's feed-forward tensors."""
     tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "embedding")]
     for layer in range(arch.layers):
         prefix = f"model.layers.{layer}."

@@ -71,7 +71,7 @@ def _read_experts(read: ConfigReader) -> Experts:
 
 
 def _refuse_groups(read: ConfigReader, experts: Experts) -> None:
-    """Megatron scores a group by its best per_token / groups_per_token experts, DeepSeek by its best two."""
+    """Refuses groups unless per_token / groups_per_token is 2: Megatron scores by that many experts, DeepSeek by 2."""
     router = experts.router
     if router is None or router.groups == router.groups_per_token:
         return

@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
 
-transformers 5 stacks experts in memory, under names of its own (sides/transformers.py). It splits them again when it
-saves, under the names of published checkpoints, which these are.
+transformers 5 stacks experts in memory, under names of its own (sides/transformers.py). It saves them one by one,
+under the names of published checkpoints. This module uses the published names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 
 def llama(config: Mapping[str, Any]) -> Architecture:
-    """Llama 2 and 3.x (`LlamaForCausalLM`): no biases, rotary embedding with or without llama3 scaling."""
+    """Reads Llama 2 and 3.x (`LlamaForCausalLM`): no biases, rotary embedding with or without llama3 scaling."""
     read = ConfigReader(config)
     read.refuse_if_set("attention_bias", "mlp_bias")
     return read.architecture()
 
 
 def mistral(config: Mapping[str, Any]) -> Architecture:
-    """Mistral (`MistralForCausalLM`): llama, with windows of attention unless these are null."""
+    """Reads Mistral (`MistralForCausalLM`): llama, with sliding windows (refused) unless sliding_window is null."""
     read = ConfigReader(config, num_key_value_heads=8, sliding_window=4096)
     if read.config.get("sliding_window") is not None:
         given = config.get("sliding_window", "absent, which means 4096")
@@ -32,19 +32,19 @@ def mistral(config: Mapping[str, Any]) -> Architecture:
 
 
 def qwen2(config: Mapping[str, Any]) -> Architecture:
-    """Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): biases on q, k and v. The small models tie their embeddings."""
+    """Reads Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): biases on q, k and v. The small models tie their embeddings."""
     return ConfigReader(config, num_key_value_heads=32).architecture(qkv_bias=True)
 
 
 def qwen3(config: Mapping[str, Any]) -> Architecture:
-    """Qwen3 (`Qwen3ForCausalLM`): RMSNorm on each query and key head, a head_dim of its own, no biases."""
+    """Reads Qwen3 (`Qwen3ForCausalLM`): RMSNorm on each query and key head, a head_dim of its own, no biases."""
     read = ConfigReader(config, num_key_value_heads=32, head_dim=128)
     read.refuse_if_set("attention_bias")
     return read.architecture(qk_norm=True)
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
-    """Qwen3 (`Qwen3MoeForCausalLM`): the attention of the dense model, and experts instead of an MLP in every layer."""
+    """Reads Qwen3 (`Qwen3MoeForCausalLM`): the dense model's attention, with experts in place of every MLP."""
     read = ConfigReader(config, num_key_value_heads=4)
     read.refuse_if_set("attention_bias")
     every_layer = "experts in every layer: mixed dense and sparse layers are not supported"
@@ -65,7 +65,7 @@ qwen3_moe_tensors = partial(decoder_tensors, mlp=routed_experts)
 
 
 def mixtral(config: Mapping[str, Any]) -> Architecture:
-    """Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer."""
+    """Reads Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer."""
     read = ConfigReader(config, default_theta=1e6, num_key_value_heads=8, rms_norm_eps=1e-5)
     read.refuse_if_set("sliding_window", "router_jitter_noise")
     experts = Experts(

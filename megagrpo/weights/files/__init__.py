@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def publish(written: Path, directory: Path) -> None:
-    """Rename `written` to `directory`, in place of what is there. A reader sees one or the other. Raises OSError."""
+    """Renames `written` to `directory`, in place of an older one. No reader sees a mixture of both. Raises OSError."""
     replaced = directory.with_name(f".{directory.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if directory.exists():
@@ -20,7 +20,7 @@ def publish(written: Path, directory: Path) -> None:
 
 
 def sync_directories(paths: Iterable[Path]) -> None:
-    """Force the entries of directories (names, renames) to disk. Raises OSError."""
+    """Forces the entries of directories (names, renames) to disk. Raises OSError."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

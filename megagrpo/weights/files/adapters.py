@@ -1,8 +1,8 @@
-"""Low-rank adapters (arXiv:2106.09685) in checkpoint coordinates: the tensors of a PEFT checkpoint, and who holds what.
+"""Low-rank adapters (arXiv:2106.09685) in checkpoint coordinates: the tensors of a PEFT checkpoint, and their holders.
 
 Every adapted matrix W [out, in] of the Hugging Face model has its own A [r, in] and B [out, r]; the adapted model has
 W + alpha / r B A in its place. Where a rank fuses matrices into one linear layer, it stacks their A's, and cuts their
-B's as it cuts the matrices. What a rank holds of the adapters follows from what it holds of the model.
+B's as it cuts the matrices. A rank's part of the adapters follows from its part of the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.wei
 
 
 def key_a(matrix: str) -> str:
-    """PEFT's name of the A of a checkpoint tensor."""
+    """Returns PEFT's name of the A of a checkpoint tensor."""
     return PREFIX + matrix.removesuffix(".weight") + SUFFIX_A
 
 
@@ -43,12 +43,12 @@ def key_b(matrix: str) -> str:
 
 
 def adapted_matrices(arch: Architecture, targets: Collection[str]) -> tuple[Tensor, ...]:
-    """The model's matrices that have an adapter, in model order."""
+    """Returns the model's matrices that have an adapter, in model order."""
     return tuple(tensor for tensor in tensors_of(arch) if TARGETS.get(tensor.role) in targets)
 
 
 def adapter_tensors(matrices: Sequence[Tensor], rank: int) -> tuple[Tensor, ...]:
-    """A [rank, in] and B [out, rank] of each matrix, under PEFT's names."""
+    """Returns A [rank, in] and B [out, rank] of each matrix, under PEFT's names."""
     return tuple(
         replace(matrix, name=name, shape=shape)
         for matrix in matrices
@@ -93,9 +93,9 @@ class FusedLinear:
 
 
 def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]) -> tuple[FusedLinear, ...]:
-    """The linear layers in a Megatron rank's manifest that have adapters.
+    """Returns the linear layers in a Megatron rank's manifest that have adapters.
 
-    Each tensor rank has the A's of all matrices of a fused layer, even of one that it has no row of.
+    Each tensor rank holds the A's of all matrices of a fused layer, even of a matrix without rows on this rank.
     """
     tensors = {tensor.name: tensor for tensor in tensors_of(arch)}
     siblings = {(t.role, t.layer, t.expert): t for t in tensors.values()}
@@ -117,7 +117,7 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
 
 
 def adapter_manifest(base: Manifest, linears: Sequence[FusedLinear], rank: int) -> Manifest:
-    """What the holder of `base` holds of the adapters, in coordinates of the PEFT checkpoint."""
+    """Returns the manifest of the adapters on the holder of `base`, in coordinates of the PEFT checkpoint."""
     storages: dict[str, Storage] = {}
     placements: list[Placement] = []
     fills: list[Fill] = []
@@ -140,7 +140,7 @@ def adapter_manifest(base: Manifest, linears: Sequence[FusedLinear], rank: int) 
 
 
 def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
-    """The whole A [rank, inputs] of a matrix before training, float32: uniform within 1 / sqrt(inputs), as in PEFT.
+    """Returns a matrix's whole A [rank, inputs] before training, float32: uniform within 1 / sqrt(inputs), as in PEFT.
 
     It depends on the name and the seed only, so that every layout begins with the same numbers.
     """
@@ -150,7 +150,7 @@ def initial_a(matrix: str, rank: int, inputs: int, seed: int) -> torch.Tensor:
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight + scale B A for a block of a matrix: computed in float32 or wider, then rounded once to weight's dtype.
+    """Returns weight + scale B A for a block of a matrix, computed in float32 or wider, rounded once to weight's dtype.
 
     Two blocks that overlap may differ in the last bit of float32: kernels for B A sum in an order that depends on the
     machine and on the size of the block.
@@ -160,7 +160,7 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
 
 
 def peft_config(matrices: Sequence[Tensor], rank: int, alpha: float, base_model: str) -> dict[str, Any]:
-    """The adapter_config.json of a PEFT checkpoint with these adapters."""
+    """Returns the adapter_config.json of a PEFT checkpoint with these adapters."""
     modules = {matrix.name.removesuffix(".weight").rpartition(".")[2] for matrix in matrices}
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""Local tensors of many ranks into Hugging Face safetensors files, without gathering anything.
+"""Exports local tensors of many ranks into Hugging Face safetensors files, without gathering anything.
 
 One process lays out the files at their full size. Then every rank writes its boxes at their places. Then one process
 gives the directory its name. All processes need the same file system.
@@ -79,8 +79,8 @@ def begin_adapter_export(
 
 
 def begin(export: Export, make: Callable[[], None]) -> None:
-    """Removes what was left of an earlier attempt. `make` puts the files, without their values, into the empty
-    directory `partial`. Raises CheckpointError."""
+    """Removes the remains of an earlier attempt and makes the empty directory `partial`. `make` puts the files into it,
+    without their values. Raises CheckpointError."""
     try:
         shutil.rmtree(export.partial, ignore_errors=True)
         export.partial.mkdir(parents=True)
@@ -119,7 +119,7 @@ Copies = Iterable[tuple[Placement, torch.Tensor]]
 
 
 def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes what `source` sends to the files, cast to their dtype. The ranks write disjoint bytes, in any order."""
+    """Writes the boxes of `source` into the files, cast to their dtype. Ranks write disjoint bytes, in any order."""
     for index in plan.destinations_of(source):
         write_copies(export, index, copies_for(export, plan, source, index, tensors))
 
@@ -127,7 +127,7 @@ def write_part(export: Export, plan: WeightPlan, source: int, tensors: Mapping[s
 def copies_for(
     export: Export, plan: WeightPlan, source: int, index: int, tensors: Mapping[str, torch.Tensor]
 ) -> Copies:
-    """What `source` sends to the export's `index`-th file, one copy after another."""
+    """Yields the boxes that `source` sends to the export's `index`-th file, one copy after another."""
     storages = stored_tensors(plan.sources[source], tensors)
     for transfer in plan.between(source, index):
         into, come = transfer.destination_placement, transfer.source_placement
@@ -182,8 +182,8 @@ def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config of the unquantized model in `dtype`, a key that transformers 4 calls torch_dtype; both, if both are
-    there."""
+    """Returns the config of the unquantized model in `dtype`. Its key is dtype, torch_dtype in transformers 4, or both
+    if the config has both."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return plain | dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or ["dtype"], dtype)
 

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors files into the local tensors of a rank: only the bytes that the rank owns are read.
+"""Loads Hugging Face safetensors files into the local tensors of a rank: reads only the bytes that the rank owns.
 
 Whole rows are read, parts of rows are copied from a mapping that ends with the copy. While a file stays mapped, as the
 safetensors library leaves it, pages that were read once count as the process's own.
@@ -35,17 +35,17 @@ from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch
 
 
 class ModelFiles:
-    """The weights of a model directory: what each file holds, and the values of any part of a tensor."""
+    """The weights of a model directory: a manifest of each file, and the values of any part of a tensor."""
 
     def __init__(self, directory: str | Path, arch: Architecture | None = None) -> None:
-        """`arch`: what to look for, by default what config.json describes. Raises ModelError with every problem."""
+        """Looks for the tensors of `arch`, by default config.json's. Raises ModelError with every problem."""
         directory = Path(directory)
         self.manifests: tuple[Manifest, ...] = manifests(directory, arch)
         self.paths = weight_files(directory)
         self._entries = {name: (path, entry) for path in self.paths for name, entry in read_header(path).items()}
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 as the bfloat16 that it stands for."""
+        """Returns elements start[i] .. start[i] + shape[i] of a stored tensor; fp8 is dequantised to bfloat16."""
         values = read_region(*self._entries[name], start, shape)
         if values.dtype != torch.float8_e4m3fn:
             return values
@@ -89,7 +89,7 @@ def load_files(
 
 
 def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Manifest]) -> Manifest:
-    """The manifest with zeros in place of optional tensors that are in none of the files."""
+    """Returns the manifest with zeros in place of the optional tensors that the files lack."""
     found = {placement.box.tensor for file in files for placement in file.placements}
     missing = {tensor.name for tensor in tensors_of(arch) if tensor.optional and tensor.name not in found}
     new = [placement for placement in manifest.placements if placement.box.tensor in missing]
@@ -101,7 +101,7 @@ def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Man
 
 
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Elements start[i] .. start[i] + shape[i] of a stored tensor. Raises CheckpointError."""
+    """Returns elements start[i] .. start[i] + shape[i] of a stored tensor. Raises CheckpointError."""
     dtype = torch.float8_e4m3fn if entry.dtype == FP8 else torch_dtype(DTYPES[entry.dtype])
     cut = next((axis for axis, size in enumerate(shape) if size > 1), len(shape))
     try:
@@ -123,7 +123,7 @@ def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[i
 def _mapped_part(
     file: IO[bytes], entry: Entry, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy of a region, from memory that is mapped until this returns. Raises OSError."""
+    """Returns a copy of a region, from memory that is mapped until this returns. Raises OSError."""
     first_page = entry.begin - entry.begin % mmap.ALLOCATIONGRANULARITY
     try:
         mapped = mmap.mmap(file.fileno(), entry.end - first_page, access=mmap.ACCESS_COPY, offset=first_page)

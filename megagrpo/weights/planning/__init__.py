@@ -1,4 +1,4 @@
-"""How a plan is divided among the ranks: which source sends which bytes to which destination.
+"""Division of a plan among the ranks: which source sends which bytes to which destination.
 
 Ranks that hold the same boxes are one class, and bytes with the same holders and the same takers are one bundle
 (bundles.py); a few thousand bundles are then cut among the sources that hold them (routes.py). The result is a few

@@ -33,7 +33,7 @@ class Block:
 class Bundle:
     """Boxes one after another, as a line of bytes that both ends cut at the same places.
 
-    If a destination has several placements for the same box, `copy` says which of them this bundle fills.
+    If a destination has several placements for the same box, this bundle fills the `copy`-th of them.
     """
 
     holders: tuple[int, ...]
@@ -44,7 +44,7 @@ class Bundle:
 
     @cached_property
     def _edges(self) -> list[int]:
-        """The first byte of each block, and the end of the last one."""
+        """Returns the first byte of each block, and the end of the last one."""
         item_bytes = ITEM_BYTES[self.dtype]
         sizes = (len(block.tensors) * prod(block.shape) * item_bytes for block in self.blocks)
         return [0, *accumulate(sizes)]
@@ -54,7 +54,7 @@ class Bundle:
         return self._edges[-1]
 
     def cut(self, at: int) -> int:
-        """The place nearest to byte `at` where the line can be cut: between two rows of a box, or between boxes."""
+        """Returns the nearest byte to `at` where the line can be cut: between two rows of a box, or between boxes."""
         if at <= 0 or at >= self.bytes:
             return min(max(at, 0), self.bytes)
         index, tensor_bytes, row_bytes, _ = self._block_at(at)
@@ -62,7 +62,7 @@ class Bundle:
         return self._edges[index] + tensor * tensor_bytes + round(within / row_bytes) * row_bytes
 
     def boxes(self, begin: int, end: int) -> Iterator[Box]:
-        """The boxes between bytes `begin` and `end`, which `cut` has returned."""
+        """Yields the boxes between bytes `begin` and `end`, which `cut` has returned."""
         while begin < end:
             index, tensor_bytes, row_bytes, axis = self._block_at(begin)
             block, until = self.blocks[index], min(end, self._edges[index + 1])
@@ -78,7 +78,7 @@ class Bundle:
                 begin += taken
 
     def _block_at(self, at: int) -> tuple[int, int, int, int]:
-        """The index of the block at this byte, the bytes of one of its boxes, of one row of it, and the rows' axis."""
+        """Returns, of the block at this byte: its index, the bytes of one box and of one row, and the rows' axis."""
         index = bisect_right(self._edges, at) - 1
         shape, item_bytes = self.blocks[index].shape, ITEM_BYTES[self.dtype]
         axis = next((axis for axis, size in enumerate(shape) if size > 1), 0)
@@ -102,7 +102,7 @@ class _Cell:
 
 
 def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClass]) -> list[Bundle]:
-    """All elements that destinations have a box for. An element that is wanted in two dtypes, or twice by one
+    """Returns bundles of all elements that destinations want. An element that is wanted in two dtypes, or twice by one
     destination, is in two bundles. Raises WeightPlanError, naming each tensor with elements that no source holds."""
     held: dict[str, list[_Held]] = defaultdict(list)
     for index, of_class in enumerate(sources):
@@ -144,7 +144,7 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
 
 
 def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell], list[tuple[Box, _Classes]]]:
-    """The cells of one kind of tensor; and the regions that no source holds, with the classes that want them."""
+    """Returns the cells of one kind of tensor, and regions that no source holds, with the classes that want them."""
     sources = disjoint((start, shape, index) for start, shape, index in holds)
     cells: list[_Cell] = []
     missing: list[tuple[Box, _Classes]] = []

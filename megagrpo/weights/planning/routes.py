@@ -18,17 +18,17 @@ Holders = tuple[int, ...]
 """Indices of sources, or of destinations, that have the same bytes."""
 
 GAP = 0.01
-"""The largest load is at most this much above the least that is possible."""
+"""The fraction by which the largest load may exceed the least possible one."""
 SWEEPS = 1000
-"""Sets of holders as they come from layouts need fewer than ten."""
+"""The most sweeps over all sets of holders; those of real layouts need fewer than ten."""
 
 
 def routes_between(sources: Sequence[HolderClass], destinations: Sequence[HolderClass], topology: Topology) -> Routes:
-    """Chooses a source for every element that a destination has a box for, and where it lands on a node.
+    """Chooses a source for every element that a destination wants, and the destination where it lands on a node.
 
-    A destination takes from a source on its own device what that source has, then from the sources on its node. The
-    rest crosses the network once for all destinations of a node that want the same: each of them receives a part and
-    passes it on to the others. Sources share evenly what they all hold, over the network and within nodes separately;
+    A destination receives from a source on its own device first, then from the sources on its node. The rest crosses
+    the network once for all destinations of a node that want the same: each of them receives a part and passes it on
+    to the others. Sources share evenly what they all hold, over the network and within nodes separately;
     destinations share evenly what they all want. Raises WeightPlanError, as `bundles_of`.
     """
     bundles = bundles_of(sources, destinations)
@@ -77,7 +77,7 @@ class Routes:
         return tuple(transfer for transfer in landed if transfer.via is not None)
 
     def pairs(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(source, destination) of all that sources send, and (destination, destination) of all that is passed on."""
+        """Returns (source, destination) of all that sources send, and (destination, destination) of all relays."""
         segments = self.segments
         sizes = np.diff(segments.first)[segments.group]
         ends = np.cumsum(sizes)
@@ -100,7 +100,7 @@ class Routes:
         return tuple(transfer for row in rows for transfer in self._transfers(int(row), destination))
 
     def _transfers(self, row: int, destination: int | None) -> Iterator[Transfer]:
-        """The transfers of one segment, to one destination or to all of its group."""
+        """Yields the transfers of one segment, to one destination or to all of its group."""
         segments = self.segments
         bundle = self.bundles[segments.bundle[row]]
         source, landing = int(segments.source[row]), int(segments.landing[row])
@@ -115,8 +115,8 @@ class Routes:
 
 
 class _Placements:
-    """Finds where a holder has a box. Each class of holders has one index, which is made when it is first needed and is
-    not pickled."""
+    """The placements of each holder, by box. Each class of holders has one index, which is made when it is first needed
+    and is not pickled."""
 
     def __init__(self, classes: Sequence[HolderClass]) -> None:
         self._manifests = tuple(of_class.manifest for of_class in classes)
@@ -124,7 +124,7 @@ class _Placements:
         self._located: dict[int, Located] = {}
 
     def around(self, holder: int, box: Box, dtype: str | None = None) -> list[Placement]:
-        """The placements that have all of a box: all of them, or those in storages of one dtype."""
+        """Returns the placements that contain all of a box, in storages of `dtype`; None: of any."""
         index = self._class_of[holder]
         if index not in self._located:
             self._located[index] = Located(self._manifests[index])
@@ -173,7 +173,7 @@ def _segments(bundles: Sequence[Bundle], topology: Topology) -> Segments:
 def _cut(
     bundle: Bundle, senders: Sequence[tuple[int, int]], receivers: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Parts of the bundle with one sender and one receiver each: first byte, end, sender, receiver."""
+    """Yields parts of the bundle with one sender and one receiver each: first byte, end, sender, receiver."""
     begin = sender = receiver = 0
     while begin < bundle.bytes:
         (until, source), (other, landing) = senders[sender], receivers[receiver]
@@ -223,7 +223,7 @@ class _Line:
         self._at = self._index = 0
 
     def take(self, size: int) -> list[tuple[int, int]]:
-        """The holders of the next `size` bytes, each with the offset at which its part ends."""
+        """Returns the holders of the next `size` bytes, each with the offset at which its part ends."""
         begin, pieces = self._at, []
         self._at += size
         while self._edges[self._index] < self._at:
@@ -243,11 +243,11 @@ def _lines(demands: Iterable[tuple[Holders, int]]) -> dict[Holders, _Line]:
 
 
 def even_shares(demands: Mapping[Holders, int]) -> dict[Holders, np.ndarray]:
-    """How many bytes each holder of a set carries, so that the busiest carries as little as possible: int64 [holders of
-    the set], which add up to the set's demand.
+    """Returns the bytes that each holder of a set carries: int64 [holders of the set], which sum to the set's demand.
+    The busiest holder carries as little as possible.
 
     Set after set, holders are filled to a common level on top of what they carry for other sets. This descends on the
-    sum of squared loads, whose minimum has the smallest largest load too. It ends when that load is within GAP of
+    sum of squared loads, at whose minimum the largest load is smallest. It ends when that load is within GAP of
     `least_load`, a lower bound that does not depend on how the shares were found.
     """
     order = sorted(
@@ -271,7 +271,7 @@ def even_shares(demands: Mapping[Holders, int]) -> dict[Holders, np.ndarray]:
 
 
 def least_load(demands: Mapping[Holders, int], loads: np.ndarray) -> float:
-    """A lower bound on the largest load, for any sharing.
+    """Returns a lower bound on the largest load, for any sharing.
 
     The holders of a group must carry among themselves the bytes that only they have. The groups tried are the k busiest
     holders, for every k; at the optimum the bound is exact for one of them.
@@ -286,7 +286,7 @@ def least_load(demands: Mapping[Holders, int], loads: np.ndarray) -> float:
 
 
 def _fill(levels: np.ndarray, amount: float) -> np.ndarray:
-    """What to add to each of these levels, `amount` in all, so that all that get something end at the same level."""
+    """Returns the amounts to add to these levels, `amount` in all: every level that is raised ends at the same one."""
     order = np.sort(levels)
     # With the k lowest filled, the common level is (amount + their sum) / k: right for the first k for which it is not
     # above the next level.
@@ -296,7 +296,7 @@ def _fill(levels: np.ndarray, amount: float) -> np.ndarray:
 
 
 def _whole_bytes(share: np.ndarray, demand: int) -> np.ndarray:
-    """Rounded so that they still add up to the demand."""
+    """Returns the shares rounded to whole bytes, int64, which still add up to the demand."""
     edges = np.round(np.cumsum(share) * (demand / share.sum())).astype(np.int64)
     edges[-1] = demand
     return np.diff(edges, prepend=0)

@@ -1,1 +1,1 @@
-"""Where does one side keep each tensor? A manifest for Megatron's ranks, Transformers or a checkpoint."""
+"""Sides: manifests that place each tensor in Megatron's ranks, SGLang's ranks, Transformers or a checkpoint."""

@@ -1,4 +1,4 @@
-"""What sides are written with: the model's tensors by role, and a builder of manifests from rows and columns."""
+"""Tools to describe sides: the model's tensors by role, and a builder of manifests from rows and columns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelTensors:
 
 @lru_cache(maxsize=4)
 def tensors_by_role(arch: Architecture) -> ModelTensors:
-    """All of `tensors_of(arch)`. Cached, because every rank asks for it and a large model has a hundred thousand."""
+    """Returns `tensors_of(arch)` by role. Cached: every rank asks for them, and a large model has 100,000 tensors."""
     model: dict[Role, Tensor] = {}
     layers: list[dict[Role, Tensor]] = [{} for _ in range(arch.layers)]
     experts: list[dict[int, dict[Role, Tensor]]] = [defaultdict(dict) for _ in range(arch.layers)]
@@ -50,13 +50,13 @@ def tensors_by_role(arch: Architecture) -> ModelTensors:
 
 @lru_cache(maxsize=4)
 def _roles_of(arch: Architecture) -> frozenset[Role]:
-    """Layers of one kind have the same roles, so those up to the first one with experts have them all."""
+    """Returns all roles of the model. The layers up to the first one with experts have them all."""
     layers = 1 + (arch.experts.dense_layers if arch.experts else 0)
     return frozenset(tensor.role for tensor in tensors_of(replace(arch, layers=min(layers, arch.layers))))
 
 
 def role_problems(arch: Architecture, held: frozenset[Role], side: str) -> list[Problem]:
-    """Refuses tensors that a side does not place, for example those of a part that it has not been taught."""
+    """Returns a problem for each role of the model's tensors that a side does not place."""
     return [
         Problem(f"{arch.family} on {side}", f"tensors of the role {role}", "a model without them")
         for role in sorted(_roles_of(arch) - held)
@@ -77,25 +77,25 @@ def all_rows(tensor: Tensor) -> Rows:
 
 
 def shard(tensor: Tensor, index: int, shards: int) -> Rows:
-    """The `index`-th of `shards` equal runs of rows."""
+    """Returns the `index`-th of `shards` equal runs of rows."""
     count = tensor.shape[0] // shards
     return Rows(tensor, index * count, count)
 
 
 def padded_shard(tensor: Tensor, padded: int, index: int, shards: int) -> Iterator[Rows]:
-    """The `index`-th of `shards` equal runs of rows of the tensor with padding behind it, `padded` rows in all."""
+    """Returns the `index`-th of `shards` equal runs of rows of the tensor, which padding extends to `padded` rows."""
     count = padded // shards
     return cut([all_rows(tensor), Rows(None, 0, padded - tensor.shape[0])], index * count, count)
 
 
 def shard_padded(tensor: Tensor, index: int, shards: int, width: int) -> Iterator[Rows]:
-    """The `index`-th of `shards` equal runs of rows, and padding behind it, `width` rows in all."""
+    """Returns the `index`-th of `shards` equal runs of rows, with padding behind it, `width` rows in all."""
     part = shard(tensor, index, shards)
     return cut([part, Rows(None, 0, width - part.count)], 0, width)
 
 
 def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
-    """Rows first .. first + count of the concatenation of `fused`."""
+    """Yields rows first .. first + count of the concatenation of `fused`."""
     begin = 0
     for rows in fused:
         low, high = max(first, begin), min(first + count, begin + rows.count)
@@ -105,7 +105,7 @@ def cut(fused: Iterable[Rows], first: int, count: int) -> Iterator[Rows]:
 
 
 class ManifestBuilder:
-    """Collects storages and the boxes that lie in them."""
+    """A builder of one manifest, which collects storages and the boxes that lie in them."""
 
     def __init__(self, holder: str, dtype: str) -> None:
         self._holder = holder
@@ -115,19 +115,19 @@ class ManifestBuilder:
         self._fills: list[Fill] = []
 
     def rows(self, storage: str, parts: Iterable[Rows], rest: tuple[int, ...]) -> None:
-        """A storage that is these rows one after another. `rest` is its shape after axis 0."""
+        """Adds a storage of these rows one after another. `rest` is its shape after axis 0."""
         count = self._rows(storage, (), parts, rest)
         self._storages[storage] = Storage(storage, (count, *rest), self._dtype)
 
     def whole(self, storage: str, tensor: Tensor) -> None:
-        """A storage that is a checkpoint tensor, in the dtype that it has on every side (Tensor.stored_as)."""
+        """Adds a storage of a whole checkpoint tensor, in the dtype that it has on every side (Tensor.stored_as)."""
         self._rows(storage, (), [all_rows(tensor)], tensor.shape[1:])
         self._storages[storage] = Storage(storage, tensor.shape, tensor.stored_as(self._dtype))
 
     def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
-        """A storage that is the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.
+        """Adds a storage of the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.
 
-        `padded` is its number of columns with padding, before it is cut; None: no padding.
+        `padded` is the matrix's number of columns with padding; None: no padding.
         """
         count = (padded or tensor.shape[1]) // shards
         real = max(0, min(tensor.shape[1] - index * count, count))
@@ -135,12 +135,12 @@ class ManifestBuilder:
         self._storages[storage] = Storage(storage, (tensor.shape[0], count), self._dtype)
 
     def stacked(self, storage: str, experts: Sequence[Iterable[Rows]], columns: int) -> None:
-        """A 3-D storage: at index e of axis 0, the rows experts[e] one after another, each of `columns` elements."""
+        """Adds a 3-D storage: at index e of axis 0, the rows experts[e] in order, each of `columns` elements."""
         counts = [self._rows(storage, (index,), parts, (columns,)) for index, parts in enumerate(experts)]
         self._storages[storage] = Storage(storage, (len(experts), counts[0], columns), self._dtype)
 
     def stacked_columns(self, storage: str, experts: Sequence[Tensor], index: int, shards: int, width: int) -> None:
-        """A 3-D storage: at index e of axis 0, the `index`-th of `shards` runs of columns of the matrix experts[e].
+        """Adds a 3-D storage: at index e of axis 0, run `index` of `shards` runs of columns of the matrix experts[e].
 
         Each run has padding behind it, up to `width`.
         """
@@ -153,7 +153,7 @@ class ManifestBuilder:
         return Manifest(self._holder, self._storages, tuple(self._placements), tuple(self._fills))
 
     def _rows(self, storage: str, expert: tuple[int, ...], parts: Iterable[Rows], rest: tuple[int, ...]) -> int:
-        """Places rows one after another and returns their number; `expert` is their index in a stack."""
+        """Adds rows one after another and returns their number; `expert` is their index in a stack."""
         row, zeros = 0, (0,) * len(rest)
         for part in parts:
             at, shape = (*expert, row, *zeros), (part.count, *rest)
@@ -169,7 +169,7 @@ class ManifestBuilder:
     def _columns(
         self, storage: str, expert: tuple[int, ...], tensor: Tensor, start: int, real: int, count: int
     ) -> None:
-        """Places `real` columns of a matrix from `start` on, and padding up to `count`; `expert` as in `_rows`."""
+        """Adds `real` columns of a matrix from `start` on, and padding up to `count`; `expert` as in `_rows`."""
         rows = tensor.shape[0]
         if real:
             box = Box(tensor.name, (0, start), (rows, real))

@@ -28,11 +28,11 @@ SCALE_SUFFIX = "_scale_inv"
 FP8_STANDS_FOR = "bfloat16"
 LARGEST_HEADER_BYTES = 100_000_000
 INNER = "model."
-"""How names of transformers' inner model begin in the files of one with a head."""
+"""The prefix of the inner model's names in the files of a model with a head, in transformers."""
 NOTHING_UNUSED = "only what the config's model computes with, in its layers and modules"
 FILE_BYTES = 5 * 1000**3
 PROBLEMS_MAX = 8
-"""Tensors that are named as missing or wrong."""
+"""The number of tensors that an error names as missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Entry:
         return self.end - self.begin
 
     def runs(self, start: tuple[int, ...], shape: tuple[int, ...], item_bytes: int) -> tuple[int, list[int]]:
-        """The runs of bytes that make up a region of the tensor: their size, and their offsets from its begin."""
+        """Returns the runs of bytes of a region of the tensor: their size, and their offsets from its first byte."""
         whole = next((axis for axis in range(len(shape)) if shape[axis:] == self.shape[axis:]), len(shape))
         cut = max(whole - 1, 0)  # the last axis that is cut; a run includes the whole axes behind it
         strides = [prod(self.shape[axis + 1 :]) * item_bytes for axis in range(len(self.shape))]
@@ -60,9 +60,9 @@ class Entry:
 
 
 def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[Manifest, ...]:
-    """One manifest per safetensors file of the model; the holder is the file's name.
+    """Returns one manifest per safetensors file of the model; the holder is the file's name.
 
-    `arch` is what to look for in the files: by default what config.json describes. Experts may be stored one by one, or
+    `arch` lists the tensors to look for, by default config.json's. Experts may be stored one by one, or
     stacked as transformers 5 holds them. Weights in fp8 with scales are described as the bfloat16 that they stand for.
     Tensors outside of the model's modules are left out: see `extra_tensors`. Raises ModelError with all problems, the
     first PROBLEMS_MAX by name.
@@ -117,7 +117,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
 
 
 def extra_tensors(directory: str | Path) -> list[str]:
-    """Names in the model's files that no side holds, for example layers that predict further tokens."""
+    """Returns the names in the model's files that no side holds, such as layers that predict further tokens."""
     directory = Path(directory)
     parts, _ = _known(read_architecture(directory))
     names = {name for path in weight_files(directory) for name in read_header(path)}
@@ -125,13 +125,13 @@ def extra_tensors(directory: str | Path) -> list[str]:
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 for one of no layer, and for constants of old files."""
+    """Returns the number of a tensor's layer; -1 for a tensor outside the layers, and for constants of old files."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found and not name.endswith("rotary_emb.inv_freq") else -1
 
 
 def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) -> Problem | None:
-    """What is wrong if most missing tensors are there under names with another beginning."""
+    """Returns a problem if the files have most missing tensors under names with another prefix; otherwise None."""
     for prefix in {name.removesuffix(missing[0]) for name in unknown if missing and name.endswith("." + missing[0])}:
         if 2 * sum(prefix + name in unknown for name in missing) > len(missing):
             given, fix = f"names that begin with {prefix}", "save the model that torch.compile, DDP or PEFT wraps"
@@ -143,12 +143,12 @@ def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) 
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the factors of a matrix in fp8."""
+    """Returns the shape of the scales of a matrix in fp8: one for each block."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
 def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:
-    """By every name that a file may use: the parts of the model in that tensor, and its shape."""
+    """Returns, by every name that a file may use, the parts of the model in that tensor, and its shape."""
     stacked = transformers.manifest(arch, "float32")
     parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
     for placement in stacked.placements:
@@ -161,7 +161,7 @@ def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tu
 
 
 def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:
-    """What is wrong with a tensor of the model, and what is needed. `scale` is its factors if it is in fp8."""
+    """Returns a tensor's fault and what is needed, or None. `scale` is the entry of its scales if it is in fp8."""
     if entry.shape != shape:
         return str(list(entry.shape)), f"{list(shape)} by config.json"
     if entry.dtype != FP8:
@@ -175,8 +175,8 @@ def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) ->
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that the index names, or the only one. Raises ModelError if one is missing, or if it is not the only
-    one: transformers prefers a single file to an index, and SGLang reads all files where there is no index."""
+    """Returns the files that the index names, or the single file. Raises ModelError if one is missing, or if a single
+    file has others beside it: transformers prefers it to an index, and SGLang reads all files if there is no index."""
     index, single = directory / INDEX, directory / SINGLE
     if not index.is_file():
         if not single.is_file():
@@ -203,7 +203,7 @@ def _left_over(single: Path, given: str) -> Problem:
 
 
 def _no_weights(directory: Path) -> Problem:
-    """Says what a directory without SINGLE and INDEX has instead."""
+    """Returns the problem of a directory without SINGLE and INDEX, naming a file that it has instead."""
     found = {path.name for path in directory.glob("*")}
     needed = "the model's weights as safetensors"
     if shards := sorted(name for name in found if name.endswith(".safetensors")):
@@ -215,7 +215,7 @@ def _no_weights(directory: Path) -> Problem:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The entries of a safetensors file. Raises ModelError if it is not one, or is shorter than its header says."""
+    """Returns the entries of a safetensors file. Raises ModelError if it is invalid, or its size is wrong."""
     size = path.stat().st_size
     with path.open("rb") as file:
         refuse_pointer(path, file.peek())
@@ -241,7 +241,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entry(given: Any, begin: int) -> Entry:
-    """One entry of a header, its bytes counted from the file's beginning. Raises ValueError if they are not its own."""
+    """Returns an entry of a header, with offsets in the file. Raises ValueError if its values or bytes are wrong."""
     dtype, shape, (low, high) = given["dtype"], tuple(given["shape"]), given["data_offsets"]
     numbers = (*shape, low, high)
     if not isinstance(dtype, str) or any(type(number) is not int or number < 0 for number in numbers):
@@ -253,7 +253,7 @@ def _entry(given: Any, begin: int) -> Entry:
 
 
 def _overlap(entries: Mapping[str, Entry]) -> tuple[str, ...]:
-    """The names of two tensors that lie at the same bytes, if there are any."""
+    """Returns the names of two tensors that lie at the same bytes; empty if there are none."""
     filled = sorted((entry.begin, entry.end, name) for name, entry in entries.items() if entry.end > entry.begin)
     for (_, end, name), (begin, _, after) in itertools.pairwise(filled):
         if begin < end:
@@ -262,7 +262,7 @@ def _overlap(entries: Mapping[str, Entry]) -> tuple[str, ...]:
 
 
 def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manifest, ...]:
-    """The files of a checkpoint to be written: the tensors in model order, in files of at most FILE_BYTES each.
+    """Returns the files of a checkpoint to be written: the tensors in model order, at most FILE_BYTES in each file.
 
     `dtype` is that of the model, or one for each tensor. A larger tensor has a file of its own. One file is called
     model.safetensors, several are numbered.
@@ -279,13 +279,13 @@ def new_files(arch: Architecture, dtype: str | Mapping[str, str]) -> tuple[Manif
 
 
 def new_file(name: str, tensors: Sequence[Storage]) -> Manifest:
-    """A file of whole tensors, to be written."""
+    """Returns the manifest of a file of whole tensors, to be written."""
     whole = (Box(tensor.name, (0,) * len(tensor.shape), tensor.shape) for tensor in tensors)
     return Manifest(name, {tensor.name: tensor for tensor in tensors}, tuple(map(Placement.whole, whole)))
 
 
 def header_of(file: Manifest) -> tuple[bytes, dict[str, Entry]]:
-    """The header of a new file with these storages one after another, and the place of each in the file."""
+    """Returns the header of a new file with these storages one after another, and the entry of each."""
     names = {torch_name: name for name, torch_name in DTYPES.items()}
     offset = 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""What one Megatron rank holds, with either layer spec. The specs shard in the same way and differ in a few names.
+"""The manifest of one Megatron rank, with either layer spec. The specs shard in the same way and differ in a few names.
 
 Sharding, as in megatron.core 0.19: column-parallel weights are cut by rows over `tensor`, row-parallel ones by columns.
 Every rank holds the norms and the router. Experts are dealt out over `expert`, and each is cut over `expert_tensor`.
@@ -49,13 +49,13 @@ class MegatronSpec:
     expert_fc1: str
     expert_fc2: str
     cuts_latents: bool
-    """Whether tensor ranks cut the projections down to the latents; otherwise each rank holds them whole."""
+    """True: tensor ranks cut the projections down to the latents. False: each rank holds them whole."""
     latent_input_norm: str = "input_layernorm.weight"
     pre_experts_norm: str = "pre_mlp_layernorm.weight"
 
     def manifest(self, arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str) -> Manifest:
-        """Storages `chunk{c}.{parameter name}` for each model chunk c of this rank. Raises ModelError if the layout
-        does not divide the model."""
+        """Returns a manifest with storages `chunk{c}.{parameter name}` for each model chunk c of this rank. Raises
+        ModelError if the layout does not divide the model."""
         if problems := self._split_problems(arch, layout):
             raise ModelError(problems)
         rank = _Rank(arch, layout, where, self, ManifestBuilder(f"train rank {where.rank}", dtype))
@@ -64,7 +64,7 @@ class MegatronSpec:
         return rank.builder.build()
 
     def _split_problems(self, arch: Architecture, layout: ParallelLayout) -> list[Problem]:
-        """Every size of the model that the layout does not divide, and layers that do not fit the stages."""
+        """Returns problems of sizes that the layout does not divide, and of layers that do not fit the stages."""
         rules = divided_sizes(arch)
         if (latent := arch.latent) is None:
             rows = (arch.heads + 2 * arch.query_groups) * arch.head_dim
@@ -113,7 +113,7 @@ TE_SPEC = MegatronSpec(
 
 
 def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
-    """Every size of the model that a parallel size must divide, whatever the layer spec: (axis, what, size)."""
+    """Returns the sizes of the model that a parallel size must divide, with either layer spec: (axis, name, size)."""
     found: list[tuple[Axis, str, int]] = [("tensor", "attention heads (num_attention_heads)", arch.heads)]
     if arch.has_dense_layers:
         found.append(("tensor", "MLP columns (intermediate_size)", arch.ffn))
@@ -201,11 +201,11 @@ class _Rank:
             self.builder.whole(storage, tensor)
 
     def add_rows(self, storage: str, tensor: Tensor) -> None:
-        """This tensor rank's run of rows."""
+        """Adds this tensor rank's run of rows."""
         self.builder.rows(storage, [shard(tensor, self.where.tensor, self.layout.tensor)], tensor.shape[1:])
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
-        """This rank's rows of the fused projection: for each query group its queries, its key and its value.
+        """Returns this rank's rows of the fused projection: for each query group its queries, its key and its value.
 
         With more tensor ranks than groups Megatron cuts the same fused rows evenly, through the middle of a group, and
         gathers the activations (megatron.core.transformer.attention, get_query_key_value_tensors).

@@ -1,4 +1,4 @@
-"""What one rank of an SGLang engine holds, under SGLang's own parameter names (0.5.23).
+"""The manifest of one rank of an SGLang engine, under SGLang's own parameter names (0.5.23).
 
 Read from sglang/srt/models and sglang/srt/layers. A vocabulary is padded to a multiple of 64 and cut by rows. SGLang
 cuts q, k and v one by one and then fuses them, gate and up likewise. All experts of a rank are one 3-D parameter. On
@@ -62,7 +62,7 @@ HELD: frozenset[Role] = frozenset([
 
 
 CUTS_ATTENTION_IN_GROUPS = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""Families whose classes in SGLang know of attention data parallelism. The others would mix the groups up."""
+"""Families whose classes in SGLang support attention data parallelism. The others would mix the groups up."""
 HEAD_ON_EVERY_STAGE = ("llama", "mistral", "mixtral", "qwen3_moe")
 
 
@@ -89,7 +89,7 @@ QUANTIZED: frozenset[Role] = frozenset([
     "q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up", "gate", "up", "down",
     "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
 ])  # fmt: skip
-"""What SGLang holds in blocks of float8 if the model is quantised: all linear layers but the router and the head."""
+"""The roles in blocks of float8 in a quantised model of SGLang: all linear layers but the router and the head."""
 
 ATTENTIONS = {"qwen3": (), "qwen3_moe": (), "deepseek_v3": ("attn_mqa", "attn_mha")}
 """Attention modules of a layer that get scales of float8 keys and values in a quantised model; "attn" in others."""
@@ -104,8 +104,8 @@ def manifest(
     engine: int = 0,
     quantization: str | None = None,
 ) -> Manifest:
-    """Storages are the names of the model's `named_parameters()` on `rank`, which counts the tensor ranks of the first
-    stage, then those of the second, and so on, as SGLang does.
+    """Returns the manifest of `rank`, with the names of the model's `named_parameters()` as storages. Ranks count as in
+    SGLang: the tensor ranks of the first stage, then those of the second, and so on.
 
     `device` is cpu or cuda. Raises ModelError if SGLang cannot hold the model in this way.
     """
@@ -131,15 +131,15 @@ def manifest(
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage: equal runs, the last ones longer by one if they do not divide (get_pp_indices in
-    sglang/srt/distributed/utils.py)."""
+    """Returns the layers of a pipeline stage: equal runs, the last ones longer by one if they do not divide
+    (get_pp_indices in sglang/srt/distributed/utils.py)."""
     each, more = divmod(layers, stages)
     begin = stage * each + max(0, stage - (stages - more))
     return range(begin, begin + each + (stage >= stages - more))
 
 
 def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
-    """Also adds the scales of float8 keys and values, which stay 1: the cache has a dtype of its own."""
+    """Returns the manifest in blocks, with scales of float8 keys and values, always 1: the cache has its own dtype."""
     found = in_blocks(manifest, quantized_shapes(arch))
     layers = [name.removesuffix("o_proj.weight") for name in manifest.storages if name.endswith("o_proj.weight")]
     modules = ATTENTIONS.get(arch.family, ("attn",))
@@ -150,7 +150,7 @@ def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
 
 @lru_cache(maxsize=256)
 def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, ...]:
-    """The first rank's stand for all: equal parts are cut at multiples of the first one's end."""
+    """Returns the first rank's problems with blocks, which hold for all: equal parts end at multiples of its end."""
     model, builder = tensors_by_role(arch), ManifestBuilder("an engine rank", "bfloat16")
     holder = _Rank(arch, layout, 0, "cuda", builder)
     for layer in {id(layer.experts): layer for layer in (model.layers[0], model.layers[-1])}.values():
@@ -164,14 +164,14 @@ def _block_problems(arch: Architecture, layout: EngineSizes) -> tuple[Problem, .
 
 @lru_cache(maxsize=16)
 def quantized_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """By name, of the tensors that a quantised model has in blocks."""
+    """Returns the shapes, by name, of the tensors that a quantised model has in blocks."""
     return {tensor.name: tensor.shape for tensor in tensors_of(arch) if tensor.role in QUANTIZED}
 
 
 def split_problems(
     arch: Architecture, layout: EngineSizes, device: str, quantization: str | None = None
 ) -> list[Problem]:
-    """Every reason why an engine of these sizes cannot hold the model."""
+    """Returns the reasons why an engine of these sizes cannot hold the model."""
     found = _size_problems(arch, layout, device)
     return found if found or quantization is None else list(_block_problems(arch, layout))
 
@@ -227,7 +227,7 @@ def _stage_problems(arch: Architecture, pipeline: int, where: str) -> Iterator[P
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:
-    """Refuses what sglang/srt/models/mixtral.py does not read from the config, unlike the other families' classes."""
+    """Returns problems of config values that sglang/srt/models/mixtral.py ignores, unlike other families' classes."""
     if arch.family != "mixtral":
         return []
     rules = [
@@ -243,12 +243,12 @@ def _padded(size: int, multiple: int) -> int:
 
 
 def _padded_ffn(size: int, tensor: int, device: str) -> int:
-    """Padded by the tensor size even where experts are not cut by it (sglang/srt/configs/update_config.py)."""
+    """Pads to a multiple of 32 x `tensor` on the CPU, even for uncut experts (sglang/srt/configs/update_config.py)."""
     return _padded(size, CPU_FFN_MULTIPLE * tensor) if device == "cpu" else size
 
 
 def _padded_shared_ffn(experts: Experts, tensor: int, device: str) -> int:
-    """SGLang pads the size of one expert and multiplies it by the number of shared experts."""
+    """Pads the size of one expert and multiplies it by the number of shared experts, as SGLang does."""
     return _padded_ffn(experts.ffn, tensor, device) * (experts.shared_ffn // experts.ffn)
 
 
@@ -268,7 +268,7 @@ class _Rank:
 
     @property
     def group(self) -> int:
-        """Ranks over which attention and the vocabulary are cut."""
+        """Returns the number of ranks over which attention and the vocabulary are cut."""
         return self.layout.tensor // self.layout.attention_data
 
     @property
@@ -308,7 +308,7 @@ class _Rank:
         self.builder.columns(layer["o"].name, layer["o"], self.group_rank, self.group)
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
-        """This rank's queries, then its keys, then its values."""
+        """Yields this rank's queries, then its keys, then its values."""
         queries, heads = q.shape[0] // self.group, max(1, self.arch.query_groups // self.group)
         first_head = self.group_rank * self.arch.query_groups // self.group
         yield Rows(q, self.group_rank * queries, queries)
@@ -316,7 +316,7 @@ class _Rank:
             yield Rows(tensor, first_head * self.arch.head_dim, heads * self.arch.head_dim)
 
     def add_latent_attention(self, layer: Roles) -> None:
-        """The projections down are whole, and fused if queries have one too. The projections up are cut by heads."""
+        """Adds the projections down whole, fused if queries have one, and the projections up, cut by heads."""
         if "q_down" in layer:
             name = layer["q_down"].name.replace("q_a_proj", "fused_qkv_a_proj_with_mqa")
             self.builder.rows(name, [all_rows(layer["q_down"]), all_rows(layer["kv_down"])], (self.arch.hidden,))
@@ -327,13 +327,13 @@ class _Rank:
         self.builder.columns(layer["o"].name, layer["o"], self.group_rank, self.group)
 
     def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
-        """`padded` is the size of the whole MLP with padding."""
+        """Adds this rank's part of an MLP. `padded` is the size of the whole MLP with padding."""
         rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.tensor)]
         self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
         self.builder.columns(down.name, down, self.rank, self.tensor, padded)
 
     def add_experts(self, layer: LayerTensors) -> None:
-        """The router whole, and a run of consecutive experts, each cut over the ranks that share the run."""
+        """Adds the whole router, and a run of consecutive experts, each cut over the ranks that share the run."""
         router = layer.roles["router"]
         self.builder.whole(router.name, router)
         if "router_bias" in layer.roles:

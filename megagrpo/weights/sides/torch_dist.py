@@ -25,7 +25,7 @@ LOCAL_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""How Megatron's local layer renames its norms in a checkpoint. With latent attention it does not."""
+"""The renaming of the norms of Megatron's local layer in a checkpoint. Layers with latent attention keep theirs."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 WITHOUT_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", "router")
 
@@ -42,9 +42,9 @@ class Chunk:
 
 
 def manifest(arch: Architecture, dtypes: Mapping[str, str]) -> Manifest:
-    """The tensors to be written, by key. `dtypes` are those of the checkpoint tensors.
+    """Returns the manifest of the tensors to be written, by key. `dtypes` are those of the checkpoint tensors.
 
-    A fused tensor of parts in different dtypes has the smallest that holds all of them exactly.
+    A fused tensor of parts in different dtypes has the smallest dtype that holds all of them exactly.
     """
     storages: dict[str, Storage] = {}
     placements: dict[Placement, None] = {}
@@ -62,7 +62,7 @@ def manifest(arch: Architecture, dtypes: Mapping[str, str]) -> Manifest:
 
 
 def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: str) -> Manifest:
-    """What a checkpoint with the tensors `stored` holds of the model. Rows of padding are fills. Raises ModelError."""
+    """Returns the model's manifest in a checkpoint with these tensors. Rows of padding are fills. Raises ModelError."""
     candidates = [
         (parameters, stacked)
         for parameters in _specs(arch)
@@ -94,12 +94,12 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
 
 
 def other_names(arch: Architecture) -> frozenset[str]:
-    """Every key that a tensor of this model may have, under any of its names."""
+    """Returns every key that a tensor of this model may have, under any of its names."""
     return frozenset(p.key(stacked) for parameters in _specs(arch) for p in parameters for stacked in (True, False))
 
 
 def chunks(written: Manifest) -> list[Chunk]:
-    """The parts of `written` (from `manifest`) in the order of the model."""
+    """Returns the parts of `written` (from `manifest`) in the order of the model."""
     found: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
     for placement in written.placements:
         found[placement.storage, placement.at[: _indices(placement)]].append(placement)
@@ -120,7 +120,7 @@ def chunks(written: Manifest) -> list[Chunk]:
 
 
 def extra_states(written: Manifest) -> list[str]:
-    """Keys of the empty objects beside the tensors, one per module, which Megatron asks for.
+    """Returns the keys of the empty objects beside the tensors, one per module, which Megatron asks for.
 
     transformer_engine would keep fp8 scales in them.
     """
@@ -138,7 +138,7 @@ def extra_states(written: Manifest) -> list[str]:
 
 
 def common_dtype(dtypes: set[str]) -> str:
-    """The smallest dtype that holds the values of all of these exactly."""
+    """Returns the smallest dtype that holds the values of all of these exactly."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     return "float64" if "float64" in dtypes else "float32"
@@ -178,7 +178,7 @@ class _Parameter:
 
 
 def _specs(arch: Architecture) -> Iterator[tuple[_Parameter, ...]]:
-    """The model's parameters with transformer-engine's names, then with the local layer's."""
+    """Yields the model's parameters with transformer-engine's names, then with the local layer's."""
     layout, rank = ParallelLayout(), rank_grid(ParallelLayout())[0]
     yield tuple(_parameters(TE_SPEC.manifest(arch, layout, rank, "float32"), {}))
     yield tuple(_parameters(LOCAL_SPEC.manifest(arch, layout, rank, "float32"), LOCAL_NORMS))
@@ -212,7 +212,7 @@ def _parameters(rank: Manifest, renamed: Mapping[str, str]) -> Iterator[_Paramet
 
 
 def _alike(parameters: tuple[_Parameter, ...]) -> bool:
-    """Whether all layers have the same parameters."""
+    """Returns whether all layers have the same parameters."""
     layers: dict[int, set[tuple[str, tuple[int, ...], int | None]]] = defaultdict(set)
     for parameter in parameters:
         if parameter.layer is not None:
@@ -221,5 +221,5 @@ def _alike(parameters: tuple[_Parameter, ...]) -> bool:
 
 
 def _indices(placement: Placement) -> int:
-    """The number of leading axes for the layer and the expert, which the box does not have."""
+    """Returns the number of leading axes for the layer and the expert, which the box does not have."""
     return sum(axis is None for axis in placement.axes)

@@ -1,4 +1,4 @@
-"""What transformers holds in memory after loading: whole tensors by parameter name, with experts stacked in 3-D."""
+"""The manifest of a model that transformers has loaded: whole tensors by parameter name, experts stacked in 3-D."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, tensors_b
 
 
 def manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
-    """Storages are the names of `model.named_parameters()`; a tied head is not among them.
+    """Returns a manifest with the names of `model.named_parameters()` as storages. A tied head is not among them.
 
-    Experts, as transformers 5 stacks them whatever the family calls them: `mlp.gate.weight` [experts, hidden],
+    Experts are stacked as in transformers 5, whatever the family calls them: `mlp.gate.weight` [experts, hidden],
     `mlp.experts.gate_up_proj` [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
     """
     builder = ManifestBuilder(holder, dtype)

@@ -1,4 +1,4 @@
-"""How the bytes of a weight plan travel from training ranks to engine ranks; choice.py says where to begin."""
+"""Transports, which move the bytes of a weight plan from training ranks to engine ranks. Begin with choice.py."""
 
 LOAD_FORMAT = "megagrpo.weights.transport.sglang.load"
-"""The function that receives weights in a server's processes: what --custom-weight-loader and load_format call it."""
+"""The function that receives weights in a server's processes: the value of --custom-weight-loader and load_format."""

@@ -1,6 +1,6 @@
-"""Buckets: what is in each bucket between two peers, and how buckets flow through a transport that moves bytes.
+"""Buckets: their contents between two peers, and their flow through a transport that moves bytes.
 
-Both ends derive the buckets from the plan alone, and derive the same ones: a message says only which bucket it is. A
+Both ends derive the buckets from the plan alone, and derive the same ones: a message has its key, not its contents. A
 sender packs a bucket into a free slot, tells the receiver through the rendezvous, and gives it to the transport, which
 may wait for the receiver. The receiver unpacks it and tells the sender that the slot is free again. A sender thus packs
 one bucket while another is being unpacked. Where the plan says so, the source beside a destination receives for it and
@@ -53,34 +53,34 @@ class Part:
 
 
 Ticket = int | tuple[str | dict[str, Any], int]
-"""What a transport's receiver needs to find a bucket: a slot, or a memory's name (on GPUs its handle) and a place."""
+"""The address of a bucket for its receiver: a slot, or a memory's name (on GPUs its handle) and an offset."""
 
 Message = tuple[Literal["sent"], Key, int, Ticket] | tuple[Literal["received"], int]
 """Key, slot and ticket of a bucket; or the slot of one that has been unpacked."""
 
 
 class Transport(Protocol):
-    """Moves the bytes of buckets between peers, and knows nothing of weights. All methods may raise WeightSyncError.
+    """A carrier of buckets between peers, which knows nothing of weights. All methods may raise WeightSyncError.
 
     A bucket lies in a slot while it is on its way to the next peer: slots 0 .. SLOTS - 1 are packed here, and slots
     SLOTS .. 2 * SLOTS - 1 are for buckets that arrive.
     """
 
     def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
-        """Before anything is sent in a sync: makes all connections that it needs, and slots on `device`."""
+        """Makes all connections of a sync, and slots on `device`, before anything is sent."""
         ...
 
     def slot(self, index: int) -> torch.Tensor:
-        """uint8 [sent_bytes or more], into which a bucket is packed."""
+        """Returns the memory of a slot, uint8 [sent_bytes or more], into which a bucket is packed."""
         ...
 
     def may_send(self, receiver: Peer) -> bool:
-        """Whether another bucket may follow one that is still on its way to this peer."""
+        """Returns whether another bucket may follow one that is still on its way to this peer."""
         ...
 
     def ticket(self, index: int, receiver: Peer) -> Ticket:
-        """What the receiver needs to receive the bucket in a slot, as JSON. It is told before `send`, which may wait
-        for it."""
+        """Returns the receiver's ticket for the bucket in a slot, as JSON. The receiver gets it before `send`, which
+        may wait for the receiver."""
         ...
 
     def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
@@ -88,14 +88,14 @@ class Transport(Protocol):
         ...
 
     def sent(self, index: int, label: str) -> None:
-        """The receiver has acknowledged the bucket in this slot. `label` names it in errors."""
+        """Finishes the send of this slot's bucket, which the receiver has acknowledged. `label` names it in errors."""
         ...
 
     def receive(
         self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
     ) -> Callable[[], torch.Tensor]:
-        """Begins to receive a bucket, into a slot if this transport does not read it where it lies. The function that
-        it returns waits for it: uint8 [bucket_bytes or more]."""
+        """Begins to receive a bucket, into a slot unless this transport reads it where it lies. Returns a function that
+        waits for the bucket and returns it: uint8 [bucket_bytes or more]."""
         ...
 
     def close(self) -> None:
@@ -143,11 +143,11 @@ class Bucket:
         return self.sender, self.receiver, self.number
 
     def before(self, peer: Peer) -> Peer:
-        """The peer from which this one has it."""
+        """Returns the peer from which `peer` receives the bucket."""
         return self.path[self.path.index(peer) - 1]
 
     def after(self, peer: Peer) -> Peer:
-        """The peer to which this one sends it."""
+        """Returns the peer to which `peer` sends the bucket."""
         return self.path[self.path.index(peer) + 1]
 
     @property
@@ -172,12 +172,12 @@ def destination_peer(plan: WeightPlan, destination: int) -> Peer:
 
 
 def name_of(plan: WeightPlan, peer: Peer) -> str:
-    """Such as "engine 0 rank 1"."""
+    """Returns a peer's name, such as "engine 0 rank 1"."""
     return (*plan.sources, *plan.destinations)[peer].holder
 
 
 def label_of(plan: WeightPlan, bucket: Bucket) -> str:
-    """For errors: which bucket it is, its peers, and its tensors."""
+    """Returns a bucket's label for errors: its number, its peers, and its tensors."""
     tensors = sorted({piece.source.box.tensor for piece in bucket.pieces})
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     return (
@@ -187,8 +187,8 @@ def label_of(plan: WeightPlan, bucket: Bucket) -> str:
 
 
 def outgoing(plan: WeightPlan, peer: Peer, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """All that a peer sends to the `active` destinations: one bucket to each in turn. Each peer begins with another
-    destination."""
+    """Yields the buckets that a peer sends to the `active` destinations: one to each in turn. Each peer begins with
+    another destination."""
     via = peer - len(plan.sources)
     transfers = plan.outgoing(peer) if via < 0 else plan.passed_on(via)
     receivers = sorted({transfer.destination for transfer in transfers} & active)
@@ -204,14 +204,14 @@ def outgoing(plan: WeightPlan, peer: Peer, active: frozenset[int], bucket_bytes:
 
 
 def incoming(plan: WeightPlan, destination: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """All that arrives at an active destination, from all peers."""
+    """Yields the buckets that arrive at an active destination, from all peers."""
     senders = {_sender(plan, transfer, active) for transfer in plan.incoming(destination)}
     for sender in sorted(senders):
         yield from buckets_between(plan, sender, destination, active, bucket_bytes)
 
 
 def forwarded(plan: WeightPlan, source: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """All that a source receives for active destinations, and forwards to them."""
+    """Yields the buckets that a source receives for active destinations, and forwards to them."""
     for destination in sorted(active & set(plan.topology.forwards_to(source))):
         buckets = incoming(plan, destination, active, bucket_bytes)
         yield from (bucket for bucket in buckets if source in bucket.path[1:])
@@ -221,7 +221,7 @@ def forwarded(plan: WeightPlan, source: int, active: frozenset[int], bucket_byte
 def buckets_between(
     plan: WeightPlan, sender: Peer, destination: int, active: frozenset[int], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """All buckets from one peer to one destination, as both ends see them. Kept from sync to sync."""
+    """Returns all buckets from one peer to one destination, as both ends see them. Cached from sync to sync."""
     transfers = [transfer for transfer in plan.incoming(destination) if _sender(plan, transfer, active) == sender]
     transfers.sort(key=lambda transfer: (transfer.destination_placement.storage, transfer.destination_placement.at))
     cut = _cut_into_buckets(plan, transfers, bucket_bytes)
@@ -232,14 +232,14 @@ def buckets_between(
 
 
 def _sender(plan: WeightPlan, transfer: Transfer, active: frozenset[int]) -> Peer:
-    """The peer that sends a transfer: the source itself if the destination that should pass it on takes no part."""
+    """Returns the peer that sends a transfer: the source itself if the destination that passes it on is not active."""
     if transfer.via is None or transfer.via not in active:
         return transfer.source
     return destination_peer(plan, transfer.via)
 
 
 def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_bytes: int) -> list[list[Piece]]:
-    """Transfers to one destination, in their order, as buckets of at most `bucket_bytes` (but one element at least)."""
+    """Cuts transfers to one destination, in their order, into buckets of at most `bucket_bytes`, or of one element."""
     buckets: list[list[Piece]] = []
     begin = bucket_bytes
     for transfer in transfers:
@@ -257,7 +257,7 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
 
 
 def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
-    """The same bytes, read from the storages of the destination that received them first."""
+    """Returns a bucket of the same bytes, read from the storages of the destination that received them first."""
     pieces = []
     for piece in bucket.pieces:
         box = piece.destination.box
@@ -279,7 +279,7 @@ def _located(plan: WeightPlan, destination: int) -> Located:
 
 
 class _BucketEnd:
-    """What both ends have. An end lasts from sync to sync."""
+    """The common part of both ends. An end lasts from sync to sync."""
 
     def __init__(
         self, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
@@ -294,7 +294,7 @@ class _BucketEnd:
 
     @contextmanager
     def _taking_part(self, version: int) -> Iterator[Sync]:
-        """In a sync that fails, the transport is closed: nothing of it may still wait for a peer, or run on a GPU."""
+        """Attends a sync. A failure closes the transport: nothing of it may still wait for a peer, or run on a GPU."""
         with ExitStack() as failing, self._member.attend(version) as sync:
             failing.callback(self._transport.close)  # after all others know why
             try:
@@ -312,7 +312,7 @@ class _BucketEnd:
 
 
 class BucketSender(_BucketEnd):
-    """The end of the `source`-th training rank of `plan`; it also forwards what comes for engine ranks beside it."""
+    """The end of the `source`-th training rank of `plan`; it forwards buckets for engine ranks beside it."""
 
     def __init__(
         self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
@@ -320,7 +320,7 @@ class BucketSender(_BucketEnd):
         super().__init__(plan.part_for_source(source), source, rendezvous, bucket_bytes, transport)
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sends to the destinations of the open sync what the plan says, cast to their dtype. `tensors` are by storage
+        """Sends the plan's boxes to the destinations of the open sync, cast to their dtype. `tensors` are by storage
         name, on any device, and may be changed once this returns.
 
         Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
@@ -331,18 +331,18 @@ class BucketSender(_BucketEnd):
             self._flow(sync, storages).run(self._outgoing(sync.destinations), forwarding)
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
-        """This rank's part of the digests expected at each of the `active` destinations."""
+        """Returns this rank's part of the digests expected at each of the `active` destinations."""
         return sent_digests(self._plan, self._peer, tensors, active)
 
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
-        """Partial digests of one checkpoint tensor in each bucket that this rank sends, by the bucket's label."""
+        """Returns partial digests of one checkpoint tensor in each bucket that this rank sends, by bucket label."""
         return _digests_by_bucket(self._plan, self._outgoing(active), tensors, tensor, lambda piece: piece.source)
 
 
 class BucketReceiver(_BucketEnd):
-    """The end of the `destination`-th engine rank of `plan`; it also passes on what the plan relays through this rank.
+    """The end of the `destination`-th engine rank of `plan`; it passes on what the plan relays through this rank.
 
     It runs in the process that holds `tensors`, the rank's storages by name.
     """
@@ -371,8 +371,8 @@ class BucketReceiver(_BucketEnd):
             fill_padding(self._plan.destinations[self._destination], self._storages)
 
     def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
-        """Partial digests of one checkpoint tensor by the label of its bucket: "arrived", as this rank holds what came
-        in each bucket, and "sent", for those that it passes on."""
+        """Returns partial digests of one checkpoint tensor by bucket label: "arrived", of the values here that each
+        bucket brought, and "sent", of the buckets that this rank passes on."""
         plan, storages, relayed, arriving = self._plan, self._storages, self._outgoing(active), self._incoming(active)
         return {
             "sent": _digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
@@ -407,7 +407,7 @@ class _Flow:
         self._arriving: deque[tuple[Bucket, int, int, Callable[[], torch.Tensor]]] = deque()  # and their slot here
 
     def run(self, outgoing: list[Bucket], incoming: list[Bucket]) -> None:
-        """Sends all of `outgoing` and receives all of `incoming`, and forwards what is for others. A destination passes
+        """Sends all of `outgoing`, receives all of `incoming`, and forwards others' buckets. A destination passes
         buckets on once all buckets from sources have arrived."""
         self._unsent.extend(outgoing)
         self._awaited = {bucket.key: bucket for bucket in incoming}
@@ -448,7 +448,7 @@ class _Flow:
         self._hand_over(bucket, index)
 
     def _hand_over(self, bucket: Bucket, index: int) -> None:
-        """To the next peer, which must know of it first: the transport may wait for it."""
+        """Hands a bucket to the next peer, which gets its ticket first: the transport may wait for that peer."""
         receiver = bucket.after(self._peer)
         self._unacknowledged[index] = bucket
         ticket = self._transport.ticket(index, receiver)
@@ -495,7 +495,7 @@ class _Flow:
         self._member.push(str(bucket.before(self._peer)), ["received", slot_there])
 
     def _missing(self) -> Problem:
-        """Names the first bucket that is late, and all peers that are."""
+        """Returns a problem that names the first late bucket and all late peers."""
         if self._unacknowledged:
             late = list(self._unacknowledged.values())
             missing = f"no acknowledgement by {self._names(bucket.after(self._peer) for bucket in late)}"
@@ -509,7 +509,7 @@ class _Flow:
 
 
 def _finish_copies(flat: torch.Tensor) -> None:
-    """Waits for copies on a GPU, so that the other end may look."""
+    """Waits for copies on a GPU, so that the other end may read."""
     if flat.is_cuda:
         torch.cuda.current_stream(flat.device).synchronize()
 
@@ -518,7 +518,7 @@ def _finish_copies(flat: torch.Tensor) -> None:
 
 
 def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, int]) -> list[Problem]:
-    """One problem for each bucket whose part of `tensor` is not what was sent. `sent` may hold other buckets too."""
+    """Returns a problem for each bucket whose part of `tensor` is not as sent. `sent` may hold other buckets."""
     return [
         Problem(
             where=f"{tensor}: {label}",
@@ -538,7 +538,7 @@ def _digests_by_bucket(
     tensor: str,
     end: Callable[[Piece], Placement],
 ) -> dict[str, int]:
-    """Digests at one end of the pieces of one checkpoint tensor, by their bucket's label."""
+    """Returns the digests, at one end, of the pieces of one checkpoint tensor, by their bucket's label."""
     found = {}
     for bucket in buckets:
         if pieces := [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]:

@@ -56,7 +56,7 @@ class TransportName(StrEnum):
 
 @dataclass(frozen=True)
 class Channel:
-    """How weights travel in a run, as both ends must know it."""
+    """The transport of a run's weights and its settings, the same at both ends."""
 
     transport: TransportName
     rendezvous: Rendezvous
@@ -68,7 +68,7 @@ Sender = BucketSender | DiskSender
 
 
 def choose_transport(wanted: str, topology: Topology) -> TransportName:
-    """The transport for `wanted`: the recipe's weights.transfer, or disk where that leaves external servers to auto.
+    """Returns the transport for `wanted`: the recipe's weights.transfer, or disk for auto with external servers.
 
     Raises RecipeError if the recipe names a transport that cannot work here.
     """
@@ -95,7 +95,7 @@ def choose_transport(wanted: str, topology: Topology) -> TransportName:
 
 
 def open_sender(channel: Channel, plan: WeightPlan, source: int, files: DiskFiles | None = None) -> Sender:
-    """The end of the `source`-th training rank. `files` is where DISK writes; the other transports do not need it."""
+    """Returns the end of the `source`-th training rank. DISK writes to `files`; the other transports do not need it."""
     rendezvous = channel.rendezvous
     if channel.transport is not TransportName.DISK:
         return BucketSender(plan, source, rendezvous, channel.bucket_bytes, _transport(channel, plan, source))
@@ -107,7 +107,7 @@ def open_sender(channel: Channel, plan: WeightPlan, source: int, files: DiskFile
 def open_receiver(
     channel: Channel, plan: WeightPlan, destination: int, tensors: Mapping[str, torch.Tensor]
 ) -> BucketReceiver:
-    """An engine rank's end, for exact shards, in the process that holds `tensors`, its storages by name.
+    """Returns an engine rank's end, for exact shards, in the process that holds `tensors`, its storages by name.
 
     `plan` may be the rank's part of the whole. Raises ModelError if `tensors` are not those of the manifest.
     """

@@ -39,7 +39,7 @@ Post = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class DiskFiles:
-    """Where checkpoints go. Each is a whole model: its config and tokenizer are those of `model_directory`."""
+    """The directory of checkpoints. Each is a whole model, with the config and tokenizer of `model_directory`."""
 
     directory: Path
     model_directory: Path
@@ -51,7 +51,7 @@ class DiskFiles:
 
 
 def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest], files: DiskFiles) -> WeightPlan:
-    """From training ranks to the files of a checkpoint, each tensor in the dtype in which the engine ranks hold it."""
+    """Plans transfers from training ranks to the files of a checkpoint, each tensor in the engine ranks' dtype."""
     dtypes: dict[str, str] = {}
     for of_class in classes_of(destinations):
         for placement in of_class.manifest.placements:
@@ -60,7 +60,7 @@ def plan_for_files(sources: Sequence[Manifest], destinations: Sequence[Manifest]
 
 
 class DiskSender:
-    """The end of the `source`-th training rank of `plan`, all of which it needs."""
+    """The end of the `source`-th training rank of `plan`. It needs the whole plan."""
 
     def __init__(self, plan: WeightPlan, source: int, rendezvous: Rendezvous, files: DiskFiles) -> None:
         self._for_engines = plan.part_for_source(source)
@@ -70,7 +70,7 @@ class DiskSender:
         self._member.announce()
 
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """As BucketSender.send."""
+        """Writes this rank's part of the checkpoint, under the contract of BucketSender.send."""
         export = Export(self._files.version(version), self._plan.destinations)
         with self._member.attend(version) as sync, _as_sync_error():
             if self._source == LEADER:
@@ -82,17 +82,17 @@ class DiskSender:
                 self._member.push(f"source {LEADER}", ["written", self._source])
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
-        """This rank's part of the digests expected at each of the `active` destinations."""
+        """Returns this rank's part of the digests expected at each of the `active` destinations."""
         return sent_digests(self._for_engines, self._source, tensors, active)
 
     def bucket_digests(
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
-        """Files have no buckets."""
+        """Returns an empty dict: files have no buckets."""
         return {}
 
     def close(self) -> None:
-        """Nothing is kept between syncs."""
+        """Does nothing: nothing is kept between syncs."""
 
     def _lead(self, sync: Sync, export: Export, tensors: Mapping[str, torch.Tensor]) -> None:
         others = set(range(len(self._plan.sources))) - {LEADER}
@@ -141,7 +141,7 @@ class DiskReceiver:
         self.loaded: Path | None = None
 
     def receive(self, version: int) -> None:
-        """Has the server load the checkpoint of the open sync. The server may have an update open, or not."""
+        """Makes the server load the checkpoint of the open sync, with or without an update open on the server."""
         where = f"{self._member.name}: weights of version {version}"
         missing = self._member.late(where, "no checkpoint by the training ranks")
         with self._member.attend(version):
@@ -158,7 +158,7 @@ class DiskReceiver:
 
 @contextmanager
 def server_errors(where: str) -> Iterator[None]:
-    """Raises what a server refused as a WeightSyncError: the engine is then asked again before it is restarted."""
+    """Raises a server's refusal as a WeightSyncError: the engine is then asked again before it is restarted."""
     try:
         yield
     except EngineError as error:
@@ -169,7 +169,7 @@ def server_errors(where: str) -> Iterator[None]:
 def remove_older(directory: Path, version: int) -> None:
     """Removes the checkpoints of weights before `version`, which every engine has committed, and unfinished ones.
 
-    Files that a slow file system does not let go of now go with the next call. What DiskSender did not write stays.
+    The next call removes files that a slow file system keeps now. Files that DiskSender did not write stay.
     """
     for entry, of_version, whole in _written(directory):
         if of_version < version or not whole:
@@ -185,7 +185,7 @@ def remove_all(directory: Path) -> None:
 
 
 def _written(directory: Path) -> Iterator[tuple[Path, int, bool]]:
-    """What DiskSender wrote: path, version, and whether it is a whole checkpoint."""
+    """Yields the checkpoints that DiskSender wrote: path, version, and whether the checkpoint is whole."""
     for entry in directory.glob("*version_*"):
         match = re.fullmatch(r"\.?version_(\d+)(\.partial|\.replaced)?", entry.name)
         if match and (entry / MARKER).is_file():
@@ -193,7 +193,7 @@ def _written(directory: Path) -> Iterator[tuple[Path, int, bool]]:
 
 
 def _remove(entry: Path) -> None:
-    """Removes the marker last: until then the rest is known as a weight sync's."""
+    """Removes a checkpoint, its marker last: until then the rest is known as a weight sync's."""
     with suppress(OSError):
         for inside in entry.iterdir():
             if inside.name != MARKER:

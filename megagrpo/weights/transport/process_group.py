@@ -6,9 +6,9 @@ has failed: see Sync.generation.
 
 NCCL makes a communicator for each pair of ranks when they first send, and blocks both until both are there. Therefore
 all pairs that a sync uses connect before it begins, every end in the same order of pairs: the first pair of those that
-are left always has both its ends. What a pair sends runs in order on a stream of its own, and behind an operation that
-waits for its peer a GPU may start none of any stream (CUDA_DEVICE_MAX_CONNECTIONS is 1 in training ranks). Therefore
-each direction has a group of its own, and a peer is sent one bucket at a time: no operation ever lies behind another.
+are left always has both its ends. A pair's operations run in order on a stream of its own. While one waits for its
+peer, a GPU may start no later one of any stream (CUDA_DEVICE_MAX_CONNECTIONS is 1 in training ranks). Therefore each
+direction has a group of its own, and a peer is sent one bucket at a time: no operation ever lies behind another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PeerGroup:
 
     @property
     def _in_order(self) -> bool:
-        """Whether what a pair sends runs in order on one stream: NCCL."""
+        """Returns whether a pair's operations run in order on one stream: NCCL."""
         return self.device.type == "cuda"
 
     def may_send(self, receiver: Peer) -> bool:
@@ -97,7 +97,7 @@ class PeerGroup:
         return self._groups[self._rank_of[sender] > self._rank_of[receiver]]
 
     def _finish(self, work: Any, label: str) -> None:
-        """Waits until the bytes are there. A wait for NCCL orders streams, and may return before."""
+        """Waits until the bytes have moved. A wait for NCCL only orders streams, and may return before."""
         with _errors(label):
             if self._in_order:
                 late = partial(self._member.late, label, "its bytes did not arrive")
@@ -105,7 +105,7 @@ class PeerGroup:
             work.wait(self._timeout())
 
     def _call_roll(self, sync: Sync, member: Member) -> None:
-        """Waits until all peers are there, before any of them connects. Names a missing peer; an abort ends it."""
+        """Waits until all peers join, before any of them connects. Names a missing peer. An abort ends the wait."""
         key = f"group/{sync.generation}/{{}}"
         member.write(key.format(self._peer), True)
         for peer in self._rank_of:
@@ -116,8 +116,8 @@ class PeerGroup:
         return f"{member.name}: process group of {len(self._rank_of)} ranks"
 
     def _connected(self, sync: Sync, member: Member, part: Part) -> tuple[Any, ...]:
-        """The new groups, with all pairs connected. They are made in a thread, because torch and NCCL wait for all the
-        others, aborted or not."""
+        """Returns the new groups, with all pairs connected. A thread makes them, because torch and NCCL wait for all
+        the others, aborted or not."""
         where = self._where(member)
         made: list[tuple[Any, ...]] = []
         failed: list[Exception] = []
@@ -161,7 +161,7 @@ class PeerGroup:
         return group, group
 
     def _greet(self, groups: tuple[Any, ...], part: Part) -> None:
-        """Each pair of this peer's sends a byte, one pair after the other: by their lower rank, then their higher."""
+        """Sends or receives a byte for each pair of this peer, one after another: by their lower rank, then higher."""
         rank_of, own = self._rank_of, self._rank_of[self._peer]
         pairs = [(rank_of[sender], rank_of[receiver]) for sender, receiver in part.pairs]
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -178,7 +178,7 @@ class PeerGroup:
 
 
 class ProcessGroup:
-    """Implements Transport (buckets.py) for one peer, by a group of all peers."""
+    """A Transport (buckets.py) for one peer, by a group of all peers."""
 
     def __init__(self, peer: Peer) -> None:
         self._group = PeerGroup(peer)
@@ -216,7 +216,7 @@ class ProcessGroup:
 
 @contextmanager
 def _errors(where: str) -> Iterator[None]:
-    """torch's transports raise RuntimeError for a peer that died and for a timeout; sockets raise OSError."""
+    """Raises WeightSyncError for torch's RuntimeError (a peer died, or a timeout) and for the OSError of sockets."""
     try:
         yield
     except (RuntimeError, OSError) as error:

@@ -2,7 +2,7 @@
 
 It carries announcements, acknowledgements, answers and aborts as JSON, never weights. No call blocks in the store: a
 waiting process asks again after a tenth of the time that it has waited, so that an abort or the deadline ends every
-wait, with the name of what was missing. What is read is checked for its length and types first.
+wait, with the name of what was missing. The length and types of a value are checked before its use.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megagrpo.errors import MegagrpoError, Problem, WeightSyncError, brief
 from megagrpo.guarded_store import StoreAddress, StoreHost
 
 LONGEST_PAUSE_SECONDS = 0.25
-"""Between two looks at the store. Thousands of waiting ranks ask a few thousand times a second, which it can bear."""
+"""The longest pause between two looks at the store, which bears thousands of looks a second by thousands of ranks."""
 BYTES_MAX = 2**26
 """The longest value is a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
 PROBLEMS = list[tuple[str, str, str, str]]
-"""The four parts of each, as a value holds them."""
+"""The four parts of each problem, as a value holds them."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the store is. Sent to every training rank and engine rank."""
+    """The address of the store. Sent to every training rank and engine rank."""
 
     store: StoreAddress
     run: str
@@ -111,7 +111,7 @@ class Member:
 
     @property
     def store(self) -> dist.Store:
-        """For torch's process groups."""
+        """Returns the store, for torch's process groups."""
         return self._store
 
     @contextmanager
@@ -136,7 +136,7 @@ class Member:
             self._sync = NO_SYNC
 
     def announce(self) -> None:
-        """Says that a sender or a receiver was opened here, in place of any that was connected before."""
+        """Announces that a sender or a receiver was opened here, in place of any that was connected before."""
         self.add("opened")
 
     def add(self, key: str, amount: int = 1) -> int:
@@ -150,7 +150,7 @@ class Member:
             self._store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
 
     def pop(self, queue: str, kind: Any) -> Any | None:
-        """The oldest message in a queue, of the type `kind`; or None."""
+        """Returns the oldest message in a queue, of the type `kind`; or None."""
         key = f"queue/{self._sync.attempt}/{queue}"
         with self._reaching():
             try:
@@ -165,13 +165,13 @@ class Member:
             self._store.set(f"value/{key}", json.dumps(value))
 
     def read(self, key: str, kind: Any) -> Any | None:
-        """The value written under `key`, of the type `kind`; or None."""
+        """Returns the value written under `key`, of the type `kind`; or None."""
         with self._reaching():
             found = self._store.get(f"value/{key}") if self._store.check([f"value/{key}"]) else None
         return None if found is None else self._checked(f"value/{key}", found, kind)
 
     def decide(self, key: str, value: str) -> str:
-        """Writes a value unless another member has: the first one's, which all members read."""
+        """Writes a value unless another member did. Returns the first member's value, which all members read."""
         with self._reaching():
             found = self._store.compare_set(f"value/{key}", "", json.dumps(value))
         return str(self._checked(f"value/{key}", found, str))
@@ -192,10 +192,10 @@ class Member:
         return found
 
     def next_message(self, queue: str, kind: Any, missing: Callable[[], Problem]) -> Any:
-        """The next message in `queue`, of the type `kind`, from a sender that may itself wait for other processes.
+        """Returns the next message in `queue`, of the type `kind`, from a sender that may wait for other processes.
 
         The receiver waits twice the time-out, measured from the sender's last message: if one of those processes is
-        missing, only the sender knows which, and must be the first to say so.
+        missing, only the sender knows which, and must report it first.
         """
         extended = False
 
@@ -212,20 +212,20 @@ class Member:
         return message
 
     def late(self, where: str, missing: str) -> Problem:
-        """What is said of a process that was awaited until the deadline."""
+        """Returns the problem of a process that was awaited until the deadline."""
         fix = "look for what stopped that process; weights.timeout_seconds is the longest wait"
         return Problem(where, f"{missing} within {self.rendezvous.timeout_seconds:g} s", fix=fix)
 
     def start_clock(self) -> None:
-        """Measures the deadline from now on."""
+        """Restarts the deadline from now."""
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
 
     def seconds_left(self) -> float:
-        """Until the deadline; not below 0."""
+        """Returns the seconds until the deadline; not below 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def check_abort(self) -> None:
-        """Raises the reasons if the attempt was aborted."""
+        """Raises WeightSyncError with the reasons if the attempt was aborted."""
         if self._sync is NO_SYNC:
             return
         key = f"abort/{self._sync.attempt}"
@@ -235,7 +235,7 @@ class Member:
             raise WeightSyncError([Problem(*parts) for parts in self._checked(key, found, PROBLEMS)])
 
     def _checked(self, key: str, found: bytes, kind: Any) -> Any:
-        """A value as what a process of the run has written under `key`."""
+        """Returns the value found under `key`, checked for its length and the type `kind`. Raises WeightSyncError."""
         try:
             if len(found) <= BYTES_MAX:
                 return _adapter(kind).validate_json(found, strict=True)
@@ -265,6 +265,6 @@ def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:
-    """Keeps the first reason: later errors of the same attempt only follow from it."""
+    """Writes the reasons unless an earlier call did: later errors of the same attempt only follow from the first."""
     reasons = json.dumps([astuple(problem) for problem in problems])
     store.compare_set(f"abort/{attempt}", "", reasons)

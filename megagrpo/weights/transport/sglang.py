@@ -1,4 +1,4 @@
-"""Weights of a served model: what runs inside SGLang's processes, and what asks it from outside.
+"""Weights of a served model: the code inside SGLang's processes, and its callers outside.
 
 Servers are started with `--custom-weight-loader` LOAD_FORMAT. Then POST /update_weights_from_tensor with that
 load_format calls `load` in every rank, with commands in the place of tensors: SGLang gives all pipeline stages of a
@@ -51,19 +51,19 @@ Answer = Annotated[
     dict[Literal["problems"], PROBLEMS] | dict[Literal["value"], dict[str, int] | dict[str, dict[str, int]] | None],
     pydantic.Field(min_length=1),
 ]
-"""A rank's: what went wrong; or nothing, digests by tensor, or digests by bucket."""
+"""A rank's answer: its problems; or a value: None, digests by tensor, or digests by bucket."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What one rank of a server is to do. The fields from `transport` on are those of some actions only."""
+    """The command to one rank of a server. Only some actions use the fields from `transport` on."""
 
     action: Literal["plan", "receive", "digest", "bucket_digests"]
     name: str
     """The rank's name."""
     rendezvous: Rendezvous
     answer: str
-    """Where in the rendezvous the answer is awaited."""
+    """The key in the rendezvous under which the answer is awaited."""
     transport: TransportName = TransportName.DISK
     bucket_bytes: int = 0
     plan: str = ""
@@ -81,7 +81,7 @@ class ServerWeights:
     """One engine's weights, as the process beside its server sees them: a receiving end, and digests of what arrived.
 
     `manifests` are its ranks', in order: the tensor ranks of each pipeline stage. All methods need an update that is
-    open on the server. They raise WeightSyncError with what went wrong on each rank, and EngineError if the server
+    open on the server. They raise WeightSyncError with the problems of each rank, and EngineError if the server
     refuses or does not answer.
     """
 
@@ -94,7 +94,7 @@ class ServerWeights:
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         """Opens the receiving end. `destinations` are the plan's indices of the tensor ranks, in order.
 
-        Refused, naming the parameters, if the served model has not the names, shapes and dtypes of the manifests.
+        Raises WeightSyncError, naming parameters, if the served model has other names, shapes or dtypes than planned.
         """
         self.close()
         for destination, manifest in zip(destinations, self._manifests, strict=True):
@@ -122,7 +122,7 @@ class ServerWeights:
             self._ask_all("receive", version=version)
 
     def digests(self) -> list[Mapping[str, int]]:
-        """By rank and checkpoint tensor, of what lies there."""
+        """Returns the digests of the server's weights, by rank and checkpoint tensor."""
         if has_our_loader(self._info):
             return self._ask_all("digest")
         if self._disk is None or self._disk.loaded is None:
@@ -130,7 +130,7 @@ class ServerWeights:
         return list(checked_digests(self._post, self._disk.loaded, self._manifests, self._bucket_bytes))
 
     def bucket_digests(self, tensor: str, active: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        """By rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty if no buckets travel."""
+        """Returns, by rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty without buckets."""
         if self._disk is not None or self._member is None:
             return []
         return self._ask_all("bucket_digests", tensor=tensor, active=list(active))
@@ -143,7 +143,7 @@ class ServerWeights:
         return self._ask(action, [fields] * len(self._manifests))
 
     def _ask(self, action: str, fields: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The ranks' answers to a command, in order; `fields` are each rank's own part of it."""
+        """Returns the ranks' answers to a command, in order; `fields` are each rank's own part of it."""
         member = self._member
         if member is None:
             raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
@@ -168,8 +168,8 @@ class ServerWeights:
 
 
 def serialize(commands: Iterable[Mapping[str, Any]]) -> str:
-    """The commands of one tensor rank, by pipeline stage, as its entry of serialized_named_tensors: SGLang unpickles a
-    list of names and tensors."""
+    """Returns the commands of one tensor rank, by pipeline stage, as its entry of serialized_named_tensors: SGLang
+    unpickles a list of names and tensors."""
     texts = (json.dumps(command).encode() for command in commands)
     named = [(COMMAND, torch.from_numpy(np.frombuffer(text, np.uint8).copy())) for text in texts]
     return base64.b64encode(pickle.dumps(named)).decode()
@@ -179,7 +179,7 @@ def serialize(commands: Iterable[Mapping[str, Any]]) -> str:
 
 
 def has_our_loader(server_info: Mapping[str, Any]) -> bool:
-    """Whether the server of this /server_info was started with LOAD_FORMAT."""
+    """Returns whether the server of this /server_info was started with LOAD_FORMAT."""
     return LOAD_FORMAT in (server_info.get("custom_weight_loader") or ())
 
 
@@ -201,7 +201,7 @@ def check_verifiable(server_info: Mapping[str, Any], name: str, transport: Trans
 def checked_digests(
     post: Post, directory: Path, manifests: Sequence[Manifest], bucket_bytes: int
 ) -> list[dict[str, int]]:
-    """By rank: the digests of what a server without our loader holds, proven by SGLang's own /weights_checker.
+    """Returns, by rank, digests of the weights of a server without our loader, proven by SGLang's /weights_checker.
 
     `directory` is the checkpoint that the server has loaded, `manifests` say what its ranks hold of it. The parameters
     that it must have are made anew from the files, about `bucket_bytes` at a time; their checksums are compared with
@@ -241,13 +241,13 @@ def checked_digests(
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """SGLang's, on CPUs: the first 8 bytes of the SHA-256 of the tensor's bytes (SGLang 0.5.23)."""
+    """Returns SGLang's checksum on CPUs: the first 8 bytes of the SHA-256 of the tensor's bytes (SGLang 0.5.23)."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(memoryview(data)).digest()[:8].hex()
 
 
 def _parts(manifest: Manifest, part_bytes: int) -> Iterator[Manifest]:
-    """Whole storages of a manifest, in groups of at most `part_bytes`, but one storage at least."""
+    """Yields parts of a manifest: whole storages of at most `part_bytes` in all, but at least one storage each."""
     for group in in_groups(manifest.storages.values(), part_bytes):
         names = {storage.name: storage for storage in group}
         yield Manifest(
@@ -262,7 +262,7 @@ def _parts(manifest: Manifest, part_bytes: int) -> Iterator[Manifest]:
 
 ATTRIBUTE = "_megagrpo_weights"
 CAUGHT = (MegagrpoError, OSError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
-"""What a wrong command, model, plan or peer raises. An exception that leaves `load` ends the whole server."""
+"""The errors of a wrong command, model, plan or peer. An exception that leaves `load` ends the whole server."""
 
 PLAN_CLASSES = {
     "megagrpo.weights.boxes": {"Box", "Fill", "Manifest", "Place", "Placement", "Storage", "Topology", "Transfer"},
@@ -318,7 +318,7 @@ def _carry_out(model: torch.nn.Module, command: Command) -> None:
 
 
 def read_command(named_tensor: tuple[str, torch.Tensor]) -> Command:
-    """Raises ValueError or TypeError for anything else."""
+    """Reads a command from a tensor. Raises ValueError or TypeError for anything else."""
     _, data = named_tensor
     if data.dtype != torch.uint8 or data.numel() > COMMAND_BYTES_MAX:
         raise ValueError(f"{data.numel():,} elements of {data.dtype}")
@@ -327,9 +327,9 @@ def read_command(named_tensor: tuple[str, torch.Tensor]) -> Command:
 
 @dataclass
 class _Loader:
-    """What one scheduler process keeps between commands: this rank's part of a plan, and the tensors that it writes.
+    """The state of one scheduler process between commands: this rank's part of a plan, and the tensors that it writes.
 
-    `receiver` is None if SGLang's own loader writes them, from disk: then the plan only says what must lie where.
+    `receiver` is None if SGLang's own loader writes them, from disk: then the plan only lists what to digest.
     """
 
     rendezvous: Rendezvous
@@ -372,7 +372,7 @@ class _Loader:
         self.manifest, self.tensors = manifest, tensors
 
     def _in_place(self) -> tuple[Manifest, Mapping[str, torch.Tensor]]:
-        """The manifest and the tensors. Raises ModelError if the model now computes with other memory than these."""
+        """Returns the manifest and the tensors. Raises ModelError if the model now uses other memory than these."""
         if self.manifest is None or self.tensors is None:
             raise ModelError(Problem(self.member.name, "no weight plan", "one, before weights come"))
         used = model_tensors(self.model, self.manifest)
@@ -389,7 +389,7 @@ class _Loader:
 
 
 def read_plan(data: bytes) -> WeightPlan:
-    """A pickled plan, and nothing else. Raises: pickle.UnpicklingError."""
+    """Returns a pickled plan. Raises pickle.UnpicklingError for anything else."""
     plan = _PlanReader(io.BytesIO(data)).load()
     if not isinstance(plan, WeightPlan):
         raise pickle.UnpicklingError(f"a weight plan is needed, not {type(plan).__name__}")
@@ -397,7 +397,7 @@ def read_plan(data: bytes) -> WeightPlan:
 
 
 class _PlanReader(pickle.Unpickler):
-    """The plan comes over HTTP: a pickle from elsewhere must not run code."""
+    """An unpickler of plans only. They come over HTTP: a pickle from elsewhere must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in PLAN_CLASSES.get(module, ()):

@@ -1,9 +1,9 @@
 """Buckets in memory that both ends map: a file in /dev/shm on CPUs, a buffer shared by CUDA IPC on GPUs.
 
 A sender owns one area with two slots and keeps it from sync to sync, so that its pages are mapped already from the
-second sync on. A file's name holds the run's token. The file is removed when its owner closes it, or by a shell that
-outlives an owner that is killed. What is left all the same, the next process that makes a file on the node removes, in
-any run, and so does `megagrpo doctor --clean`: all files that no process has locked.
+second sync on. A file's name holds the run's token. The owner removes the file when it closes it; if the owner is
+killed, a shell that outlives it removes the file. The next process that makes a file on the node, in any run, removes
+any files that remain and that no process has locked. So does `megagrpo doctor --clean`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ YOUNG_SECONDS = 5.0
 
 
 class SharedMemory:
-    """Implements Transport (buckets.py) for peers on one node. `run` is the rendezvous's token."""
+    """A Transport (buckets.py) for peers on one node. `run` is the rendezvous's token."""
 
     def __init__(self, run: str) -> None:
         self._stem = f"megagrpo-{run}-"
@@ -52,7 +52,7 @@ class SharedMemory:
         self.make_slots(SLOTS, part.sent_bytes, device)
 
     def make_slots(self, slots: int, slot_bytes: int, device: torch.device) -> None:
-        """So many of at least this size, unless they are there."""
+        """Makes `slots` slots of at least `slot_bytes`, unless they are there."""
         if slot_bytes and (slots > self._slots or slot_bytes > self._slot_bytes):
             self._release()
             aligned = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -159,7 +159,7 @@ class FileArea:
         self.flat = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def ticket(self, receiver: Peer) -> str:
-        """What a receiver needs to map it, as JSON."""
+        """Returns the file's name, by which a receiver maps it."""
         return self._path.name
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class FileArea:
 
 
 def map_file(stem: str, name: str, label: str) -> torch.Tensor:
-    """The other end's file, read-only. It must be of this run: its name begins with `stem`.
+    """Returns the other end's file, mapped read-only. It must be of this run: its name begins with `stem`.
 
     All its pages are mapped at once: to map them one by one takes longer than the copy.
     """
@@ -195,7 +195,7 @@ class CudaArea:
         self._tickets: dict[Peer, dict[str, Any]] = {}
 
     def ticket(self, receiver: Peer) -> dict[str, Any]:
-        """One for each receiver: torch counts by ticket which processes still map the memory."""
+        """Returns the receiver's own ticket: torch counts by ticket which processes still map the memory."""
         if receiver not in self._tickets:
             _, arguments = reductions.reduce_tensor(self.flat)
             shared = arguments[7:]  # how to map the memory; what comes before says that it is a flat tensor of bytes
@@ -211,8 +211,8 @@ class CudaArea:
 
 
 def require_named_gpus(where: str, named: str | None, seen: int) -> None:
-    """Raises WeightSyncError if a process sees fewer GPUs than CUDA_VISIBLE_DEVICES names: CUDA ignores all from the
-    first on that is not there, as in a container with one GPU."""
+    """Raises WeightSyncError if a process sees fewer GPUs than CUDA_VISIBLE_DEVICES names: CUDA ignores the first
+    absent GPU and all after it, as in a container with one GPU."""
     if named and seen < len(named.split(",")):
         fix = "give every process of a node, and its container, all GPUs of the run there; or weights.transfer: disk"
         needed = "all that it was told to use: weights come from their memory"
@@ -220,7 +220,7 @@ def require_named_gpus(where: str, named: str | None, seen: int) -> None:
 
 
 def map_cuda(ticket: dict[str, Any], label: str) -> torch.Tensor:
-    """A sender's buffer, on the sender's GPU, which this process must see under any number."""
+    """Returns a sender's buffer on the sender's GPU, which this process must see under any number."""
     index = _cuda_indices().get(ticket["device"])
     if index is None:
         fix = "let the engine see the training rank's GPU, or weights.transfer: process_group"

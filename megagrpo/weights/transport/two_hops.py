@@ -18,7 +18,7 @@ from megagrpo.weights.transport.shared_memory import SharedMemory
 
 
 class TwoHops:
-    """Implements Transport (buckets.py) for one peer, of which the first `sources` are training ranks."""
+    """A Transport (buckets.py) for one peer. The first `sources` peers are training ranks."""
 
     def __init__(self, peer: Peer, sources: int, run: str) -> None:
         self._peer, self._sources = peer, sources

@@ -1,6 +1,6 @@
 """Programs that a response writes, run in a sandbox against the tests of the ground truth.
 
-What the tests expect is never in the sandbox of the program: outputs and values are compared here, and tests that are
+The expected results are never in the sandbox of the program: outputs and values are compared here, and tests that are
 code run in a second sandbox, which asks the first for what the program's functions return.
 """
 
@@ -24,7 +24,7 @@ PROGRAMS = ("block", "response")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The arguments of `make` that say how a program is run."""
+    """The arguments of `make` for running a program."""
 
     test_seconds: float
     seconds: float
@@ -44,13 +44,13 @@ def make(
     tolerance: float = 1e-6,
     isolation: Isolation = "auto",
 ) -> RewardCallable:
-    r"""1.0 if the response's program passes all tests (`credit: all`), or the share that it passes (`share`), which
-    counts as 0 below `threshold`.
+    r"""Makes a reward function: 1.0 if the response's program passes all tests (`credit: all`), or the share of passed
+    tests (`share`), 0 below `threshold`.
 
     The program is the last fenced block of Python after the reasoning, or the whole response. If there are more than
     `tests_max` tests, the same ones are taken each time. Each test has `test_seconds`, all together have `seconds`:
     tests that are not reached have failed; keep that below reward.timeout_seconds. `packages`: the program may import
-    what is installed, such as numpy. ValueError for arguments that cannot be, or if this machine has no such isolation.
+    what is installed, such as numpy. Raises ValueError for bad arguments, or if this machine has no such isolation.
 
     >>> code = make()
     >>> right = "```python\nprint(int(input()) + 1)\n```"
@@ -116,7 +116,7 @@ class _Sandboxes:
 
 
 def results(sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings) -> Iterator[str]:
-    """For each test why it failed, empty if it passed; ends early if that is asked for, or when time is up."""
+    """Yields for each test why it failed, empty if it passed. Ends early as `settings` ask, or at the deadline."""
     for name in ("program", "tests") if tests.code is not None else ("program",):
         sandboxes[name].renew()  # the time that a sandbox takes to start is not the program's
     deadline = time.monotonic() + settings.seconds

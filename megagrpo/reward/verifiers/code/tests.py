@@ -1,4 +1,4 @@
-"""Tests of programs as public data sets write them, and when an output or a value is the expected one.
+"""Tests of programs in the formats of public data sets, and comparisons with the expected outputs and values.
 
 No format is unpickled: LiveCodeBench's private tests have to be converted to JSON first.
 """
@@ -23,7 +23,7 @@ from megagrpo.reward.sandbox.programs import CodeTests
 
 @dataclass(frozen=True, slots=True)
 class ScriptTest:
-    """What a program reads, and what it should print."""
+    """The standard input of a program, and its expected output."""
 
     stdin: str
     stdout: str
@@ -31,7 +31,7 @@ class ScriptTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A call of one of the program's functions, and what it may return."""
+    """A call of one of the program's functions, and its accepted return values."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -47,14 +47,14 @@ class Tests:
     calls: tuple[CallTest, ...] = ()
     code: CodeTests | None = None
     prefix: str = ""
-    """What comes before the program, such as the beginning of the function that the prompt asks to complete."""
+    """Text before the program, such as the beginning of the function that the prompt asks to complete."""
 
     @property
     def count(self) -> int:
         return len(self.scripts) + len(self.calls) + (len(self.code.tests) if self.code else 0)
 
     def sample(self, most: int, seed: str) -> Tests:
-        """At most so many of them, in their order; the same for the same seed text."""
+        """Returns at most so many of the tests, in their order; the same ones for the same seed text."""
         if self.count <= most:
             return self
         number = int.from_bytes(sha256(seed.encode(errors="replace")).digest()[:8])
@@ -67,7 +67,7 @@ class Tests:
 
 
 def read_tests(ground_truth: str) -> Tests:
-    """The tests that a ground truth in one of these forms of JSON describes. ValueError for anything else.
+    """Returns the tests that a ground truth in one of these forms of JSON describes. Raises ValueError for others.
 
     TACO, APPS, verl: `{"inputs": [...], "outputs": [...], "fn_name"?}`, or with `assert_case`, a list of asserts.
     LiveCodeBench: `{"public_test_cases", "private_test_cases", "metadata": {"func_name"}}`, or a list of
@@ -137,7 +137,7 @@ def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
 
 
 def _cases(cases: object) -> list[Any]:
-    """LiveCodeBench's tests: a list, or JSON of one."""
+    """Returns LiveCodeBench's tests, given as a list or as the JSON of one. Raises ValueError for other texts."""
     if not isinstance(cases, str):
         return list(cases) if isinstance(cases, list) else []
     try:
@@ -157,12 +157,12 @@ def _function_of(case: Mapping[str, Any]) -> str | None:
 
 
 def _text(value: object) -> str:
-    """Lines, which some sets have as a list."""
+    """Returns lines as one text; some data sets give a list."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _call(name: str, arguments: object, output: object) -> CallTest:
-    """Arguments are a list, or a line of JSON each; then the output is JSON too."""
+    """Returns a test of a call. Arguments are a list, or a line of JSON each; then the output is JSON too."""
     if isinstance(arguments, str):
         expected = json.loads(output) if isinstance(output, str) else output
         return CallTest(name, tuple(json.loads(line) for line in arguments.strip().split("\n")), (expected,))
@@ -176,7 +176,7 @@ def _call(name: str, arguments: object, output: object) -> CallTest:
 
 
 def code_tests(setup: str, tests: Sequence[str]) -> CodeTests:
-    """Tests with the names in them that the program has to define. ValueError if they are no Python.
+    """Returns the tests with the names that the program has to define. Raises ValueError if they are no Python.
 
     >>> code_tests("import math", ["assert area(1) == math.pi", "assert area(0) == 0"]).names
     ('area',)
@@ -218,7 +218,7 @@ _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?
 
 
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
-    r"""Whether the words of every line are the same, empty lines left out. Numbers are compared as numbers, with the
+    r"""Returns whether the words of every line are the same, without empty lines. Compares numbers as numbers, with the
     tolerance if the expected one has a fraction or an exponent.
 
     >>> same_output("1 2\n3.0000000001\n\n", "1  2 \n3.0", 1e-6), same_output("3.0", "3", 1e-6)
@@ -248,8 +248,8 @@ def _same_word(word: str | None, expected: str | None, tolerance: float) -> bool
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether a function returned what JSON has: tuples are lists there, and the keys of dicts are text. The tolerance
-    is for numbers that JSON has with a fraction or an exponent.
+    """Returns whether a function returned the value in JSON, where tuples are lists and the keys of dicts are text. The
+    tolerance applies to numbers with a fraction or an exponent in the JSON.
 
     >>> same_value((1, [2.0000000001]), [1, [2.0]], 1e-6), same_value({1: True}, {"1": True}, 1e-6)
     (True, True)

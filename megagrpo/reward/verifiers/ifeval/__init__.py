@@ -11,7 +11,7 @@ from megagrpo.reward.verifiers.ifeval import formats, text
 
 
 def make(mode: str = "strict", score: str = "share") -> RewardCallable:
-    r"""The share of the row's constraints that the response keeps, or 1.0 if it keeps all of them and else 0.0.
+    r"""Makes a reward function: the share of the row's constraints that are kept, or 1.0 if all are, else 0.0.
 
     strict: the response as it is. loose: a constraint is kept if any of eight variants of the response keeps it:
     without its first line, last line or both, and each of these without asterisks (arXiv:2311.07911, section 2.2).
@@ -60,7 +60,7 @@ def make(mode: str = "strict", score: str = "share") -> RewardCallable:
 
 
 def answer_of(response: str, strip: bool, prompt_text: str = "") -> str:
-    """What counts of a response: all of it, or what follows its reasoning, without `<answer>` tags."""
+    """Returns the part of a response that counts: all, or the text after its reasoning, without `<answer>` tags."""
     answer = after_thinking(response, prompt_text)
     if not strip and answer == response:
         return response
@@ -68,7 +68,7 @@ def answer_of(response: str, strip: bool, prompt_text: str = "") -> str:
 
 
 def variants(response: str) -> list[str]:
-    r"""The eight texts of the loose mode, each once.
+    r"""Returns the eight texts of the loose mode, each once.
 
     >>> variants("Sure:\n*b*\nBye")
     ['Sure:\n*b*\nBye', '*b*\nBye', 'Sure:\n*b*', '*b*', 'Sure:\nb\nBye', 'b\nBye', 'Sure:\nb', 'b']

@@ -17,7 +17,7 @@ from megagrpo.reward.verifiers.ifeval import text
 Relation = Literal["less than", "at least"]
 
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-"""What detectable_format:constrained_response allows: its data carries no arguments."""
+"""Texts that detectable_format:constrained_response allows: its data carries no arguments."""
 
 JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 
@@ -27,7 +27,7 @@ def holds(count: int, relation: Relation, limit: int) -> bool:
 
 
 def keywords_existence(response: str, keywords: list[str]) -> bool:
-    """Each keyword is somewhere in the response, in any case, within a word too.
+    """Checks that each keyword is in the response, in any case, within words too.
 
     >>> keywords_existence("Scattered clouds.", keywords=["cat", "CLOUD"])
     True
@@ -36,7 +36,7 @@ def keywords_existence(response: str, keywords: list[str]) -> bool:
 
 
 def keywords_frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
-    """The keyword is there so often, in any case, within words too."""
+    """Checks how often the keyword occurs, in any case, within words too."""
     return holds(occurrences(response, keyword), relation, frequency)
 
 
@@ -45,7 +45,7 @@ def occurrences(response: str, keyword: str) -> int:
 
 
 def keywords_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
-    """None of the words is in the response, as a word of its own.
+    """Checks that none of the words is in the response as a word of its own.
 
     >>> keywords_forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
     True
@@ -54,21 +54,21 @@ def keywords_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
 
 
 def _whole_word(word: str) -> str:
-    """An expression for the word; of C++, only the first side can be in the middle of another word."""
+    """Returns a pattern for the word, with a boundary only at a letter's side: for C++, only before it."""
     before = r"(?<!\w)" if re.match(r"\w", word) else ""
     after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
     return before + re.escape(word) + after
 
 
 def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
-    """The letter, or another character such as #, is there so often, in either case. ValueError for more than one."""
+    """Checks how often one character (a letter, #, ...) occurs, in either case. Raises ValueError for more than one."""
     if len(letter) != 1:
         raise ValueError(f"letter is {letter!r}, not one character")
     return holds(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def language_response_language(response: str, language: str) -> bool:
-    """The likeliest language of the whole response is this one (ISO 639-1)."""
+    """Checks that the likeliest language of the whole response is this one (ISO 639-1)."""
     return text.is_language(response, language)
 
 
@@ -77,7 +77,7 @@ def length_number_sentences(response: str, num_sentences: int, relation: Relatio
 
 
 def length_number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Exactly so many paragraphs between dividers `***`, none of them empty but for a divider at the start or end."""
+    """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
     paragraphs = re.split(r"\s?\*\*\*\s?", response)
     filled = sum(1 for paragraph in paragraphs if paragraph.strip())
     return filled == num_paragraphs and all(paragraph.strip() for paragraph in paragraphs[1:-1])
@@ -88,7 +88,7 @@ def length_number_words(response: str, num_words: int, relation: Relation) -> bo
 
 
 def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    r"""Exactly so many paragraphs, parted by empty lines, and the nth of them (from 1) begins with this word.
+    r"""Checks the number of paragraphs, split by empty lines, and the first word of the nth of them (from 1).
 
     >>> length_nth_paragraph_first_word("One.\n\nTwo?\n\n", num_paragraphs=2, nth_paragraph=2, first_word="two")
     True
@@ -104,7 +104,7 @@ def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_para
 
 
 def content_number_placeholders(response: str, num_placeholders: int) -> bool:
-    """At least so many placeholders such as [address], each on one line."""
+    """Checks for at least so many placeholders such as [address], each on one line."""
     return placeholder_count(response) >= num_placeholders
 
 
@@ -114,14 +114,14 @@ def placeholder_count(response: str) -> int:
 
 
 def content_postscript(response: str, postscript_marker: str) -> bool:
-    """The marker is somewhere, in any case; P.S. and P.P.S also with spaces between their letters."""
+    """Checks that the marker occurs, in any case; P.S. and P.P.S may have spaces between their letters."""
     marker = postscript_marker.strip()
     spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(spaced.get(marker, re.escape(marker.lower())), response.lower()) is not None
 
 
 def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
-    r"""Exactly so many lines that begin with `*` (one, not more) or `-`.
+    r"""Checks that exactly so many lines begin with `*` (one, not more) or `-`.
 
     >>> format_number_bullet_lists("* one\n - two\n**bold**", num_bullets=2)
     True
@@ -132,12 +132,12 @@ def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
 
 
 def format_constrained_response(response: str) -> bool:
-    """One of OPTIONS is in the response, as it is written there."""
+    """Checks that one of OPTIONS is in the response, as it is written there."""
     return any(option in response for option in OPTIONS)
 
 
 def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
-    """At least so many *highlighted* or **highlighted** pieces within lines.
+    """Checks for at least so many *highlighted* or **highlighted** pieces within lines.
 
     >>> format_number_highlighted_sections("*one* and **two**, but not ** **", num_highlights=3)
     False
@@ -148,13 +148,13 @@ def format_number_highlighted_sections(response: str, num_highlights: int) -> bo
 
 
 def format_multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many headings of the word and a number, such as `SECTION 1`."""
+    """Checks for at least so many headings of the word and a number, such as `SECTION 1`."""
     heading = re.escape(section_spliter.strip()) + r"\s?\d+"
     return len(re.findall(heading, response)) >= num_sections
 
 
 def format_json_format(response: str) -> bool:
-    """The whole response is JSON, in a Markdown fence or not."""
+    """Checks that the whole response is JSON, in a Markdown fence or not."""
     body = response.strip()
     for fence in JSON_FENCES:
         body = body.removeprefix(fence)
@@ -166,7 +166,7 @@ def format_json_format(response: str) -> bool:
 
 
 def format_title(response: str) -> bool:
-    """A line has a title that is not empty, such as <<poem of joy>>."""
+    """Checks that a line has a title that is not empty, such as <<poem of joy>>."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
@@ -175,7 +175,7 @@ def format_title(response: str) -> bool:
 
 
 def combination_two_responses(response: str) -> bool:
-    """Two different answers with six asterisks between them."""
+    """Checks for two different answers with six asterisks between them."""
     parts = response.split("******")
     answers = [part.strip() for part in parts if part.strip()]
     return len(answers) == 2 and answers[0] != answers[1] and all(part.strip() for part in parts[1:-1])
@@ -190,24 +190,24 @@ def startend_end_checker(response: str, end_phrase: str) -> bool:
 
 
 def startend_quotation(response: str) -> bool:
-    """The whole response is within double quotation marks."""
+    """Checks that the whole response is within double quotation marks."""
     response = response.strip()
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 
 def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: Relation) -> bool:
-    """So many words are in capitals only. `A-B` is one word; DON'T is two."""
+    """Checks the number of words in capitals only. `A-B` is one word; DON'T is two."""
     capitals = sum(1 for token in text.tokens(response) if token.isupper())
     return holds(capitals, capital_relation, capital_frequency)
 
 
 def case_english_capital(response: str) -> bool:
-    """English without a small letter."""
+    """Checks that the response is English without a small letter."""
     return response.isupper() and text.is_language(response, "en")
 
 
 def case_english_lowercase(response: str) -> bool:
-    """English without a capital."""
+    """Checks that the response is English without a capital."""
     return response.islower() and text.is_language(response, "en")
 
 

@@ -1,4 +1,4 @@
-"""From a row of data to its constraints: IFEval's own format, and both of open-instruct's."""
+"""The constraints of a row of data, read from IFEval's own format or one of open-instruct's two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BY_ID = constraints.BY_ID | iftrain.BY_ID
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`holds(response)` tells whether a response keeps it. Several constraints of a row may share a name."""
+    """A constraint: `holds(response)` returns whether a response keeps it. Several of a row may share a name."""
 
     name: str
     holds: Callable[[str], bool]
@@ -40,7 +40,7 @@ class Instructions:
 
 
 def read(ground_truth: str, extra_info: Mapping[str, Any]) -> Instructions:
-    """The constraints of a row: of its ground truth, or of extra_info if the ground truth is no list or mapping.
+    """Returns the constraints of a row: of its ground truth if that is a list or mapping, else of extra_info.
 
     Raises ValueError if neither has any, or for one that is unknown or lacks an argument.
     """
@@ -53,7 +53,7 @@ def read(ground_truth: str, extra_info: Mapping[str, Any]) -> Instructions:
 
 @lru_cache(maxsize=4096)
 def of_ground_truth(text: str) -> Instructions:
-    """The constraints of a text of JSON, or of a Python literal, in which open-instruct has them too."""
+    """Returns the constraints of a text: JSON, or a Python literal, which open-instruct has too."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -71,7 +71,7 @@ def of_ground_truth(text: str) -> Instructions:
 
 
 def of_mapping(value: Mapping[str, Any]) -> Instructions:
-    """The constraints of any of the three formats.
+    """Returns the constraints of a mapping in any of the three formats.
 
     >>> row = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most", "word": None}
     >>> [constraint.holds("just three words") for constraint in of_mapping(row).constraints]
@@ -92,7 +92,7 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
 
 
 def _list(value: object) -> Sequence[Any]:
-    """A list, or the JSON text of one."""
+    """Returns a list, given as it is or as JSON text. Raises ValueError for other values."""
     value = json.loads(value) if isinstance(value, str) else value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise ValueError(f"{brief(value)} is not a list")
@@ -100,7 +100,7 @@ def _list(value: object) -> Sequence[Any]:
 
 
 def constraint(functions: Mapping[str, Callable[..., bool]], name: object, arguments: object) -> Constraint:
-    """The constraint with its arguments; null ones are left out. ValueError for other ones than it needs."""
+    """Returns the constraint with its non-null arguments. Raises ValueError if it is unknown or they do not fit."""
     function = functions.get(name) if isinstance(name, str) else None
     if function is None:
         raise ValueError(f"the constraint {brief(name)} is unknown")
@@ -123,9 +123,9 @@ def _hints(function: Callable[..., bool]) -> dict[str, Any]:
 
 
 def _argument(what: str, value: object, hint: Any) -> object:
-    """The value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words.
+    """Returns the value as a function takes it: an int from 0 up, a text, a list of texts, or one of a few words.
 
-    A list of one text is a text too, as for open-instruct.
+    Reads a list of one text as a text if the function takes one, as open-instruct does. Raises ValueError otherwise.
     """
     if hint is int:
         # Where some rows have no number, their column holds floats.

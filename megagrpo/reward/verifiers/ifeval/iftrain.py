@@ -16,18 +16,18 @@ from megagrpo.reward.verifiers.ifeval.constraints import Relation
 
 
 def copy_prompt(response: str, prompt_to_repeat: str) -> bool:
-    """The response is the prompt, in any case."""
+    """Checks that the response is the prompt, in any case."""
     return _same(response, prompt_to_repeat)
 
 
 def copy_prompt_often(response: str, prompt_to_repeat: str, N: int) -> bool:
-    """The response is the prompt N times, with six asterisks between."""
+    """Checks that the response is the prompt N times, with six asterisks between."""
     copies = response.split("******")
     return len(copies) == N and all(_same(copy, prompt_to_repeat) for copy in copies)
 
 
 def copy_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response is the prompt's characters from n_start up to n_end, which may be there or not.
+    """Checks that the response is the prompt's characters from n_start up to n_end, with or without the one at n_end.
 
     >>> copy_span("Be", "Be brief", n_start=0, n_end=2), copy_span("Be b", "Be brief", n_start=0, n_end=3)
     (True, True)
@@ -43,7 +43,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def copy_repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """The phrase is there so often, each time with exactly one word changed, which is not its first or last.
+    """Checks for so many copies of the phrase, each with one word changed that is neither its first nor its last.
 
     >>> copy_repeat_phrase("Time runs when having fun. Time flies when losing fun.", "Time flies when having fun", 2)
     True
@@ -59,7 +59,7 @@ def copy_repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
 
 
 def _pieces(line: str, first: str, last: str) -> list[str]:
-    """Each shortest piece from `first` to `last`, none within another."""
+    """Returns each shortest piece from `first` to `last`, none within another."""
     pieces: list[str] = []
     end = 0
     while (start := line.find(first, end)) >= 0 and (behind := line.find(last, start + len(first))) >= 0:
@@ -69,7 +69,7 @@ def _pieces(line: str, first: str, last: str) -> list[str]:
 
 
 def format_sentence_hyphens(response: str) -> bool:
-    """Hyphens, without spaces, connect all sentences, and nothing else.
+    """Checks that hyphens, without spaces, connect all sentences, and nothing else.
 
     >>> format_sentence_hyphens("It rains.-Stay in!"), format_sentence_hyphens("It rains. Stay in!")
     (True, False)
@@ -78,12 +78,12 @@ def format_sentence_hyphens(response: str) -> bool:
 
 
 def format_square_brackets(response: str) -> bool:
-    """Each [word] [is] [in] [brackets]."""
+    """Checks that words are in brackets: [each] [of] [them]."""
     return all(word.startswith("[") and word.endswith("]") for word in response.split())
 
 
 def format_bigram_wrapping(response: str) -> bool:
-    """Each pair of words is <<in such>> <<brackets as>> <<these are>>; of an odd number, the last may be without."""
+    """Checks that each pair of words is <<in such>> <<brackets as>> <<these are>>. An odd last word may be without."""
     words = response.split()
     return all(
         one.startswith("<<") and other.endswith(">>") for one, other in zip(words[::2], words[1::2], strict=False)
@@ -91,33 +91,33 @@ def format_bigram_wrapping(response: str) -> bool:
 
 
 def keywords_no_adjacent_consecutive(response: str) -> bool:
-    """No word begins with the letter that follows the first of the word before it, such as `a big` or `No one`."""
+    """Checks that no word's first letter follows the previous word's in the alphabet, as in `a big` or `No one`."""
     firsts = [word[0].lower() for word in response.split()]
     return all(len(one) == len(other) == 1 and ord(other) - ord(one) != 1 for one, other in pairwise(firsts))
 
 
 def keywords_word_once(response: str, keyword: str) -> bool:
-    """The keyword is there once, in any case, within words too."""
+    """Checks that the keyword occurs once, in any case, within words too."""
     return constraints.occurrences(response, keyword) == 1
 
 
 def count_increment_word(response: str, keyword1: str, keyword2: str) -> bool:
-    """One keyword is there once and the other twice, in any case, within words too."""
+    """Checks that keyword1 occurs once and keyword2 twice, in any case, within words too."""
     return constraints.occurrences(response, keyword1) == 1 and constraints.occurrences(response, keyword2) == 2
 
 
 def keywords_exclude_word_harder(response: str, keyword: str) -> bool:
-    """The keyword is not in the response, as a word of its own."""
+    """Checks that the keyword is not in the response as a word of its own."""
     return constraints.keywords_forbidden_words(response, [keyword.strip()])
 
 
 def keywords_palindrome(response: str) -> bool:
-    """A word, with the signs at it, is the same from behind, in the same case; `a` is one too."""
+    """Checks that some word, with its punctuation, reads the same backwards, in the same case. `a` counts."""
     return any(word == word[::-1] for word in response.split())
 
 
 def keywords_keyword_specific_position(response: str, keyword: str, n: int, m: int) -> bool:
-    """The mth word of the nth sentence (from 1) is the keyword. Punctuation counts as words, or doesn't.
+    """Checks that the mth word of the nth sentence (from 1) is the keyword, with punctuation as words or without.
 
     >>> keywords_keyword_specific_position("Yes. Well, rain came.", "rain", n=2, m=2)
     True
@@ -131,25 +131,25 @@ def keywords_keyword_specific_position(response: str, keyword: str, n: int, m: i
 
 
 def keywords_start_end(response: str) -> bool:
-    """The first and the last word are the same, in any case, and nothing follows."""
+    """Checks that the first and the last word are the same, in any case, and that nothing follows."""
     words = text.tokens(response)
     return len(words) >= 2 and words[0].lower() == words[-1].lower()
 
 
 def paragraphs_by_dividers(response: str) -> bool:
-    """There are two paragraphs, with `***` between."""
+    """Checks for two paragraphs, with `***` between."""
     return constraints.length_number_paragraphs(response, 2)
 
 
 def paragraphs_by_empty_lines(response: str) -> bool:
-    """There are two paragraphs, with one empty line between."""
+    """Checks for two paragraphs, with one empty line between."""
     paragraphs = response.split("\n\n")
     filled = sum(1 for paragraph in paragraphs if paragraph.strip())
     return filled == 2 and all(paragraph.strip() for paragraph in paragraphs[1:-1])
 
 
 def first_word_of_sentences(response: str, first_word: str) -> bool:
-    """Each sentence begins with this word, in any case, without a comma at it."""
+    """Checks that each sentence begins with this word, in any case, without a comma at it."""
     return all(_same(sentence.split()[0], first_word) for sentence in text.sentences(response))
 
 
@@ -158,7 +158,7 @@ def first_word_of_answer(response: str, first_word: str) -> bool:
 
 
 def last_word_of_sentences(response: str, last_word: str) -> bool:
-    """Each sentence ends with this word, in any case; the punctuation behind it does not count."""
+    """Checks that each sentence ends with this word, in any case, whatever punctuation follows it."""
     return all(last_word_of_answer(sentence, last_word) for sentence in text.sentences(response))
 
 
@@ -175,17 +175,17 @@ def punctuation_exclamation(response: str) -> bool:
 
 
 def count_lowercase(response: str, N: int) -> bool:
-    """At most so many words are in small letters only; DON't has one, and Aa_b has none."""
+    """Checks that at most N words are in small letters only; DON't has one, and Aa_b has none."""
     return len(re.findall(r"\b[a-z]+\b", response)) <= N
 
 
 def letters_number(response: str, N: int, relation: Relation) -> bool:
-    """There are so many letters from A to Z, in either case."""
+    """Checks the number of letters from A to Z, in either case."""
     return constraints.holds(len(re.findall("[a-zA-Z]", response)), relation, N)
 
 
 def count_composition(response: str, n_sent: int, n_words: int) -> bool:
-    """Three paragraphs, with `***` or `* * *` between, of n_sent sentences, of n_words words.
+    """Checks for three paragraphs, with `***` or `* * *` between, of n_sent sentences with n_words words each.
 
     Punctuation counts as words in all of them, or in none.
 
@@ -200,13 +200,13 @@ def count_composition(response: str, n_sent: int, n_words: int) -> bool:
 
 
 def count_unique(response: str) -> bool:
-    """No word is there twice; `The` and `the` are two words, as are `it` and `'s`."""
+    """Checks that no word occurs twice; `The` and `the` are two words, and so are `it` and `'s`."""
     words = _words_both_ways(response)[1]
     return len(words) == len(set(words))
 
 
 def _words_both_ways(sentence: str) -> tuple[list[str], list[str]]:
-    """Words and punctuation as the Penn Treebank parts them, and the words alone."""
+    """Returns words and punctuation as the Penn Treebank splits them, and the words alone."""
     tokens = text.tokens(sentence)
     return tokens, [token for token in tokens if re.search(r"\w", token)]
 

@@ -27,7 +27,7 @@ def holds(count: int, quantifier: Quantifier, limit: int, tolerance: int) -> boo
 
 
 def tenth(limit: int) -> int:
-    """How far from the limit `around` reaches: a tenth of it, at least 1."""
+    """Returns the tolerance of `around`: a tenth of the limit, at least 1."""
     return max(round(limit * 0.1), 1)
 
 
@@ -36,7 +36,7 @@ def verify_keywords(response: str, keyword_list: list[str]) -> bool:
 
 
 def verify_keyword_frequency(response: str, word: str, N: int) -> bool:
-    """Exactly N words are this one, in any case.
+    """Checks that exactly N words are this one, in any case.
 
     >>> verify_keyword_frequency("A cat, the Cat and a category", word="cat", N=2)
     True
@@ -45,12 +45,12 @@ def verify_keyword_frequency(response: str, word: str, N: int) -> bool:
 
 
 def validate_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
-    """None of these texts is anywhere in the response, within a word neither."""
+    """Checks that none of these texts is in the response, not even within a word."""
     return not any(word.lower() in response.lower() for word in forbidden_words)
 
 
 def verify_letter_frequency(response: str, letter: str, N: int) -> bool:
-    """The letter, in this case, is there exactly N times. ValueError for more than one letter."""
+    """Checks that the letter, in this case, occurs exactly N times. Raises ValueError for more than one letter."""
     if len(letter) != 1:
         raise ValueError(f"letter is {letter!r}, not one character")
     return response.count(letter) == N
@@ -61,23 +61,23 @@ def validate_response_language(response: str, language: str) -> bool:
 
 
 def verify_paragraph_count(response: str, N: int) -> bool:
-    """Exactly N paragraphs between dividers `* * *`, none of them empty."""
+    """Checks for exactly N paragraphs between dividers `* * *`, none of them empty."""
     paragraphs = "\n".join(line.strip() for line in response.splitlines()).split("* * *")
     return len(paragraphs) == N and all(paragraph.strip() for paragraph in paragraphs)
 
 
 def validate_word_constraint(response: str, N: int, quantifier: Quantifier) -> bool:
-    """So many words, parted by spaces."""
+    """Checks the number of words, split by spaces."""
     return holds(len(response.split()), quantifier, N, tenth(N))
 
 
 def verify_sentence_constraint(response: str, N: int, quantifier: Quantifier) -> bool:
-    """So many sentences: each but the last ends in `.`, `?` or `!` before a space; `around` is one more or less."""
+    """Counts sentences: each but the last ends in `.`, `?` or `!` before a space; `around` is one more or less."""
     return holds(len(_SENTENCE_END.split(response)), quantifier, N, 1)
 
 
 def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
-    """Exactly N paragraphs, parted by empty lines, and the ith (from 1) begins with this text. ValueError for i > N."""
+    """Checks for N paragraphs, split by empty lines, and the start of the ith (from 1). Raises ValueError for i > N."""
     if not 1 <= i <= N:
         raise ValueError(f"i is {i}, of {N} paragraphs")
     paragraphs = response.split("\n\n")
@@ -85,7 +85,7 @@ def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
 
 
 def verify_postscript(response: str, postscript_marker: str) -> bool:
-    """The marker is there, and something comes after it."""
+    """Checks that the marker is in the response, with text after it."""
     _, marker, rest = response.partition(postscript_marker)
     return bool(marker and rest.strip())
 
@@ -95,17 +95,17 @@ def validate_placeholders(response: str, N: int) -> bool:
 
 
 def verify_bullet_points(response: str, N: int) -> bool:
-    """Exactly N lines begin with `*` or `-`."""
+    """Checks that exactly N lines begin with `*` or `-`."""
     return sum(1 for line in response.split("\n") if line.strip().startswith(("*", "-"))) == N
 
 
 def validate_title(response: str) -> bool:
-    """A line has << and then >>."""
+    """Checks that a line has << and then >>."""
     return any(">>" in line.partition("<<")[2] for line in response.split("\n"))
 
 
 def validate_choice(response: str, options: list[str] | str) -> bool:
-    """One of the options is in the response. A text of options has slashes, commas or `or` between them.
+    """Checks that an option is in the response. A text of options has slashes, commas or `or` between them.
 
     >>> validate_choice("I don't know", options="I know or I don't know")
     True
@@ -121,13 +121,13 @@ def validate_highlighted_sections(response: str, N: int) -> bool:
 
 
 def validate_sections(response: str, N: int, section_splitter: str) -> bool:
-    """The splitter parts the response into N; what is before the first one counts, unless it is nothing."""
+    """Checks that the splitter splits the response into N parts, not counting an empty part before the first one."""
     sections = response.split(section_splitter)
     return len(sections) - (sections[0] == "") == N
 
 
 def validate_json_format(response: str) -> bool:
-    """The whole response is JSON, without a fence."""
+    """Checks that the whole response is JSON, without a fence."""
     try:
         json.loads(response)
     except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def validate_repeat_prompt(response: str, original_prompt: str) -> bool:
 
 
 def validate_two_responses(response: str) -> bool:
-    """Two different answers with six asterisks between them, once."""
+    """Checks for two different answers with six asterisks between them, once."""
     first, asterisks, second = response.partition("******")
     return bool(asterisks) and "******" not in second and first.strip() != second.strip()
 
@@ -154,7 +154,7 @@ def validate_lowercase(response: str) -> bool:
 
 
 def validate_frequency_capital_words(response: str, N: int, quantifier: Quantifier) -> bool:
-    """So many runs of the letters A to Z that are words of their own."""
+    """Checks the number of words that consist of the capitals A to Z."""
     return holds(len(re.findall(r"\b[A-Z]+\b", response)), quantifier, N, tenth(N))
 
 

@@ -65,7 +65,7 @@ def load() -> None:
 
 
 def sentence_count(text: str) -> int:
-    """How many sentences there are, by Punkt (Kiss & Strunk 2006, doi:10.1162/coli.2006.32.4.485).
+    """Returns the number of sentences, by Punkt (Kiss & Strunk 2006, doi:10.1162/coli.2006.32.4.485).
 
     >>> sentence_count("Dr. Smith paid $3.50. Did he? He did!")
     3
@@ -74,12 +74,12 @@ def sentence_count(text: str) -> int:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences, without spaces around them."""
+    """Returns the sentences, without spaces around them."""
     return [text[start:end].strip() for start, end in _sentence_tokenizer().span_tokenize(text)]
 
 
 def word_count(text: str) -> int:
-    r"""How many runs of letters, digits and underscores there are.
+    r"""Returns the number of runs of letters, digits and underscores.
 
     >>> word_count("It's 3.5 km")
     5
@@ -88,7 +88,7 @@ def word_count(text: str) -> int:
 
 
 def tokens(text: str) -> list[str]:
-    """Words and punctuation, as the Penn Treebank parts them.
+    """Returns words and punctuation, as the Penn Treebank splits them.
 
     >>> tokens("DON'T stop, NASA.")
     ['DO', "N'T", 'stop', ',', 'NASA', '.']
@@ -99,9 +99,9 @@ def tokens(text: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def language_of(text: str) -> str:
-    """The ISO 639-1 code of the likeliest language, such as `en` or `zh-cn`; empty for a text without letters.
+    """Returns the ISO 639-1 code of the likeliest language, such as `en` or `zh-cn`; empty for a text without letters.
 
-    By langdetect with a fixed seed: the same text has the same language always.
+    Uses langdetect with a fixed seed: the same text always has the same language.
 
     >>> language_of("Die Katze schläft auf dem Sofa."), language_of("1 + 1 = 2")
     ('de', '')
@@ -116,7 +116,7 @@ def language_of(text: str) -> str:
 
 
 def is_language(text: str, code: str) -> bool:
-    """Whether language_of(text) is this one; `zh` admits both `zh-cn` and `zh-tw`. ValueError for an unknown one."""
+    """Returns whether language_of(text) is `code`; `zh` admits `zh-cn`, `zh-tw`. Raises ValueError if unknown."""
     if code not in _languages():
         raise ValueError(f"language {code!r} is not among {', '.join(sorted(_languages()))}")
     return language_of(text) in (code, f"{code}-cn", f"{code}-tw")

@@ -1,9 +1,8 @@
-r"""Mathematical expressions compared by math-verify (https://github.com/huggingface/Math-Verify).
+r"""Comparison of mathematical expressions by math-verify (https://github.com/huggingface/Math-Verify).
 
-Before it, texts are put into its notation (notation.py), what it would misread is compared by itself (kinds.py), and
-expressions by their values (numbers.py). Its own time limits, of seconds on a clock, are off: the limit here is of
-computing, so that a busy machine gives the same scores. Inside of a long C call it waits for that to end; the worker
-process that runs this is killed at the recipe's time limit.
+Texts are first put into its notation (notation.py). Answers that it would misread are compared in kinds.py, expressions
+by their values in numbers.py. Its own wall-clock limits are off: the limit here counts computing time, so that a busy
+machine gives the same scores. A long C call delays that limit; the worker process is killed at the recipe's time limit.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     import sympy
 
 LIMIT_SECONDS, AGAIN_SECONDS = 2.0, 0.1
-"""How long a ground truth may be read, and an answer compared, and when it is ended again if that was caught."""
+"""Limit for reading a ground truth and for comparing an answer; pause before the next signal if one was caught."""
 
 TAIL_CHARACTERS = 2000
-"""Where a response marks no answer, one is looked for in so much of it: math-verify's patterns take long on texts."""
+"""Characters to search if a response marks no answer: math-verify's patterns take long on texts."""
 
 ANSWER_CHARACTERS_MAX = 1000
 """A longer answer than this, and than twice the ground truth, is wrong: parsing thousands of brackets takes minutes."""
@@ -44,10 +43,10 @@ TERMS_MAX = 2000
 """An answer that has more terms than this when it is expanded, and than the ground truth, is wrong as well."""
 
 NODES_MAX, EXPONENT_MAX, BITS_MAX, TEXT_TERMS_MAX = 60, 100, 400, 300
-"""Beyond these, an expression's text is not worked out."""
+"""Beyond these, an expression's text is not computed."""
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""What sympy raises about expressions that it cannot work out."""
+"""Exceptions of sympy for expressions that it cannot work out."""
 
 _SIGNS = re.compile(
     r"\\(?:neq?|neg|lnot|not|to|mapsto|implies|iff|vee|lor|wedge|land|sim|equiv|cong|oplus|\\"
@@ -77,16 +76,16 @@ _STATEMENT = re.compile(r"[\d,;]|\.\s")
 
 
 def make() -> RewardCallable:
-    r"""1.0 if the response's answer equals the ground truth, else 0.0.
+    r"""Makes a reward function: 1.0 if the response's answer equals the ground truth, else 0.0.
 
-    The answer is the last `\boxed{}` of what follows the reasoning, or what "The final answer is" names behind it, else
-    the last `<answer>…</answer>`, else what math-verify finds near the last "answer" or the end. Several answers stand
-    in one, as `\boxed{1, 2}`, or in boxes of one sentence. Each side of an equation must be right, but for a name on
-    its left, as in `x = 2`; what math-verify passes over (`\neq`, `\to`, `\vee`, not, wrong) is wrong unless the truth
-    has it. The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`; ValueError if it is none, or is
-    not read in LIMIT_SECONDS. An answer that is not compared in them is wrong; the metric limit_reached is then 1.
-    `answer` of equal answers is one text where it is not too large to work out; of right ones it always is.
-    Imports sympy: about a second.
+    The answer is the last `\boxed{}` after the reasoning, or the one that "The final answer is" names behind it, else
+    the last `<answer>…</answer>`, else the one that math-verify finds near the last "answer" or the end. Several
+    answers share a box, as `\boxed{1, 2}`, or a sentence with a box each. Each side of an equation must be right,
+    except a name on its left, as in `x = 2`. What math-verify skips (`\neq`, `\to`, `\vee`, not, wrong) makes an answer
+    wrong unless the truth has it. The ground truth is LaTeX or plain text, with or without `$` or `\boxed{}`. Raises
+    ValueError if it is neither, or is not read in LIMIT_SECONDS. An answer not compared in that time is wrong, with the
+    metric limit_reached 1. Equal answers have one text `answer` if it is small enough to compute; right answers always
+    have one. Imports sympy: about a second.
 
     >>> verify = make(); verify(response=r"It is \boxed{\frac{2}{4}}.", ground_truth="0.5")
     {'score': 1.0, 'answer': '1/2', 'limit_reached': 0.0}
@@ -118,17 +117,17 @@ def make() -> RewardCallable:
 
 
 def solution(ground_truth: str) -> str:
-    """A right response: the ground truth in a box, unless it has one."""
+    """Returns a right response: the ground truth in a box, unless it has one."""
     return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
 
 
 class LimitReachedError(BaseException):
-    """A text was not read or compared in LIMIT_SECONDS. No Exception: sympy catches those."""
+    """The error of a text that is not read or compared in LIMIT_SECONDS. Not an Exception: sympy catches those."""
 
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """Raises LimitReachedError in what runs within it after LIMIT_SECONDS of computing; never off the main thread."""
+    """Raises LimitReachedError in its context after LIMIT_SECONDS of computing, on the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -152,14 +151,14 @@ class Truth:
     given: str
     latex: str
     parsed: list[Any]
-    """What math-verify makes of it."""
+    """Its parses by math-verify."""
     text: str
     of_kind: bool
     """It is compared by `same_kind`."""
 
 
 def read_truth(ground_truth: str) -> Truth:
-    """Raises ValueError if it is neither an expression nor of a kind of its own."""
+    """Reads a ground truth. Raises ValueError if it is neither an expression nor of a kind of its own."""
     from math_verify import parse
 
     boxed = last_boxed(ground_truth)
@@ -173,7 +172,7 @@ def read_truth(ground_truth: str) -> Truth:
 
 
 def compared(truth: Truth, text: str) -> dict[str, Any]:
-    """The score of a response without its reasoning, and its answer."""
+    """Returns the score of a response without its reasoning, and its answer."""
     given = final_answer(text)
     given = tagged(text, "answer") if given is None else given
     if given is None and "\\boxed{" in text:
@@ -189,7 +188,7 @@ def compared(truth: Truth, text: str) -> dict[str, Any]:
 
 
 def scored(truth: Truth, text: str, given: str | None) -> dict[str, Any]:
-    """The score of an answer, or of a text that marks none."""
+    """Returns the score of an answer, or of a text that marks none."""
     from math_verify import parse
 
     if given is not None and len(given) > max(ANSWER_CHARACTERS_MAX, 2 * len(truth.given)):
@@ -214,7 +213,7 @@ def scored(truth: Truth, text: str, given: str | None) -> dict[str, Any]:
 
 
 def parsed(latex: str) -> list[Any]:
-    """What math-verify makes of LaTeX: an expression for each way to read it, and texts. Empty if it is nothing."""
+    """Returns math-verify's parses of LaTeX: an expression for each reading, and texts. Empty if there is none."""
     from math_verify import parse
 
     found: list[Any] = []
@@ -226,7 +225,7 @@ def parsed(latex: str) -> list[Any]:
 
 
 def _union(relations: list[Any]) -> Any:
-    """The numbers that keep to one of several inequalities, None if they are none."""
+    """Returns the numbers that satisfy one of several inequalities, None if they are no inequalities."""
     import sympy
 
     try:
@@ -237,9 +236,9 @@ def _union(relations: list[Any]) -> Any:
 
 
 def equal(truth: list[Any], answer: list[Any]) -> bool:
-    """Whether their values or math-verify tell that they are equal. What cannot be compared is not.
+    """Returns whether a truth and an answer are equal by their values or math-verify; False if not comparable.
 
-    ValueError if the truth cannot be compared with itself. MemoryError, as far as math-verify and sympy let it out.
+    Raises ValueError if the truth cannot be compared with itself; MemoryError, as far as math-verify and sympy do.
     """
     import sympy
     from math_verify import verify
@@ -264,7 +263,7 @@ def equal(truth: list[Any], answer: list[Any]) -> bool:
 
 
 def leaves_out(latex: str, ground_truth: str) -> bool:
-    r"""Whether an answer has what math-verify passes over, not in the truth: not, wrong, \neq, \to, \vee, a new row.
+    r"""Returns whether an answer has, unlike the truth, what math-verify skips: not, wrong, \neq, \to, \vee, a new row.
 
     >>> [leaves_out(text, "4") for text in (r"\neq 4", "3 (or 4)", r"x \to 4", r"4 \text{ is wrong}", r"x = 4", "|4|")]
     [True, True, True, True, False, False]
@@ -275,7 +274,7 @@ def leaves_out(latex: str, ground_truth: str) -> bool:
 
 
 def expressions(latex: str) -> list[str]:
-    r"""The sides of a chain of equations, but for a name on its left, where math-verify would read the last one alone.
+    r"""Returns the sides of a chain of equations but for a name on its left. math-verify would read only the last.
 
     >>> [expressions(text) for text in ("x^2 = 4", "f(x) = 1 = 4", "x = 4", "x = 1, y = 2", "4")]
     [['x^2', '4'], ['1', '4'], [], [], []]
@@ -294,7 +293,7 @@ def expressions(latex: str) -> list[str]:
 
 
 def is_name(latex: str) -> bool:
-    r"""Whether it names something, as a letter does, and is not an expression.
+    r"""Returns whether LaTeX is a name, such as a letter, and not an expression.
 
     >>> [is_name(text) for text in ("x", "(x, y)", "f(x)", r"\angle ABC", "S_{10}", "P(A)", "x^2", "a + b", "2")]
     [True, True, True, True, True, True, False, False, False]
@@ -305,7 +304,7 @@ def is_name(latex: str) -> bool:
 
 
 def is_denied(text: str) -> bool:
-    """Whether a text without a marked answer says of a number that it is not the answer.
+    """Returns whether a text without a marked answer says that a number is not the answer.
 
     >>> [is_denied(text) for text in ("The answer is not 4", "The answer is 4, not 5.", "It isn't 4.", "So 4.")]
     [True, False, True, False]
@@ -318,7 +317,7 @@ def is_denied(text: str) -> bool:
 
 
 def stated(text: str) -> str:
-    """What follows the last "answer is" up to the end of the line or sentence, else the last line.
+    """Returns the text after the last "answer is" up to the end of the line or sentence, else the last line.
 
     >>> stated("The answer is 10:30 AM. So it is late."), stated("So it is:\\n12:00"), stated("**Answer:** $x$")
     ('10:30 AM', '12:00', 'x')
@@ -329,7 +328,7 @@ def stated(text: str) -> str:
 
 
 def _outermost(latex: str) -> str:
-    """The LaTeX with a point for each character in brackets and environments, so that places stay the same."""
+    """Returns the LaTeX with a point for each character in brackets and environments, so that indices stay the same."""
     latex = _ENVIRONMENT.sub(lambda found: "." * len(found.group()), latex)
     depth = 0
     masked = []
@@ -341,14 +340,14 @@ def _outermost(latex: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """Where math-verify is to look for an answer that nothing marks: the end, or what follows the last "answer"."""
+    """Returns the text in which math-verify looks for an unmarked answer: the end, or from the last "answer" on."""
     start = max(len(text) - TAIL_CHARACTERS, 0)
     word = text.lower().rfind("answer")
     return text[word : word + TAIL_CHARACTERS] if 0 <= word < start else text[start:]
 
 
 def answer_text(parsed: list[Any]) -> str:
-    """One text for equal answers, of what math-verify parsed: an expression and its LaTeX; empty if it is neither."""
+    """Returns one text for equal answers that math-verify parsed (expression and LaTeX); empty if there is neither."""
     import sympy
 
     latex = next((normalised(item) for item in parsed if isinstance(item, str)), "")
@@ -397,7 +396,7 @@ def _value_text(value: sympy.Expr) -> str:
 
 
 def _is_small(expression: Any) -> bool:
-    """Whether it has few parts and no large power or factorial, so that its value is worked out in no time."""
+    """Returns whether an expression is fast to compute: few parts, and no large power or factorial."""
     import sympy
 
     for count, part in enumerate(sympy.preorder_traversal(expression)):
@@ -412,7 +411,7 @@ def _is_small(expression: Any) -> bool:
 
 
 def terms(expression: Any) -> float:
-    """How many terms it has at most when it is expanded; 1 if it is a text.
+    """Returns an upper bound on the terms of an expression when it is expanded; 1 for a text.
 
     >>> import sympy; terms(sympy.sympify("(x + y + 1)**3 * (x + 2)"))
     20.0

@@ -56,7 +56,7 @@ _SET = re.compile(
 
 
 def same_kind(truth: str, answer: str) -> bool | None:
-    """Whether the answer is right if either is of a kind that math-verify misreads; None if neither is.
+    """Returns whether the answer is right if either is of a kind that math-verify misreads; None if neither is.
 
     >>> [same_kind(r"n \\equiv 3 \\pmod 5", text) for text in (r"n \\equiv 8 \\pmod{5}", r"n \\equiv 2 \\pmod 5", "5")]
     [True, False, False]
@@ -94,7 +94,7 @@ def _residues(congruence: re.Match[str]) -> set[int | str]:
 
 
 def _percents(truth: str, answer: str) -> bool | None:
-    """12.5% is taken for 12.5, as math-verify takes 12% for 12; below 1 it may be a share."""
+    """Accepts 12.5% for 12.5, as math-verify accepts 12% for 12. Returns None otherwise: below 1 it may be a share."""
     wanted, given = _PERCENT.fullmatch(truth), _PERCENT.fullmatch(answer)
     if not wanted or not given or bool(wanted[2]) == bool(given[2]):
         return None
@@ -123,7 +123,7 @@ def _in_base(latex: str) -> tuple[str, int] | None:
 
 
 def _clocks(truth: str, answer: str) -> bool | None:
-    """A time of day, unless it may be a ratio: one in lowest terms, without AM or PM."""
+    """Compares times of day. Returns None if the truth may be a ratio: one in lowest terms, without AM or PM."""
     wanted, given = _CLOCK.fullmatch(truth), _CLOCK.fullmatch(answer)
     if not wanted or (int(wanted[1]) > 24):
         return None
@@ -145,7 +145,7 @@ def _minutes(clock: re.Match[str]) -> int:
 
 
 def _amounts(truth: str, answer: str) -> bool | None:
-    """Amounts in units of one kind are compared, as 3 hours 20 minutes with 200 minutes; others pass over the unit."""
+    """Compares amounts in units of one kind, as 3 hours 20 minutes with 200 minutes; for others, ignores the unit."""
     wanted, given = _amount(truth), _amount(answer)
     if wanted is not None and given is not None and wanted[0] == given[0]:
         return abs(wanted[1] - given[1]) <= abs(wanted[1]) / 10**6
@@ -154,7 +154,7 @@ def _amounts(truth: str, answer: str) -> bool | None:
 
 
 def _amount(text: str) -> tuple[str, Fraction, int] | None:
-    """What it measures, how much in the smallest unit of that, and in how many parts it is said."""
+    """Returns the kind of an amount, its size in the base unit, and its number of parts; None for other texts."""
     found = list(_AMOUNT.finditer(text))
     if not found or found[0].start() or found[-1].end() != len(text):
         return None
@@ -177,7 +177,7 @@ def _fraction(number: str) -> Fraction:
 
 
 def _words(truth: str, answer: str) -> bool | None:
-    """Texts of letters are words, where their order counts, unless they are few enough for a product such as xyz."""
+    """Compares texts of letters as words, whose order counts. Returns None if the truth may be a product: xyz."""
     if not _WORDS.fullmatch(truth) or _is_product(truth):
         return None
     if normalised(truth).casefold() == normalised(answer).casefold():
@@ -194,7 +194,7 @@ def _is_product(letters: str) -> bool:
 
 
 def _sets(truth: str, answer: str) -> bool | None:
-    """Unions and intersections of named sets, by their members: one for each choice of sets that it is in."""
+    """Compares unions and intersections of named sets by their members: a truth table over membership in each set."""
     tokens = [_SET.findall(text) if not _SET.sub("", text).strip() else [] for text in (truth, answer)]
     names = sorted({token for text in tokens for token in text if token[0].isalpha()})
     if not all(tokens) or not 1 < len(names) <= 8 or len(tokens[0]) == 1:
@@ -208,7 +208,7 @@ def _sets(truth: str, answer: str) -> bool | None:
 
 
 def _members(tokens: list[str], masks: dict[str, int], everything: int) -> int | None:
-    r"""The bits of a union's members, None if it cannot be read. \cap goes before \cup and \setminus."""
+    r"""Returns the members of a set expression as bits, None if unreadable. \cap binds before \cup and \setminus."""
     place = 0
 
     def one() -> int:

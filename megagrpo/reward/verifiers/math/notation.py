@@ -46,7 +46,7 @@ _BETWEEN = re.compile(r"(?:[\s$,;&.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|
 
 
 def readable(latex: str) -> str:
-    r"""The answer in a form that math-verify reads.
+    r"""Returns the answer in a form that math-verify reads.
 
     >>> [readable(text) for text in ("30°", r"\binom52", r"2 > x \ge 1", "12.", r"\text{a}", "1½", "√2")]
     ['30^\\circ', '\\binom{5}{2}', '1 \\le x < 2', '12', '\\text{a}', '1\\frac{1}{2}', '\\sqrt{2}']
@@ -69,7 +69,7 @@ def readable(latex: str) -> str:
 
 
 def readings(latex: str) -> list[str]:
-    r"""What `readable` LaTeX can stand for: 2e-3 is 0.002 or 2·e - 3, C(5,2) is a number or the point C, 1e10 is one.
+    r"""Returns the readings of `readable` LaTeX: 2e-3 is 0.002 or 2·e - 3, C(5,2) a number or the point C, 1e10 one.
 
     >>> readings("1e10"), readings("2e-3"), readings("10e"), readings("C(5,2)")
     (['1\\times 10^{10}'], ['2\\times 10^{-3}', '2e-3'], ['10e'], ['\\binom{5}{2}', 'C(5,2)'])
@@ -80,7 +80,7 @@ def readings(latex: str) -> list[str]:
 
 
 def in_ascii(text: str) -> str:
-    r"""The text with the signs that Unicode has for mathematics as LaTeX.
+    r"""Returns the text with Unicode's signs for mathematics as LaTeX.
 
     >>> in_ascii("２½ ≤ x² + √(y)")
     '2\\frac{1}{2} \\le  x^{2} + \\sqrt{y}'
@@ -95,7 +95,7 @@ def in_ascii(text: str) -> str:
 
 
 def joined_boxes(text: str) -> str:
-    r"""The boxes at the end of a text that stand in one sentence, each with the name before it; empty if it is one.
+    r"""Returns the boxes of one sentence at the end of a text, each with the name before it; empty for a single box.
 
     >>> joined_boxes(r"So $x=\boxed{2}$ and $y=\boxed{3}$."), joined_boxes(r"\boxed{2}, no: \boxed{3}")
     ('x=2, y=3', '')
@@ -119,7 +119,7 @@ def _power(found: re.Match[str]) -> str:
 
 
 def _fraction(found: re.Match[str]) -> str:
-    """A decimal whose last digits repeat: 0.1 and 6 is (16 - 1) / 90."""
+    """Returns a decimal whose last digits repeat as a fraction: 0.1 and 6 is (16 - 1) / 90."""
     whole, once, *repeated = found.groups()
     again = re.sub(r"\D", "", next(filter(None, repeated)))
     numerator = int(f"{whole}{once}{again}") - int(f"{whole}{once}" or 0)

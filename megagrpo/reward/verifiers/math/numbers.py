@@ -1,4 +1,4 @@
-"""Equality of expressions by their values at points, which is told in no time where to expand them takes for ever."""
+"""Equality of expressions by their values at random points: fast where expanding them would take for ever."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ DIGITS = 40
 SAME, OTHER = 10**30, 10**10
 """Values that differ by less than one part in SAME are equal, by more than one in OTHER are different."""
 VANISHING = 10**60
-"""A value below one part of it may be 0, which has no digits to compare."""
+"""A value below 1 / VANISHING may be 0, which has no digits to compare."""
 POINTS = 3
 
 
 def same_values(one: Any, other: Any) -> bool | None:
-    """Whether two expressions have equal values at random points, also negative ones; None if that does not tell.
+    """Returns whether two expressions have equal values at random points, negative ones included; None if undecided.
 
-    It does not where numbers are rounded, both are plain numbers, symbols differ, or a value is infinite or unknown.
+    Undecided if numbers are rounded, both are plain numbers, symbols differ, or a value is infinite or unknown.
 
     >>> import sympy; one = sympy.sympify("(x + y)**30")
     >>> [same_values(one, sympy.sympify(text)) for text in ("(x + y)**29*(x + y)", "(x + y)**29", "(x + z)**30")]
@@ -49,7 +49,7 @@ def same_values(one: Any, other: Any) -> bool | None:
 
 
 def _value(expression: Any, point: int) -> Any:
-    """Its value with DIGITS digits, None if there is none."""
+    """Returns the value of an expression with DIGITS digits, None if there is none."""
     import sympy
 
     symbols = sorted(expression.free_symbols, key=str)
@@ -64,7 +64,7 @@ def _value(expression: Any, point: int) -> Any:
 
 @cache
 def _numbers(point: int, count: int) -> tuple[Any, ...]:
-    """Numbers from 1/2 to 5/2: positive at the first point, negative at the second, of both signs at the third."""
+    """Returns numbers from 1/2 to 5/2: positive at the first point, negative at the second, both signs at the third."""
     import sympy
 
     drawn = random.Random(point)

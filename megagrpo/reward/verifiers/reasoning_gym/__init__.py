@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym, each by its own scorer (https://github.com/open-thought/reasoning-gym), in a sandbox.
 
 Scorers were not written for answers that attack them: some evaluate the answer as Python. So each answer is scored in a
-process of its own, which begins as a copy of one that has the package, and which nothing outlives.
+process of its own, forked from one that has imported the package. Nothing outlives it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megagrpo.reward.sandbox.sandbox import Isolation, Kind, Limits, Sandbox, in
 ARGUMENTS = "reasoning_gym_arguments"
 ARGUMENTS_CHARACTERS_MAX = 10_000
 TASK_SECONDS = 30.0
-"""For the first answer of a task, whose data set is made then."""
+"""Timeout of the first answer of a task, whose data set is made then."""
 
 
 def make(extract: str = "tags", seconds: float = 4.0, isolation: Isolation = "auto") -> RewardCallable:
-    """What the scorer of the row's task gives to the answer, from 0 to 1. Some tasks give parts.
+    """Makes a reward function: the score from 0 to 1 by the scorer of the row's task. Some tasks give parts.
 
     extract: tags (the last <answer>…</answer>), last_line (the last that is not blank), or either (tags, else the last
-    line), of what follows the last </think>. A response without an answer scores 0, and so does an answer that makes
-    the scorer raise, or take longer than `seconds`. extra_info is the entry's metadata, with source_dataset; ValueError
-    if the entry cannot be scored, or for another `extract`, or if this machine has no such isolation.
+    line), after the last </think>. A response without an answer scores 0. So does an answer on which the scorer raises,
+    or takes longer than `seconds`. extra_info is the entry's metadata, with source_dataset. Raises ValueError if the
+    entry cannot be scored, for another `extract`, or if this machine has no such isolation.
 
     >>> row = {"ground_truth": "4", "extra_info": {"source_dataset": "leg_counting", "source_index": 0}}
     >>> score = make()
@@ -69,7 +69,7 @@ def make(extract: str = "tags", seconds: float = 4.0, isolation: Isolation = "au
 
 
 def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
-    """A right response; None for tasks that name no answer."""
+    """Returns a right response; None for tasks that name no answer."""
     return f"<answer>{ground_truth}</answer>\n{ground_truth}" if ground_truth else None
 
 
@@ -91,7 +91,7 @@ class _Scorers:
         self._known: set[tuple[str, str]] = set()
 
     def check(self, task: str, arguments: str) -> None:
-        """ValueError if there is no such task, or not with these arguments (JSON)."""
+        """Raises ValueError if there is no such task, or not with these arguments (JSON)."""
         if (task, arguments) in self._known:
             return
         if len(task) + len(arguments) > ARGUMENTS_CHARACTERS_MAX:
@@ -102,7 +102,7 @@ class _Scorers:
         self._known.add((task, arguments))
 
     def score(self, task: str, arguments: str, answer: str, entry: Mapping[str, Any]) -> Ran:
-        """What the task's scorer gives: a number from 0 to 1."""
+        """Returns the score by the task's scorer: a number from 0 to 1."""
         found = self._call("score", task, arguments, answer, entry, seconds=self.seconds)
         if not found.failure and not (type(found.value) is float and 0 <= found.value <= 1):
             return Ran(f"the scorer gave {str(found.value)[:100]}")

@@ -1,4 +1,4 @@
-"""What scores answers in the sandbox: reasoning-gym, imported by the process that forks a child for each answer.
+"""The scorers in the sandbox: reasoning-gym, imported by the process that forks a child for each answer.
 
 Several of the package's scorers evaluate the answer as Python, or by sympy's parser, which does the same. Here they
 evaluate values and arithmetic only, so that an answer neither runs code nor reads the entry that it is compared with.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class NoDrawing(ModuleType):
-    """A module in which every name is there."""
+    """A module in which every name exists."""
 
     def __getattr__(self, name: str) -> type:
         return object
@@ -69,20 +69,20 @@ def _made(task: str, arguments: str) -> Any:
 
 
 def refusal(task: str, arguments: str) -> str:
-    """Why there is no such task; empty if there is."""
+    """Returns why there is no such task; empty if there is."""
     made = _data_sets[task, arguments]
     return made if isinstance(made, str) else ""
 
 
 def score(task: str, arguments: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """What the task's scorer gives. Raises what the scorer raises."""
+    """Returns the score by the task's scorer. Raises what the scorer raises."""
     return float(_data_sets[task, arguments].score_answer(answer, entry))
 
 
 def evaluated(source: str, names: dict[str, Any] | None = None, local: Mapping[str, object] | None = None) -> Any:
-    """eval() of values and arithmetic; with `names`, as sympy's parser calls it, of sympy's functions too.
+    """Evaluates values and arithmetic; with `names`, as sympy's parser calls it, sympy's functions too.
 
-    ValueError for anything else.
+    Raises ValueError for anything else.
 
     >>> evaluated("[1, 2 * 3]"), evaluated("Integer(2) * Symbol('x')", vars(sympy))
     ([1, 6], 2*x)
@@ -98,7 +98,7 @@ def evaluated(source: str, names: dict[str, Any] | None = None, local: Mapping[s
 
 
 def _is_sympys(node: ast.AST, local: Mapping[str, object]) -> bool:
-    """Whether sympy's parser needs it. Texts may be names and numbers only: sympy parses others."""
+    """Returns whether sympy's parser needs a node. Texts may be names and numbers only: sympy parses others."""
     match node:
         case ast.Constant(value=str(text)):
             return text.isidentifier() or bool(_NUMBER.fullmatch(text))
