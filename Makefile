@@ -34,7 +34,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= RAY_worker_niceness=0 CUDA_VISIBLE_
 # The seconds of every test are kept in build/TARGET.xml.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=20 --junitxml=build/$@.xml
 
-.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-extras test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
+.PHONY: docs docs-serve adder warm-start puzzles agents smollm2 gguf demo demo-sglang demo-llm sglang-cpu slurm-cpu bubblewrap chromium test test-long test-soak lint house gpu-check benchmark-step benchmark-sync benchmark-algorithms clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -51,7 +51,6 @@ help:
 	@echo "make bubblewrap install bubblewrap from Debian's packages, as root (sandboxes of programs; their tests are skipped without)"
 	@echo "make chromium   install Chromium from Debian's packages, as root (it opens pages; their tests are skipped without)"
 	@echo "make test       lint, and every test that is not long (ARGS=\"-k name\")"
-	@echo "make test-extras  those of them that need bubblewrap or Chromium, and nothing else"
 	@echo "make test-long  whole runs, kills and resumes"
 	@echo "make test-soak  trainings that must learn, many faults in one run, every choice of a recipe (hours; before a release)"
 	@echo "make lint       ruff, mypy, the rules of who imports whom, and the house's limits"
@@ -163,9 +162,6 @@ demo-llm: $(SMOLLM2)
 
 test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)
-
-test-extras: $(SGLANG_INSTALLED)
-	$(TEST_ENVIRONMENT) $(PYTEST) -m "needs and not long and not soak" $(ARGS)
 
 test-long: $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "long and not soak" $(ARGS)

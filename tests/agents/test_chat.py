@@ -85,7 +85,7 @@ def play(chat: Chat, family: str, rng: random.Random, counts: Counter[str]) -> N
         counts["cut off" if cut else "extended"] += 1
 
 
-@pytest.mark.parametrize("conversations", [40, pytest.param(MOST, marks=pytest.mark.long)])
+@pytest.mark.parametrize("conversations", [40, pytest.param(MOST, marks=pytest.mark.soak)])
 def test_an_extension_is_what_rendering_the_whole_conversation_gives(conversations: int) -> None:
     turns = Counter[str]()
     for family in FAMILIES:

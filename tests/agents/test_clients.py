@@ -108,7 +108,7 @@ async def check_rollout(gateway: Gateway, policy: Policy, key: str, index: int) 
     assert asked <= {numbers_of(index)[0]}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*list(PROGRAMS)[:3], pytest.param("openai_agents", marks=pytest.mark.soak)])
 def test_rollouts_of_a_client_are_not_mixed_up(program: str, agent_python: Callable[[str], Path]) -> None:
     python, rollouts, at_once = agent_python(PROGRAMS[program]), 128, 64
 
@@ -132,7 +132,9 @@ def test_rollouts_of_a_client_are_not_mixed_up(program: str, agent_python: Calla
     asyncio.run(asyncio.wait_for(run(), SECONDS_MAX))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", ["openai_chat", *(pytest.param(one, marks=pytest.mark.soak) for one in list(PROGRAMS)[1:])]
+)
 def test_agents_that_are_killed_cost_their_own_rollouts(program: str, agent_python: Callable[[str], Path]) -> None:
     python, rollouts, at_once = agent_python(PROGRAMS[program]), 48, 16
     rng = random.Random(program)

@@ -141,7 +141,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("agents") / "log"
 
 
-@pytest.mark.parametrize("rollouts", [64, pytest.param(256, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rollouts", [16, pytest.param(256, marks=pytest.mark.soak)])
 def test_a_tool_environment_gives_each_rollout_its_own_reward(
     rollouts: int, agent_python: Python, tmp_path: Path, log: Path
 ) -> None:
@@ -153,7 +153,9 @@ def test_a_tool_environment_gives_each_rollout_its_own_reward(
     assert rows["test"][0]["prompt"] == [{"role": "user", "content": "Add: 64 65 128"}]
     verifiers = {"environment": environment, "arguments": {"rows": 64, "held_out": 3}}
     agent = AgentConfig(verifiers=verifiers, python=python)
-    for one in play(agent, [*rows["train"], *rows["test"]], adds, log, rollouts=rollouts, together=True):
+    for one in play(
+        agent, [*rows["train"], *rows["test"]], adds, log, rollouts=rollouts, at_once=min(rollouts, 64), together=True
+    ):
         first = numbers(one.row["prompt"][0]["content"])[0]
         assert one.score == float(first % 3 != 0)
         assert one.end["reward"]["add_calls"] == 2
@@ -185,6 +187,7 @@ def test_an_environment_takes_rows_of_ones_own_and_its_rewards_of_turns_are_pass
     assert (right.score, skips.score) == (1.5, 1.0)
 
 
+@pytest.mark.soak
 def test_tasks_with_a_harness_are_done_by_its_program(agent_python: Python, tmp_path: Path, log: Path) -> None:
     python, environment = str(agent_python("verifiers-0.4")), f"{EPISODES}/sums_with_harness.py:tasks"
     rows = prepared(tmp_path, "verifiers", environment, "--python", python, "--arguments", '{"rows": 16}')["train"]
@@ -258,7 +261,7 @@ def test_episodes_of_an_openenv_server_have_the_rewards_of_their_steps(
     assert (cut.score, cut.record.limited, len(cut.record.turns)) == (0.0, True, 3)
 
 
-@pytest.mark.parametrize("counts", ["last", "best"])
+@pytest.mark.parametrize("counts", ["best", pytest.param("last", marks=pytest.mark.soak)])
 def test_a_wrong_answer_to_a_task_of_reasoning_gym_may_be_mended(counts: str, log: Path) -> None:
     pytest.importorskip("reasoning_gym")
     entries = [entry for _, entry in task_records("reasoning_gym://seed=1/size=32/chain_sum")]

@@ -71,7 +71,7 @@ async def play(chat: Chat, family: str, seed: int) -> Record:
     return record
 
 
-@pytest.mark.parametrize("rollouts", [25, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rollouts", [25, pytest.param(500, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whatever_agents_ask_what_is_trained_is_what_the_engine_saw(family: str, rollouts: int) -> None:
     chat = chat_of(family)

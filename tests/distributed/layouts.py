@@ -9,6 +9,10 @@ optimizer, the dtype, tied embeddings, and the kind of layers (dense, experts, l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from megagrpo.layout.parallel import ParallelLayout
 from tests.tiny_models import WITH_EXPERTS
@@ -90,3 +94,8 @@ ROWS = {
     "three stages": Row(ParallelLayout(pipeline=3, last_stage_layers=2), "qwen2_tied"),
     "four context ranks": Row(ParallelLayout(context=4), "qwen2_tied"),
 }
+
+
+def soak(*cases: Any) -> list[ParameterSet]:
+    """Marks cases for `make test-soak`: another test has their layout, or another case what would be wrong."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]

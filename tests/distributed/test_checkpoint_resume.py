@@ -22,7 +22,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import snapshot
 from megagrpo.megatron.sft_rank import SftRank
 from tests.distributed.conftest import Tiny
-from tests.distributed.layouts import ROWS, Row
+from tests.distributed.layouts import ROWS, Row, soak
 from tests.distributed.step_case import conversations, make_sft_recipe
 from tests.distributed.step_ranks import on_ranks, save, sft_steps, states_of, with_noise, write
 
@@ -67,11 +67,17 @@ PAIRS = [
     for saved, loaded in zip(names, [*names[1:], names[0]], strict=True)
 ]
 IN_EVERY_RUN = [next(pair for pair in PAIRS if pair[0] == family) for family in CHAINS]
+LONG = [("qwen2_tied", "context, data", "three stages"), ("qwen3_moe", "expert over tensor", "all")]
+LONG += [("qwen3_moe", "all", "expert, data"), ("deepseek_v3", "unequal, context, expert", "virtual, context")]
 
 
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
-    [pair if pair in IN_EVERY_RUN else pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS],
+    [
+        *IN_EVERY_RUN,
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG),
+        *soak(*(pair for pair in PAIRS if pair not in (*IN_EVERY_RUN, *LONG))),
+    ],
 )
 def test_a_run_continues_in_another_layout(family: str, saved: str, loaded: str, tiny: Tiny, tmp_path: Path) -> None:
     first, second = (replace(ROWS[name], layout=ROWS[name].of(family), dtype="float32") for name in (saved, loaded))
@@ -106,7 +112,7 @@ def figures(results: list[dict[str, Any]]) -> list[float]:
     return list(found)
 
 
-@pytest.mark.parametrize("name", ["tensor", "unequal, data", "tensor, unequal", "expert, data"])
+@pytest.mark.parametrize("name", [*soak("tensor", "unequal, data"), "tensor, unequal", "expert, data"])
 def test_in_the_same_layout_a_run_continues_bit_for_bit(name: str, tiny: Tiny, tmp_path: Path) -> None:
     row = ROWS[name]
     run, resumed = (

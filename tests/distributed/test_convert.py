@@ -25,7 +25,7 @@ from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import begin_export
 from tests.distributed.conftest import Tiny
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.parity_ranks import RankLogits, load_model, logits_of_chunks
 from tests.distributed.step_case import conversations, make_sft_recipe
 from tests.distributed.step_ranks import export, on_ranks, save, sft_steps
@@ -37,10 +37,8 @@ from tests.tiny_models import TINY_FAMILIES, WITH_EXPERTS
 # The row with most kinds of cuts in every test run; the others, which cost as much each, in the long one.
 IN_TURN = [
     "tensor, unequal",
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("virtual, context", "expert, data", "expert over tensor", "unequal, data")
-    ),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("virtual, context", "expert, data")),
+    *soak("expert over tensor", "unequal, data"),
 ]
 
 

@@ -27,7 +27,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
 from tests.distributed.conftest import CaseOf
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import (
     LONGEST,
     LR,
@@ -193,7 +193,7 @@ def test_the_case_clips_on_both_sides(dense):
         ("qwen2_tied", "tensor"),
         ("qwen2_tied", "context, data"),
         ("qwen2_tied", "three stages"),
-        ("qwen3_moe", "all"),
+        *soak(("qwen3_moe", "all")),
     ],
 )
 def test_every_layout_takes_the_step_of_transformers_and_autograd(family, name, family_of):

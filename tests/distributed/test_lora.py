@@ -26,7 +26,7 @@ from megagrpo.weights.files.adapters import adapted_matrices, initial_a, key_a, 
 from megagrpo.weights.sides import transformers as transformers_side
 from megagrpo.weights.views import box_view
 from tests.distributed.conftest import CaseOf, Tiny
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import (
     Case,
     StepResult,
@@ -157,7 +157,7 @@ WHOLE_EXPERTS = {"layout": vars(ParallelLayout(tensor=2))}
 @pytest.mark.parametrize(
     ("family", "name", "targets", "train"),
     [
-        ("qwen2", "tensor, unequal", ALL, {}),
+        *soak(("qwen2", "tensor, unequal", ALL, {})),
         ("qwen3", "four tensor ranks", SOME, {}),  # more than query groups
         ("qwen3_moe", "expert over tensor", ALL, {}),
         ("mixtral", "tensor", ALL, WHOLE_EXPERTS),  # on every rank

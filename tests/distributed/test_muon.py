@@ -19,7 +19,7 @@ from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import shards_of
 from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe
 from tests.distributed.conftest import CaseOf, Tiny
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LR, Case, StepResult, conversations, make_recipe, make_sft_recipe
 from tests.distributed.step_ranks import RankStep, gather, on_ranks, states_of, step, the_one
 from tests.distributed.test_checkpoint_resume import (
@@ -140,7 +140,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("name", "family", "train"),
-    [pytest.param(*one, marks=() if number < 4 else pytest.mark.long) for number, one in enumerate(LAYOUTS)],
+    [*LAYOUTS[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in LAYOUTS[2:4]), *soak(*LAYOUTS[4:])],
 )
 def test_every_layout_takes_the_same_three_steps(
     name: str, family: str, train: dict[str, Any], alone: Callable[[str], list[StepResult]], case_of: CaseOf
@@ -152,7 +152,7 @@ def test_every_layout_takes_the_same_three_steps(
     assert np.linalg.norm(got - wanted) <= 3e-5 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("name", ["tensor, data", "unequal, data"])
+@pytest.mark.parametrize("name", [*soak("tensor, data"), "unequal, data"])
 def test_exchanges_beside_passes_change_no_number(name: str, case_of: CaseOf) -> None:
     overlap = ["gradients", "parameters"]
     recipes = (recipe_of(name, "qwen3", "bfloat16", overlap=which) for which in ([], overlap))
@@ -166,7 +166,8 @@ def test_exchanges_beside_passes_change_no_number(name: str, case_of: CaseOf) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "dtype"), [("tensor, data", "qwen3", "bfloat16"), ("expert, data", "qwen3_moe", "float32")]
+    ("name", "family", "dtype"),
+    [("expert, data", "qwen3_moe", "float32"), *soak(("tensor, data", "qwen3", "bfloat16"))],
 )
 def test_a_step_with_a_nan_on_one_rank_is_skipped_on_all_and_leaves_nothing_behind(
     name: str, family: str, dtype: str, case_of: CaseOf
@@ -212,7 +213,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded", "family"), CHAIN)
+@pytest.mark.parametrize(("saved", "loaded", "family"), [*CHAIN[:2], *soak(CHAIN[2])])
 def test_a_run_continues_in_the_same_layout_bit_for_bit_and_in_another(
     saved: str, loaded: str, family: str, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import shards_of
 from tests.distributed.conftest import CaseOf
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import make_recipe
 from tests.distributed.step_ranks import load_and_pass, on_ranks, save, states_of, update
 
@@ -41,7 +41,7 @@ def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: boo
     return metrics, states_of(policy), dict(enumerate(rank.reference.tensors))
 
 
-@pytest.mark.parametrize("name", ["tensor", "three stages", "expert, data", "expert over tensor"])
+@pytest.mark.parametrize("name", ["expert, data", "three stages", *soak("tensor", "expert over tensor")])
 def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, case_of: CaseOf) -> None:
     row = ROWS[name]
     case = case_of(row.family)

@@ -11,12 +11,13 @@ import torch
 
 from megagrpo.layout.parallel import ParallelLayout
 from tests.distributed.conftest import Tiny
-from tests.distributed.layouts import KINDS, ROWS
+from tests.distributed.layouts import KINDS, ROWS, soak
 from tests.distributed.parity_ranks import RankLogits, logits_of_models
 from tests.rank_group import run_ranks
 from tests.tiny_models import DIMENSIONS, make_model, reference_logits
 
 VOCAB = DIMENSIONS["vocab_size"]
+OFTEN = ("one rank", "all", "unequal, data", "context, data")
 LENGTHS = [[17, 1, 40, 3], [2, 31], [5, 5, 5, 64, 1, 9], [80, 12]]
 GENERATOR = np.random.default_rng(0)
 MICROBATCHES = [[GENERATOR.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in LENGTHS]
@@ -44,7 +45,8 @@ def logits_of(
     return [assemble([results[index] for results in by_rank], layout) for index in range(len(directories))]
 
 
-@pytest.mark.parametrize("name", ROWS)
+# Whole steps (test_step_parity.py) show the forward passes of one family in every row.
+@pytest.mark.parametrize("name", [*OFTEN, *soak(*(name for name in ROWS if name not in OFTEN))])
 def test_every_family_agrees_with_transformers(name: str, tiny: Tiny) -> None:
     row = ROWS[name]
     families = [family for family, kind in KINDS.items() if kind == row.kind or name == "one rank"]

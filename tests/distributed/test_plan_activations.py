@@ -25,6 +25,7 @@ from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
 from tests.distributed import activation_ranks
+from tests.distributed.layouts import soak
 from tests.rank_group import run_ranks
 
 TOLERANCE = 0.15
@@ -100,37 +101,39 @@ CASES = [
     Case("virtual pipeline", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4),
 ]
 LONG = [
+    Case("dense, norms and mlp", DENSE, {"tensor": 2}, recompute={"modules": ["layernorm", "mlp"]}),
+    Case("experts, moe", EXPERTS, recompute={"modules": ["moe"]}),
+    Case("shared experts", SHARED, recompute={"modules": ["shared_experts"]}),
+    Case("latent attention, up projections", LATENT, recompute={"modules": ["mla_up_proj"]}),
+    Case("pipeline, one layer", DENSE, {"pipeline": 2}, recompute={"layers": 1}, microbatches=3),
+    Case("heads larger than hidden, bfloat16", HEADS, dtype="bfloat16"),
+    Case("experts, adapters", EXPERTS, lora=True),
+    Case("latent attention, selective", LATENT, recompute="selective"),
+    Case("interleaved, outputs freed", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4, freed=True),
+    Case("experts, cut over tensor ranks", EXPERTS, {"tensor": 2, "expert_tensor": 2}),
+    Case("tensor and context", DENSE, {"tensor": 2, "context": 2}),
+]
+SOAK = [
     Case("dense, selective", DENSE, recompute="selective"),
     Case("dense, one layer", DENSE, recompute={"layers": 1}),
     Case("dense, three layers", DENSE, recompute={"layers": 3}),
     Case("dense, norms", DENSE, recompute={"modules": ["layernorm"]}),
-    Case("dense, norms and mlp", DENSE, {"tensor": 2}, recompute={"modules": ["layernorm", "mlp"]}),
     Case("dense, mlp, adapters", DENSE, recompute={"modules": ["mlp"]}, lora=True),
-    Case("experts, moe", EXPERTS, recompute={"modules": ["moe"]}),
     Case("experts, norms", EXPERTS, recompute={"modules": ["layernorm"]}),
-    Case("shared experts", SHARED, recompute={"modules": ["shared_experts"]}),
-    Case("latent attention, up projections", LATENT, recompute={"modules": ["mla_up_proj"]}),
-    Case("pipeline, one layer", DENSE, {"pipeline": 2}, recompute={"layers": 1}, microbatches=3),
     Case("dense, bfloat16", DENSE, dtype="bfloat16"),
-    Case("heads larger than hidden, bfloat16", HEADS, dtype="bfloat16"),
     Case("dense, adapters", DENSE, lora=True),
-    Case("experts, adapters", EXPERTS, lora=True),
     Case("logits, adapters", WIDE, lora=True),
     Case("dense, adapters, full", DENSE, recompute="full", lora=True),
     Case("logits, float32", WIDE),
     Case("experts, selective", EXPERTS, recompute="selective"),
     Case("experts, full", EXPERTS, recompute="full"),
     Case("experts, bfloat16", EXPERTS, dtype="bfloat16"),
-    Case("latent attention, selective", LATENT, recompute="selective"),
     Case("latent attention, full", LATENT, recompute="full"),
     Case("pipeline", DENSE, {"pipeline": 2}, microbatches=3),
-    Case("interleaved, outputs freed", DENSE, {"pipeline": 2, "virtual_pipeline": 2}, microbatches=4, freed=True),
     Case("pipeline, full, outputs freed", DENSE, {"pipeline": 2}, recompute="full", microbatches=3, freed=True),
     Case("pipeline, full", DENSE, {"pipeline": 2}, recompute="full", microbatches=3),
     Case("experts, whole on tensor ranks", EXPERTS, {"tensor": 2, "expert": 2, "expert_tensor": 1}),
-    Case("experts, cut over tensor ranks", EXPERTS, {"tensor": 2, "expert_tensor": 2}),
     Case("latent attention, tensor", LATENT, {"tensor": 2}),
-    Case("tensor and context", DENSE, {"tensor": 2, "context": 2}),
 ]
 
 
@@ -161,7 +164,9 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=lambda case: case.name
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG), *soak(*SOAK)],
+    ids=lambda case: case.name,
 )
 def test_planned_bytes_are_those_that_ranks_allocate(case: Case) -> None:
     layout = case.train.layout.parallel()

@@ -15,7 +15,7 @@ from megagrpo.plan.memory import model_parts
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from tests.distributed import memory_ranks
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import make_recipe
 from tests.rank_group import run_ranks
 from tests.tiny_models import TINY_FAMILIES, make_model
@@ -35,8 +35,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ("qwen2_tied", 4, True),
         ("deepseek_v3", 4, True),
-        *(pytest.param(family, 4, False, marks=pytest.mark.long) for family in TINY_FAMILIES),
-        *(pytest.param(family, 8, False, marks=pytest.mark.soak) for family in TINY_FAMILIES),
+        pytest.param("mixtral", 4, False, marks=pytest.mark.long),
+        *soak(*((family, 4, False) for family in TINY_FAMILIES if family != "mixtral")),
+        *soak(*((family, 8, False) for family in TINY_FAMILIES)),
     ],
 )
 def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, models: dict[str, Path]) -> None:
@@ -78,7 +79,7 @@ def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> N
     check(models["qwen2_tied"], recipes)
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*soak("qwen2_tied"), "qwen3_moe"])
 def test_planned_bytes_of_muon(family: str, models: dict[str, Path]) -> None:
     """Its matrices belong to one data rank each, which leaves buffers with room that is not used."""
     layouts = [

@@ -14,7 +14,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.conftest import CaseOf
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LONGEST, Case, assemble, by_token, make_recipe
 from tests.distributed.step_ranks import (
     Parts,
@@ -92,7 +92,7 @@ def alone(case: Case) -> dict[str, Any]:
     return in_layout(ParallelLayout(), case)
 
 
-@pytest.mark.parametrize("name", ["tensor", "context, data", "unequal, context, expert"])
+@pytest.mark.parametrize("name", [*soak("tensor", "context, data"), "unequal, context, expert"])
 def test_every_loss_is_the_same_in_every_layout(name, case, alone):
     same(in_layout(ROWS[name].of("qwen3"), case), alone)
 

@@ -25,7 +25,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.rank import TrainRank
 from tests.distributed.conftest import CaseOf
-from tests.distributed.layouts import ROWS
+from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LONGEST, LR, RESPONSES, Case, assemble, make_recipe
 from tests.distributed.step_ranks import (
     Parts,
@@ -91,7 +91,7 @@ def several_alone(case):
     return metrics_and_change(case, ALONE)
 
 
-@pytest.mark.parametrize("name", LAYOUTS[:2])
+@pytest.mark.parametrize("name", [*soak("tensor, data"), "unequal, context, expert"])
 def test_minibatches_and_epochs_do_not_depend_on_the_layout(name, case, several_alone):
     metrics, change = metrics_and_change(case, ROWS[name].of("qwen3"))
     wanted_metrics, wanted_change = several_alone
@@ -109,7 +109,7 @@ def test_the_same_seed_and_layout_give_the_same_numbers(case, several_alone):
     np.testing.assert_array_equal(change, several_alone[1])
 
 
-@pytest.mark.parametrize("name", ["tensor, data", "unequal, context, expert"])
+@pytest.mark.parametrize("name", [*soak("tensor, data"), "unequal, context, expert"])
 def test_exchanges_beside_passes_change_no_number(name: str, case: Case) -> None:
     """Compares several steps and updates: also weights that a forward pass brings are there when others read them."""
     layout = ROWS[name].of("qwen3")
@@ -136,7 +136,7 @@ def two_steps_of_one_size(rank: TrainRank, batch: RankBatch, advantages: np.ndar
     return *found, sizes, unwrapped(rank.policy.chunks[0]).config.variable_seq_lengths
 
 
-@pytest.mark.parametrize("name", ["virtual, context", "tensor, data"])
+@pytest.mark.parametrize("name", ["virtual, context", *soak("tensor, data")])
 def test_padding_changes_no_number(name: str, case: Case) -> None:
     layout, found = ROWS[name].of("qwen3"), []
     for first in (None, padded_as_for_gpus):
@@ -334,7 +334,7 @@ def updates_around_broken_ones(
 @pytest.mark.parametrize(
     ("name", "family", "broken_rank", "overlap"),
     [
-        ("tensor, data", "qwen3", 3, []),
+        *soak(("tensor, data", "qwen3", 3, [])),
         ("unequal, data", "qwen3", 0, ["gradients", "parameters"]),
         pytest.param("expert, data", "qwen3_moe", 1, [], marks=pytest.mark.long),
     ],

@@ -22,7 +22,7 @@ from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load
 from tests.distributed.conftest import CaseOf, Tiny
-from tests.distributed.layouts import KINDS, ROWS, Row
+from tests.distributed.layouts import KINDS, ROWS, Row, soak
 from tests.distributed.step_case import (
     Case,
     StepResult,
@@ -42,13 +42,13 @@ from tests.rank_group import RankGroupError, run_ranks
 TE = {"layer_spec": "transformer_engine"}
 
 
-def rows(*always: str, others: pytest.MarkDecorator) -> list[Any]:
-    """All rows; those not named here with the mark `others`."""
-    return [pytest.param(name, marks=[] if name in always else others) for name in ROWS]
+OFTEN = ("all", "virtual, context", "tensor, unequal", "expert over tensor", "four tensor ranks")
+STEPS = ["tensor, data", *(pytest.param(name, marks=pytest.mark.long) for name in OFTEN)]
+STEPS += soak(*(name for name in ROWS if name not in ("tensor, data", *OFTEN)))
 
 
 # Whole steps, below, show forward passes too; of one family in each row.
-@pytest.mark.parametrize("name", rows("one rank", others=pytest.mark.soak))
+@pytest.mark.parametrize("name", ["one rank", *soak(*(name for name in ROWS if name != "one rank"))])
 def test_every_family_agrees_with_transformers(name: str, tiny: Tiny) -> None:
     row = ROWS[name]
     families = [family for family, kind in KINDS.items() if kind == row.kind or name == "one rank"]
@@ -76,7 +76,7 @@ def step_of(row: Row, case: Case, first: Callable[[], None] | None = None, **tra
     return gather(found, with_gradients=not train.get("distributed_optimizer"))
 
 
-@pytest.mark.parametrize("name", rows("tensor, data", others=pytest.mark.long))
+@pytest.mark.parametrize("name", STEPS)
 def test_every_layout_takes_the_step_of_plain_torch(name, in_torch):
     """Among other things the gradient norm, which does not depend on how many ranks hold a weight."""
     case, wanted = in_torch(ROWS[name])
@@ -94,7 +94,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "a3b" in name else pytest.mark.long) for name in SMALLER]
+    "name", ["math_qwen3_30b_a3b_2x8", *soak(*(name for name in SMALLER if name != "math_qwen3_30b_a3b_2x8"))]
 )
 def test_with_a_recipes_options_it_is_the_same_step(name, in_torch):
     """Kernels for experts, what is computed again, exchanges beside passes, outputs of stages that are freed."""
@@ -192,8 +192,7 @@ def every_microbatch_first() -> None:
     ("wrong", "name", "shows"),
     [
         (columns_not_marked, "tensor", "grad norm"),
-        (norms_not_marked, "tensor", "ranks"),  # that hold the same norm
-        (gate_and_up_swapped, "tensor", "loss"),
+        *soak((norms_not_marked, "tensor", "ranks"), (gate_and_up_swapped, "tensor", "loss")),
         (every_microbatch_first, "one rank", "gradient"),
     ],
 )

@@ -116,9 +116,10 @@ def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName
     host.abort([Problem("train rank 1 was killed")])
     receiving.join(CALL_SECONDS / 2)  # long before the deadline
     (error,) = ended
-    # It waited for bytes of a bucket whose sender closed the connection, or the rank that forwards the bucket did.
+    # It waited for bytes of a bucket whose sender closed the connection, or the rank that forwards the bucket did. The
+    # end of a sender may take bytes of the bucket before with it.
     if transport is not TransportName.SHARED_MEMORY:
-        assert "bucket 3 of " in str(error)
+        assert "bucket 2 of " in str(error) or "bucket 3 of " in str(error)
         assert "from train rank 1 to engine 0 rank 0" in str(error)
     else:
         assert "train rank 1 was killed" in str(error)

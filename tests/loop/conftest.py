@@ -41,11 +41,12 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Tracked by MLflow, on a Ray of its own. It keeps all batches."""
+    """Tracked by MLflow, on a Ray of its own. It keeps all batches, and lists each model that it exports."""
     output = tmp_path_factory.mktemp("finished")
     values = small_run.recipe(inputs, output)
     values["track"]["mlflow"] = {}
-    values["checkpoint"]["keep_batches"] = small_run.STEPS
+    command = ["sh", "-c", f"ls $0/model.safetensors >> {output}/listed", "{directory}"]
+    values["checkpoint"] |= {"keep_batches": small_run.STEPS, "export_every_steps": 2, "after_export": command}
     process = small_run.start(small_run.write(values, output))
     return watched(process, output / values["name"])
 

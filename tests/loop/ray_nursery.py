@@ -26,6 +26,7 @@ WORKER = "default_worker.py"
 IMPORTED = (
     "megagrpo.megatron.process",
     "megagrpo.megatron.rank",
+    "megatron.core.models.mimo.optimizer",  # Megatron's optimizers import it when one is made
     "megagrpo.rollout.transformers_engine",
     "megagrpo.weights.transport.shared_memory",
     "transformers.models.qwen2.modeling_qwen2",

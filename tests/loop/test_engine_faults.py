@@ -142,7 +142,8 @@ def restarted(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("version", "fault", "sync_seconds"), [(2, die, SYNC_SECONDS), (5, be_silent, PATIENCE_SECONDS / 2)]
+    ("version", "fault", "sync_seconds"),
+    [(2, die, SYNC_SECONDS), pytest.param(5, be_silent, PATIENCE_SECONDS / 2, marks=pytest.mark.soak)],
 )
 def test_an_engine_that_dies_or_stays_silent_in_a_sync_is_left_out_until_it_has_started_again(
     cluster: Cluster, version: int, fault: Callable[[Any], None], sync_seconds: float, monkeypatch: pytest.MonkeyPatch
@@ -282,7 +283,7 @@ def test_engines_that_have_drained_get_no_more_requests_until_they_have_weights(
     assert [{*order.samples[0].versions.tolist()} for order in orders] == [{12}, {12}, {13}, {13}]
 
 
-@pytest.mark.parametrize(("trained", "version"), [(None, 13), (14, 14)])
+@pytest.mark.parametrize(("trained", "version"), [pytest.param(None, 13, marks=pytest.mark.soak), (14, 14)])
 def test_a_run_whose_engines_have_all_died_brings_one_back_before_it_samples_on(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, trained: int | None, version: int
 ) -> None:

@@ -73,30 +73,24 @@ def newest(checkpoints: Path) -> int:
     return max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "faults",
-    [
-        {"raylet": signal.SIGKILL, "gcs_server": signal.SIGSTOP},
-        pytest.param({"raylet": signal.SIGSTOP, "gcs_server": signal.SIGKILL}, marks=pytest.mark.soak),
-    ],
-    ids=["raylet killed, gcs_server stopped", "raylet stopped, gcs_server killed"],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("killed", ["raylet", "gcs_server"])
 def test_a_part_of_ray_that_is_killed_or_stopped_ends_the_run_with_its_node(
-    inputs: Path, tmp_path: Path, faults: dict[str, signal.Signals]
+    inputs: Path, tmp_path: Path, killed: str
 ) -> None:
+    """One run loses the part by SIGKILL; in another, beside it, the other part is stopped."""
+
     def printed(name: str) -> str:
         directory = tmp_path / name
         directory.mkdir()
         run = Faulty(inputs, directory)
-        run.signal(name, faults[name])
+        run.signal(name, signal.SIGKILL if name == killed else signal.SIGSTOP)
         return run.end(EXIT_NODE_LOST)
 
-    for text in small_run.side_by_side(*(partial(printed, name) for name in faults)):
+    for text in small_run.side_by_side(*(partial(printed, name) for name in ("raylet", "gcs_server"))):
         assert "node lost:" in text
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("driver", ["head", "worker"])
 @pytest.mark.soak
 def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
@@ -116,7 +110,6 @@ def test_a_lost_head_node_ends_the_run_with_its_code_wherever_the_driver_is(
     assert cluster.head in printed
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_two_signals_end_a_run_that_waits_for_a_stopped_raylet(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
@@ -142,7 +135,6 @@ def test_processes_that_are_stopped_when_the_driver_is_killed_end_too(inputs: Pa
     run.end(-signal.SIGKILL)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path, "tests.loop.altered_runs", "signal_rank", "SIGKILL", "save", "2")
@@ -152,7 +144,7 @@ def test_a_rank_killed_inside_a_save_is_named_in_place_of_what_the_other_raised(
     assert [path.name for path in (run.directory / "checkpoints").glob("step_*")] == ["step_000002"]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_one_that_is_full_ends_the_run_which_can_be_continued(
     inputs: Path, tmp_path: Path
 ) -> None:
@@ -181,14 +173,13 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_one_that_is_full_
     assert not list(saved.glob(".*"))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_driver_out_of_file_descriptors_ends_with_one_sentence(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
     run.limit(resource.RLIMIT_NOFILE, 16)
     assert "Too many open files" in run.end(EXIT_RUN_FAILED)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_directory_that_is_deleted_ends_the_run(inputs: Path, tmp_path: Path) -> None:
     run = Faulty(inputs, tmp_path)
@@ -196,7 +187,6 @@ def test_a_directory_that_is_deleted_ends_the_run(inputs: Path, tmp_path: Path) 
     assert "renamed, deleted or replaced during the run" in run.end(EXIT_RUN_FAILED)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.usefixtures("hangups")
 def test_a_closed_terminal_saves_what_a_closed_pipe_has_not_ended(inputs: Path, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint_with_the
     assert read_rollouts(run.directory) == read_rollouts(finished.directory), "each step once"
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_stopped_rank_is_named_at_the_deadline_and_without_a_checkpoint_the_run_begins_again(
     inputs: Path, finished: Finished, tmp_path: Path
@@ -56,7 +55,6 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_without_a_checkpoint_the_ru
     assert small_run.stable(ours) == small_run.stable(theirs)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_ranks_that_die_at_the_same_step_again_and_again_end_the_run_with_the_first_cause(
     inputs: Path, tmp_path: Path
@@ -73,7 +71,6 @@ def test_ranks_that_die_at_the_same_step_again_and_again_end_the_run_with_the_fi
     assert causes[0] == causes[1]
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_node_with_engines_alone_that_is_lost_in_an_update_ends_the_run_with_that_step_saved(
     inputs: Path, tmp_path: Path

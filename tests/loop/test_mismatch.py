@@ -43,7 +43,7 @@ def test_an_altered_logprob_ends_the_run_with_its_token_once_the_step_is_saved(
     assert re.search(rf"^ +1 +3 .* {re.escape(altered[3])} +{altered[2]} +2 .*【", shown, re.MULTILINE), shown
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_rule_that_holds_ends_the_run_once_the_step_is_saved(
     inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:

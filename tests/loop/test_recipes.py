@@ -32,7 +32,7 @@ NEEDS = {
     "puzzles_reasoning_gym_cpu": "reasoning_gym",
 }
 IN_EVERY_RUN = {
-    *("adder_cpu", "adder_dapo_cpu", "adder_sft_cpu"),  # test_methods.py has what is different in adder's others
+    *("adder_cpu", "adder_sft_cpu"),  # test_methods.py has what is different in adder's others
     *("puzzles_mixture_cpu", "agents_retrieval_cpu"),
 }
 AT_ONCE = 2

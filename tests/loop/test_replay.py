@@ -38,7 +38,6 @@ def test_a_replayed_step_and_the_one_before_it_give_the_numbers_of_the_run(finis
     assert {path.name for path in run.iterdir() if path not in before} <= {"replay"}
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_in_another_layout_a_replay_shows_what_differs(finished: Finished, ray: Mapping[str, str]) -> None:
     layout = ("train.layout.tensor=1", "train.layout.pipeline=2")

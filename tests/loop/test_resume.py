@@ -163,7 +163,7 @@ print(len({place.node for place in started.places}), "nodes, step", found.state.
 """In a process of its own: Ray reads once what authorises a process."""
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_the_nodes_of_a_run_share_the_verification_of_a_checkpoint_and_damage_on_any_share_is_named(
     inputs: Path, tmp_path: Path
 ) -> None:

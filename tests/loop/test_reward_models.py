@@ -57,7 +57,6 @@ def check_scored(directory: Path, steps: int, learns: bool) -> None:
     assert [by_step[step]["reward/errors"] for step in range(1, steps + 1)] == [0] * steps
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("steps", "learns"), [(4, False), (20, True)])
 @pytest.mark.soak
 def test_a_run_learns_what_a_reward_model_prefers_though_that_dies(

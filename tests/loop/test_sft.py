@@ -113,7 +113,7 @@ def test_the_loss_falls_and_the_exported_model_has_it(inputs: Path, finished_sft
     assert metrics[1]["example_tokens/trained_share"] == pytest.approx(0.5), "8 of prompt, 8 of answer"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from_it_with_a_better_recipe(
     inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
@@ -146,7 +146,6 @@ def test_a_run_that_diverges_keeps_its_last_finite_checkpoint_and_continues_from
     assert "continuing after step 4" in small_run.train(recipe_file, **how)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
     inputs: Path, finished_sft: Path, tmp_path: Path, ray: Mapping[str, str]
@@ -168,7 +167,6 @@ def test_killed_or_stopped_in_an_update_it_continues_with_the_same_numbers(
     assert ours == theirs
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_rank_that_is_killed_is_started_again_inside_the_run(
     inputs: Path, finished_sft: Path, tmp_path: Path

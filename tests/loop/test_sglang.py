@@ -81,7 +81,6 @@ def server_logging_to(log: Path) -> psutil.Process:
     raise AssertionError(f"no server writes to {log}")
 
 
-@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
 def test_an_engine_over_two_nodes_is_synced_and_starts_again_when_its_process_on_one_is_killed(
@@ -126,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         started.close()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_run_with_latent_attention_trains_on_what_an_external_server_samples(
     server: Server, inputs: Path, tmp_path: Path, ray: Mapping[str, str]
 ) -> None:
@@ -181,7 +180,6 @@ def answered(log: str, path: str) -> int:
     return log.count(f'"POST {path} HTTP/1.1" 200')
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.soak
 def test_a_run_with_adapters_goes_on_when_a_server_is_killed_or_stopped(
@@ -240,7 +238,6 @@ def signal_a_scheduler(number: int) -> None:
     schedulers[0].send_signal(number)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(2 * small_run.RUN_SECONDS)
 @pytest.mark.parametrize("pause", ["in_place", "retract"])
 @pytest.mark.soak

@@ -21,7 +21,6 @@ from tests.mlflow_server import MlflowServer
 from tests.small_disk import MountedDisk
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_run_whose_tracker_is_killed_ends_as_any_other_and_sync_leaves_the_same_numbers_once(
     inputs: Path, tmp_path: Path
@@ -43,7 +42,6 @@ def test_a_run_whose_tracker_is_killed_ends_as_any_other_and_sync_leaves_the_sam
         check_synced(directory, server.uri, metrics, steps=12)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(
     inputs: Path, tmp_path: Path
@@ -59,7 +57,6 @@ def test_a_run_whose_servers_artifacts_have_a_full_disk_loses_nothing_and_sync_l
         check_synced(directory, server.uri, small_run.metrics(directory), steps=small_run.STEPS)
 
 
-@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.parametrize("half_way", [False, True])
 def test_a_run_whose_mlflow_database_has_a_full_disk_loses_nothing_and_sync_leaves_the_same_numbers_once(

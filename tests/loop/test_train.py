@@ -202,21 +202,13 @@ def test_the_recipe_that_a_run_has_kept_finds_the_run_complete(finished: Finishe
     assert small_run.metrics(finished.directory) == before
 
 
-@pytest.mark.long
-def test_models_on_the_way_are_whole_and_the_users_command_sees_each(inputs: Path, tmp_path: Path) -> None:
-    values = small_run.recipe(inputs, tmp_path)
-    listed = tmp_path / "listed"
-    values["checkpoint"] |= {
-        "export_every_steps": 2,
-        "after_export": ["sh", "-c", f"ls $0/model.safetensors >> {listed}", "{directory}"],
-    }
-    printed = small_run.train(small_run.write(values, tmp_path))
-    run = tmp_path / "small"
+def test_models_on_the_way_are_whole_and_the_users_command_sees_each(finished: Finished) -> None:
+    run, listed = finished.directory, finished.directory.parent / "listed"
     on_the_way = [run / "hugging_face_steps" / f"step_{step:06d}" for step in (2, 4)]
     small_run.wait_until(lambda: listed.exists() and listed.read_text().count("\n") == 3, "three commands", 60)
     assert sorted(listed.read_text().split()) == sorted(
         str(directory / "model.safetensors") for directory in (*on_the_way, run / "hugging_face")
     )
     weights = [(directory / "model.safetensors").read_bytes() for directory in (*on_the_way, run / "hugging_face")]
-    assert weights[0] != weights[1] == weights[2], printed
+    assert weights[0] != weights[1] == weights[2], finished.printed
     assert [path.name for path in sorted((run / "hugging_face_steps").iterdir())] == ["step_000002", "step_000004"]

@@ -28,7 +28,6 @@ LAYOUTS = {
 # Latent attention is tested without attention data parallelism in test_weights.py, and the third transport too.
 OFTEN = {
     *(("pipeline", "disk"), ("attention_data", "shared_memory")),
-    ("attention_data",),
 }
 PROMPTS = [(5, 6, 9, 11), (5, 6, 7), (8, 9, 10, 11, 12), (40, 3)]
 

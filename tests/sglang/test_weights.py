@@ -76,25 +76,25 @@ LAYOUTS = {
     "expert2": ParallelLayout(data=2, expert=2),
 }
 PROMPT = (5, 6, 9, 11)
+LONG, SOAK = [pytest.mark.long], [pytest.mark.soak]
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(
-            (server, LAYOUTS[layout], transport),
-            id=f"{server}-{layout}-{transport}",
-            marks=[pytest.mark.long] if server in ("latent_server", "mistral_server") else [],
-        )
-        for server, layout, transports in [
-            ("tied_server", "pipeline2", ["shared_memory", "disk"]),
-            ("tied_server", "data2", ["process_group"]),
-            ("split_server", "tensor2", ["process_group"]),
-            ("split_server", "2x2", ["shared_memory", "two_hops", "disk"]),
-            ("moe_server", "2x2", ["process_group", "disk"]),
-            ("moe_server", "expert2", ["shared_memory"]),
-            ("latent_server", "tensor2", ["shared_memory", "process_group", "disk"]),
-            ("mistral_server", "pipeline2", ["shared_memory"]),
+        pytest.param((server, LAYOUTS[layout], transport), id=f"{server}-{layout}-{transport}", marks=marks)
+        for server, layout, transports, marks in [
+            ("tied_server", "pipeline2", ["shared_memory"], []),
+            ("tied_server", "pipeline2", ["disk"], SOAK),
+            ("tied_server", "data2", ["process_group"], []),
+            ("split_server", "tensor2", ["process_group"], []),
+            ("split_server", "2x2", ["shared_memory", "two_hops", "disk"], []),
+            ("moe_server", "2x2", ["process_group"], []),
+            ("moe_server", "2x2", ["disk"], SOAK),
+            ("moe_server", "expert2", ["shared_memory"], []),
+            ("latent_server", "tensor2", ["shared_memory", "disk"], LONG),
+            ("latent_server", "tensor2", ["process_group"], SOAK),
+            ("mistral_server", "pipeline2", ["shared_memory"], SOAK),
         ]
         for transport in map(TransportName, transports)
     ],
@@ -117,8 +117,8 @@ def test_every_rank_holds_what_the_training_ranks_sent_and_samples_from_it(polic
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(("split_server", LAYOUTS["2x2"], TransportName.SHARED_MEMORY), id="dense-shared_memory"),
-        pytest.param(("moe_server", LAYOUTS["expert2"], TransportName.PROCESS_GROUP), id="moe-process_group"),
+        pytest.param(("split_server", LAYOUTS["2x2"], TransportName.SHARED_MEMORY), id="dense"),
+        pytest.param(("moe_server", LAYOUTS["expert2"], TransportName.PROCESS_GROUP), id="moe", marks=SOAK),
     ],
     indirect=True,
 )

@@ -199,7 +199,7 @@ def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
 @pytest.mark.parametrize(
     ("engine", "quantization"),
     [
-        (EngineLayoutConfig(tensor=32, expert=32, attention_data=4), None),
+        pytest.param(EngineLayoutConfig(tensor=32, expert=32, attention_data=4), None, marks=pytest.mark.soak),
         (EngineLayoutConfig(tensor=16, expert=16, attention_data=2, pipeline=2), "fp8"),
     ],
     ids=["bf16", "fp8"],

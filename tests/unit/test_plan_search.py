@@ -47,7 +47,11 @@ def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
 
 @pytest.mark.parametrize(
     ("changes", "gpus"),
-    [({}, 128), ({"model.path": QWEN_30B, "train.offload": []}, 16), ({"algorithm.kl.coefficient": 0.001}, 64)],
+    [
+        pytest.param({}, 128, marks=pytest.mark.soak),
+        ({"model.path": QWEN_30B, "train.offload": []}, 16),
+        pytest.param({"algorithm.kl.coefficient": 0.001}, 64, marks=pytest.mark.soak),
+    ],
 )
 def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[str, Any], gpus: int) -> None:
     of = recipe(changes)
@@ -94,7 +98,7 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
         assert split.words in text
 
 
-@pytest.mark.parametrize("kind", ["async", "one_step_off"])
+@pytest.mark.parametrize("kind", ["async", pytest.param("one_step_off", marks=pytest.mark.soak)])
 def test_layouts_are_found_for_a_recipe_whose_engines_sample_during_training(kind: str) -> None:
     changes = {**SMALL, "cluster.placement": "disaggregated", "schedule": {"kind": kind}}
     changes |= {"train.offload": [], "rollout.sglang": {}}
@@ -112,7 +116,7 @@ def test_a_repeatable_run_is_not_told_to_sample_all_the_time() -> None:
 
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
-    of = recipe(SMALL, rollout__prompts_per_step=32)  # each estimate plays all responses of its steps
+    of = recipe(SMALL, rollout__prompts_per_step=8)  # each estimate plays all responses of its steps
     model = architecture(of)
     every = (
         options.placed({**layout, **saving, **engine}, colocated=gpus == 2)

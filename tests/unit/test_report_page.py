@@ -57,7 +57,7 @@ def drawn(plots: Locator) -> list[bool]:
 
 
 @needs_chromium
-@pytest.mark.parametrize(("width", "scheme"), [(375, "dark"), pytest.param(1440, "light", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("width", "scheme"), [(375, "dark"), pytest.param(1440, "light", marks=pytest.mark.soak)])
 def test_every_curve_is_drawn_and_fits_the_window(browser: Browser, address: str, width: int, scheme: Any) -> None:
     with opened(browser, address, width, scheme) as shown:
         plots = shown.locator("#health canvas")
@@ -117,7 +117,7 @@ def test_where_a_rule_fires_the_page_says_what_to_do(browser: Browser, address: 
 
 
 @needs_chromium
-@pytest.mark.long
+@pytest.mark.soak
 def test_two_runs_are_laid_over_and_what_differs_is_shown(
     browser: Browser, runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -135,7 +135,7 @@ def test_two_runs_are_laid_over_and_what_differs_is_shown(
 
 
 @needs_chromium
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_printed_page_has_all_charts_and_no_controls(browser: Browser, address: str) -> None:
     with opened(browser, address) as shown:
         shown.locator("#health canvas").nth(4).wait_for()
@@ -201,7 +201,7 @@ def write_run(directory: Path, *lines: object, **recipe: object) -> Path:
 
 
 @needs_chromium
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("lines", "kind"),
     [

@@ -86,7 +86,7 @@ def test_samples_are_filtered_and_the_address_keeps_it(browser: Any, one: Path) 
         count(shown, 0)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_samples_are_sorted_by_a_heading(browser: Any, one: Path) -> None:
     with opened(browser, one, "#samples?set=train") as shown:
         count(shown, 17)
@@ -151,7 +151,7 @@ def test_a_sample_says_its_score_and_why(browser: Any, one: Path) -> None:
         shown.wait_for_selector("text=score 1 · solved")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_prompt_that_a_step_has_twice_has_all_its_samples(browser: Any, tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [sample(1, response="first"), sample(1, response="second")])
     (tmp_path / "metrics.jsonl").touch()
@@ -163,7 +163,7 @@ def test_a_prompt_that_a_step_has_twice_has_all_its_samples(browser: Any, tmp_pa
             expect(shown.locator(".sample pre").last).to_have_text(text, timeout=PATIENCE_MS)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_an_agents_calls_are_seen(browser: Any, one: Path) -> None:
     with opened(browser, one) as shown:
         open_sample(shown, "calculator")
@@ -202,7 +202,7 @@ def test_tokens_have_colours_and_numbers(browser: Any, one: Path) -> None:
             shown.wait_for_selector(".token-legend")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_two_responses_are_compared_word_by_word(browser: Any, one: Path) -> None:
     with opened(browser, one) as shown:
         open_sample(shown, "/0 and 0 make 3/")
@@ -213,7 +213,7 @@ def test_two_responses_are_compared_word_by_word(browser: Any, one: Path) -> Non
         assert shown.locator(".side h4").all_inner_texts()[0].startswith("step 1, response 0")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_prompt_is_compared_between_two_runs(browser: Any, two: Path) -> None:
     with opened(browser, two, "#samples?run=second") as shown:
         count(shown, 20)
@@ -241,7 +241,7 @@ def test_text_of_models_is_only_text(browser: Any, one: Path) -> None:
         assert shown.title() != "owned"
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_long_response_is_shown_in_part_and_whole(browser: Any, one: Path) -> None:
     with opened(browser, one, "#samples?finish=length") as shown:
         count(shown, 1)
@@ -250,7 +250,7 @@ def test_a_long_response_is_shown_in_part_and_whole(browser: Any, one: Path) -> 
         assert len(shown.locator(".sample pre").last.inner_text()) > 900_000
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_phone_has_the_list_and_then_the_sample(browser: Any, one: Path) -> None:
     with opened(browser, one, "#samples", width=PHONE) as shown:
         count(shown, 20)
@@ -264,7 +264,7 @@ def test_a_phone_has_the_list_and_then_the_sample(browser: Any, one: Path) -> No
         assert not shown.is_visible(".sample")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_sample_is_printed_alone(browser: Any, one: Path) -> None:
     with opened(browser, one) as shown:
         open_sample(shown, "/0 and 1 make 2/")

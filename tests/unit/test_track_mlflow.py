@@ -233,6 +233,7 @@ def test_what_is_trained_on_is_a_dataset_with_its_digest(tmp_path: Path) -> None
     assert data["train" * 7 + "t"].tags[0].value == "training"
 
 
+@pytest.mark.soak
 def test_system_metrics_are_logged_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     failures, publish = list[str](), SystemMetricsMonitor.publish_metrics

@@ -115,6 +115,7 @@ def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     assert scalars(directory)["reward/mean"] == [(0, 0.0), (1, 0.125), (2, 0.5)]
 
 
+@pytest.mark.soak
 def test_a_run_that_goes_back_while_no_process_brings_it_keeps_in_tensorboard_what_came_last(tmp_path: Path) -> None:
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import tokenize  # noqa: F401  traceback imports it when it prints, from Python 3.13 on
 import traceback
 import types
 from collections.abc import Callable, Mapping
