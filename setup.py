@@ -47,7 +47,7 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],
-        "te": ["transformer-engine[pytorch]>=2.15,<2.21"],
+        "te": ["transformer-engine[pytorch]>=2.17.1,<2.18"],
         "muon": ["emerging_optimizers>=0.3,<0.4; python_version >= '3.12'"],
         "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],
         "wandb": ["wandb>=0.18"],

@@ -25,6 +25,7 @@ FIXED: Mapping[str, str] = {
     "rollout.samples_per_prompt": "episodes already done are counted in it",
     "reward.functions": "metrics before and after would measure different things",
     "reward.by_source": "metrics before and after would measure different things",
+    "train.optimizer.kind": "the checkpoint holds the state of this optimizer",
     "train.lora": "the checkpoint holds these adapters, or a model without any",
     "algorithm.advantage": "metrics before and after would measure different things",
     "algorithm.reference.update_every_steps": "a checkpoint holds the reference policy only if it follows",
@@ -102,6 +103,9 @@ WRITTEN_OF_EVERY_ADVANTAGE = tuple(
 )
 """Settings that earlier versions wrote for every advantage, even for those that do not read them."""
 
+BEFORE_IT_WAS_WRITTEN = {"train.optimizer.kind": "adam"}
+"""Values that earlier versions had without writing them."""
+
 _ABSENT = object()
 
 
@@ -115,7 +119,9 @@ def allow_changes(saved: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             fix="set it back, or give the recipe another name to start a new run",
         )
         for where, before, given in _changes("", dict(saved), dict(new))
-        if (reason := _reason(where)) is not None and not (given is _ABSENT and where in WRITTEN_OF_EVERY_ADVANTAGE)
+        if (reason := _reason(where)) is not None
+        and not (given is _ABSENT and where in WRITTEN_OF_EVERY_ADVANTAGE)
+        and not (before is _ABSENT and BEFORE_IT_WAS_WRITTEN.get(where) == given)
     ]
     if problems:
         raise RecipeError(problems)

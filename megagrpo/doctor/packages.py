@@ -22,6 +22,8 @@ from megagrpo.rollout.sglang.arguments import sglang_problems
 State = Literal["ok", "absent", "doubtful", "wrong"]
 
 IMPORT_SECONDS = 120.0
+CUDNN_MIN = 92400
+"""The cuDNN that Transformer Engine 2.17.1 was built for, as torch prints versions."""
 WITHOUT: Mapping[str, str] = {
     "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
     "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
@@ -172,13 +174,18 @@ def _apex() -> Finding:
 
 
 def _transformer_engine() -> Finding:
-    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]  # torch brings NCCL along
+    code = "import torch, transformer_engine.pytorch; print(torch.backends.cudnn.version())"  # torch brings NCCL along
+    command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return Finding("Transformer Engine", "wrong", f"not imported after {IMPORT_SECONDS:g} s", "install it anew")
+    remedy = "build it for the installed torch: docs/gpu.md has the command"
     if done.returncode == 0:
+        cudnn = done.stdout.split()[-1]
+        if cudnn.isdecimal() and int(cudnn) < CUDNN_MIN:
+            newer = "a torch with cuDNN 9.24 or later (2.14): with 9.19 the backward pass of attention failed"
+            return Finding("Transformer Engine", "doubtful", f"can be imported; cuDNN {cudnn}", newer)
         return Finding("Transformer Engine", "ok", "can be imported")
     reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    remedy = "build it for the installed torch: pip install --no-build-isolation 'transformer-engine[pytorch]'"
     return Finding("Transformer Engine", "wrong", f"cannot be imported: {reason}", remedy)

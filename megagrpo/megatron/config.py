@@ -29,8 +29,9 @@ NEWEST_LIKELY = (9, 0)
 FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
 """Options with kernels of Transformer Engine: Megatron looks for them where the config is made, or in a first pass."""
 OF_TRANSFORMER_ENGINE = (
-    "attention_backend", "cp_comm_type", "fine_grained_activation_offloading", "fused_residual_rmsnorm",
-    "symmetric_ar_type", "use_te_activation_func",
+    "attention_backend", "cp_comm_type", "cpu_offloading", "disable_parameter_transpose_cache",
+    "fine_grained_activation_offloading", "fused_residual_rmsnorm", "symmetric_ar_type", "use_kitchen",
+    "use_te_activation_func",
 )  # fmt: skip
 """Options that local layers ignore, or with which their first pass fails."""
 
@@ -248,6 +249,7 @@ OWNED = {
     "recompute_method": "train.recompute",
     "recompute_num_layers": "train.recompute",
     "recompute_modules": "train.recompute",
+    "moe_layer_recompute": "train.recompute (modules: [moe])",
     "transformer_impl": "train.layer_spec",
     "moe_grouped_gemm": "train.layer_spec",
     "params_dtype": "model.dtype",
@@ -345,6 +347,7 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
     "cp_comm_type": ((None, "p2p", "a2a"), _PACKED),
     "hierarchical_context_parallel_sizes": ((None,), _PACKED),
+    "fused_single_qkv_rope": ((False,), "Megatron refuses it with packed sequences, in the first pass"),
     "flash_attention_version": ((None,), "Transformer Engine 2.17 does not read the variables that it sets"),
     "batch_invariant_mode": ((False,), "it needs flash_attention_version"),
     "mlp_chunks_for_training": ((1,), "ranks with microbatches of other lengths would make other numbers of chunks"),
@@ -380,6 +383,10 @@ ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
         "grad_sync_func", "param_sync_func", "timers", "experimental_attention_variant_loss_scale_func",
     ),
     ((None,), "it is set by the training rank"),
+) | dict.fromkeys(
+    ("masked_softmax_fusion", "attention_softmax_in_fp32", "persist_layer_norm", "memory_efficient_layer_norm",
+     "use_te_rng_tracker", "pipeline_model_parallel_comm_backend", "disable_bf16_reduced_precision_matmul"),
+    ((), "nothing reads it here"),
 ) | dict.fromkeys(
     ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert",
      "moe_single_grouped_weight", "moe_single_grouped_bias"),

@@ -254,6 +254,15 @@ def test_a_file_added_to_the_data_and_a_key_that_was_not_given_are_refused() -> 
         allow_changes(saved, recipe())
 
 
+def test_a_run_of_a_version_with_one_optimizer_continues_with_adam_alone() -> None:
+    saved, new = recipe(), recipe()
+    del saved["train"]["optimizer"]["kind"]
+    allow_changes(saved, new)
+    new["train"]["optimizer"]["kind"] = "muon"
+    with pytest.raises(RecipeError, match=r"train\.optimizer\.kind"):
+        allow_changes(saved, new)
+
+
 @pytest.mark.parametrize("key", FIXED)
 def test_every_fixed_key_is_a_key_of_the_recipe_and_may_not_change(key: str) -> None:
     value: Any = recipe()

@@ -11,11 +11,20 @@ import yaml
 from hypothesis import given, settings
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megagrpo.errors import RecipeError
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk
-from megagrpo.megatron.config import ALLOWED_VALUES, OWNED, layer_spec, option_problems, transformer_config
+from megagrpo.megatron.config import (
+    ALLOWED_VALUES,
+    FUSIONS,
+    OF_TRANSFORMER_ENGINE,
+    OWNED,
+    layer_spec,
+    option_problems,
+    transformer_config,
+)
 from megagrpo.recipe.kernels import Installed
 from megagrpo.recipe.schema import LayoutConfig, LoraConfig, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeConfig
@@ -33,8 +42,7 @@ def config(arch: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32
 
 
 def test_options_pass_through() -> None:
-    options = {"disable_bf16_reduced_precision_matmul": True, "deterministic_mode": True}
-    assert config(megatron=options).disable_bf16_reduced_precision_matmul
+    assert config(megatron={"bias_dropout_fusion": True, "deterministic_mode": True}).bias_dropout_fusion
 
 
 OWNERS = {
@@ -52,7 +60,8 @@ REFUSED = """
     hierarchical_context_parallel_sizes: [2, 2], attention_backend: unfused, mla_down_proj_fusion: true, use_mup: true,
     flash_attention_version: 4, mlp_chunks_for_training: 2, moe_flex_dispatcher_backend: ncclep,
     activation_func_fp8_input_store: true, overlap_moe_expert_parallel_comm: true, batch_invariant_mode: true,
-    moe_router_force_biased: 1.0, mtp_detach_heads: true, overlap_dispatch_backward_with_experts_wgrad: true}
+    moe_router_force_biased: 1.0, mtp_detach_heads: true, moe_layer_recompute: true, fused_single_qkv_rope: true,
+    persist_layer_norm: true, overlap_dispatch_backward_with_experts_wgrad: true}
 """
 
 
@@ -75,13 +84,46 @@ def test_every_value_that_an_option_must_have_is_megatrons_default_or_ours() -> 
     assert not OWNED.keys() & ALLOWED_VALUES.keys()
 
 
+PASSED_ON = """
+    activation_offload_fraction apply_query_key_layer_scaling barrier_with_L1_time batch_p2p_sync
+    bias_activation_fusion bias_dropout_fusion clone_scatter_output_in_embedding config_logger_dir
+    cpu_offloading_activations cpu_offloading_double_buffering cpu_offloading_num_layers
+    cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights cuda_graph_modules
+    cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps
+    deallocate_pipeline_outputs delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+    deterministic_mode distribute_saved_activations embedding_init_method
+    fine_grained_offloading_max_inflight_offloads first_last_layers_bf16 fp4_quantizer_factory fp4_recipe
+    fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
+    fp8_multi_head_attention fp8_quantizer_factory fp8_recipe fp8_wgrad gradient_accumulation_fusion
+    hetereogenous_dist_checkpoint high_priority_a2a_comm_stream init_method kitchen_attention_backend
+    microbatch_group_size_per_vp_stage min_offloaded_tensor_size moe_deepep_num_sms moe_enable_deepep
+    moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
+    moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs
+    moe_pad_expert_input_to_capacity moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_page_size moe_per_layer_logging moe_permute_fusion_into_hybridep moe_router_padding_for_fp8
+    moe_router_padding_for_quantization moe_shared_expert_overlap moe_token_drop_policy num_layers_at_end_in_bf16
+    num_layers_at_start_in_bf16 num_microbatches_with_partial_activation_checkpoints offload_modules
+    output_layer_init_method overlap_p2p_comm_warmup_flush quant_recipe test_mode tp_comm_atomic_ag
+    tp_comm_atomic_rs tp_comm_bootstrap_backend tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_ag
+    tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
+    tp_comm_split_ag tp_comm_split_rs tp_only_amax_red use_cpu_initialization use_fused_weighted_squared_relu
+    use_kitchen_attention wgrad_deferral_limit
+"""
+
+
+def test_every_field_of_megatrons_config_is_refused_bounded_or_passed_on_on_purpose() -> None:
+    """A new one of another version is looked at before a recipe can set it."""
+    known = {*OWNED, *ALLOWED_VALUES, *OF_TRANSFORMER_ENGINE, *FUSIONS, *PASSED_ON.split()}
+    assert known == {field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")}
+
+
 def test_all_options_are_reported_at_once() -> None:
     assert len(option_problems({"nonsense": 1, "bf16": True, "hidden_dropout": 0, "deterministic_mode": True})) == 2
 
 
 def test_what_megatron_itself_refuses_is_a_recipe_error() -> None:
     with pytest.raises(RecipeError, match="Megatron refuses"):
-        config(megatron={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
+        config(megatron={"moe_enable_deepep": True})
 
 
 def test_options_of_transformer_engines_layers_are_set_for_them_and_refused_for_the_local_ones() -> None:
