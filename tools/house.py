@@ -42,7 +42,7 @@ BUDGETS = {
     ("reward",): 8_575,
     ("agents",): 6_125,
     ("track", "report"): 6_205,
-    ("importing",): 4_981,
+    ("importing",): 3_690,
     ("commands", ""): 2_669,
     ("demo",): 767,
 }

@@ -1,4 +1,4 @@
-"""Rows of a framework's table: the answer about one option, and the shapes of rows."""
+"""Rows of a framework's table: the answer about one option, and the values that options have."""
 
 from __future__ import annotations
 
@@ -90,12 +90,24 @@ class Options:
         return truth(self[name])
 
 
+Compute = Callable[[Any, Options], Answer]
+"""An answer from the option's value and all options."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition without which an option has no effect. otherwise: why it has none."""
+
+    holds: Callable[[Options], bool]
+    otherwise: str
+
+
 @dataclass(frozen=True)
 class Row:
-    """One option. answer: from its value and all options. fields: of the recipe, as pages name them; default: the
-    framework's, for an option that is not given; said: the difference, for pages."""
+    """One option. fields: of the recipe, as pages name them; default: the framework's, for an option that is not given;
+    said: the difference, for pages."""
 
-    answer: Callable[[Any, Options], Answer]
+    answer: Compute
     fields: str = ""
     default: Any = ABSENT
     said: str = ""
@@ -143,57 +155,6 @@ def picked(choices: Mapping[Any, Any], value: Any) -> Any:
     return None if isinstance(value, list | dict) else choices.get(value)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def to(field: str, of: Callable[[Any], Any], default: Any = ABSENT, said: str = "", off: Collection[Any] = ()) -> Row:
-    """Makes a row that writes the value into the field. off: values that write nothing."""
-
-    def answer(value: Any, _: Options) -> Answer:
-        return Nothing("not set") if _among(value, off) else Write({field: of(value)})
-
-    return Row(answer, field, default, said)
-
-
-def chosen(
-    field: str, choices: Mapping[Any, Any], otherwise: str, default: Any = ABSENT, said: str = "", notes: Any = None
-) -> Row:
-    """Makes a row that writes the choice for the value. otherwise: why other values have no counterpart."""
-
-    def answer(value: Any, _: Options) -> Answer:
-        found = picked(choices, value)
-        if found is None:
-            return Missing(otherwise)
-        fields = found if isinstance(found, dict) else {field: found}
-        return Write(fields, (notes or {}).get(value, ""))
-
-    return Row(answer, field, default, said)
-
-
-def together(fields: str, default: Any = ABSENT, said: str = "") -> Row:
-    """Makes the row of an option that other options read."""
-    return Row(lambda value, _: Together(), fields, default, said)
-
-
-def always(why: str, besides: str = "", values: Collection[Any] = (True, None)) -> Row:
-    """Makes the row of what always holds here. Others than `values`, if `besides` says why, have no counterpart."""
-
-    def answer(value: Any, _: Options) -> Answer:
-        return Nothing(why) if not besides or _among(value, values) else Missing(besides)
-
-    return Row(answer, said=why)
-
-
-def missing(why: str, off: Collection[Any] = OFF) -> Row:
-    """Makes the row of an option without counterpart, unless its value is among `off` or an empty list or mapping."""
-
-    def answer(value: Any, _: Options) -> Answer:
-        empty = isinstance(value, list | dict) and not value
-        return Nothing("as here") if empty or _among(value, off) else Missing(why)
-
-    return Row(answer, said=why)
-
-
-def _among(value: Any, values: Collection[Any]) -> bool:
+def among(value: Any, values: Collection[Any]) -> bool:
     """Returns whether a value is among others. True is not 1, and False is not 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import pydantic
 
 from megagrpo.importing.options import Configuration
-from megagrpo.importing.rows import ABSENT, Missing, NotKnownError, Options, Row, Table, Together, Write
+from megagrpo.importing.row_files import read_table
+from megagrpo.importing.rows import (
+    ABSENT,
+    Compute,
+    Condition,
+    Missing,
+    NotKnownError,
+    Options,
+    Row,
+    Table,
+    Together,
+    Write,
+)
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe
 
@@ -39,13 +53,19 @@ class Field:
 
 @dataclass(frozen=True)
 class Framework:
-    """The options of one framework. rest: fields that no single option gives, from all options and the fields so far,
-    each with its reason."""
+    """The options of one framework. answers, conditions: those that the rows of its file name. rest: fields that no
+    single option gives, from all options and the fields so far, each with its reason."""
 
     name: str
     title: str
-    table: Table
+    answers: Mapping[str, Compute]
+    conditions: Mapping[str, Condition]
     rest: Callable[[Options, Mapping[str, Any]], Mapping[str, tuple[Any, str]]]
+
+    @cached_property
+    def table(self) -> Table:
+        """Reads the rows of NAME.yaml, when they are first needed."""
+        return read_table(Path(__file__).with_name(f"{self.name}.yaml"), self.answers, self.conditions)
 
     def row(self, option: str) -> Row | None:
         if option in self.table:

@@ -1,4 +1,4 @@
-"""TRL's options of GRPO, one by one, and how they are read: a Python file with GRPOConfig(...), YAML, or a script."""
+"""TRL's GRPO: how a Python file with GRPOConfig(...), YAML or a script is read, and the answers of trl.yaml."""
 
 from __future__ import annotations
 
@@ -18,30 +18,23 @@ from megagrpo.importing.options import (
     yaml_options,
 )
 from megagrpo.importing.rows import (
-    OFF,
     Answer,
+    Compute,
+    Condition,
     Missing,
     Nothing,
     Options,
-    Row,
-    Table,
     Together,
     Write,
-    always,
-    chosen,
-    missing,
     number,
     picked,
     text,
     texts,
-    to,
-    together,
-    truth,
     whole,
 )
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Framework
-from megagrpo.importing.values import FULL_RECOMPUTE, kept, microbatches, run_name, warmup
+from megagrpo.importing.values import kept, microbatches, warmup
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
 """Arguments of GRPOTrainer that no recipe can hold."""
@@ -179,8 +172,6 @@ def scaled(value: Any, options: Options) -> Answer:
 
 
 def importance(value: Any, options: Options) -> Answer:
-    if not truth(options["vllm_importance_sampling_correction"]) or not truth(options["use_vllm"]):
-        return Nothing("no correction: without use_vllm, or switched off")
     level, _, kind = text(value).partition("_")
     high, low = options.number("vllm_importance_sampling_clip_max"), options["vllm_importance_sampling_clip_min"]
     bounds = {"low": 0.0 if low is None else number(low), "high": high}
@@ -190,8 +181,6 @@ def importance(value: Any, options: Options) -> Answer:
 
 
 def reference(value: Any, options: Options) -> Answer:
-    if not truth(options["sync_ref_model"]) or not options.number("beta"):
-        return Nothing("the reference never moves")
     return Write(
         {
             "algorithm.reference.update_every_steps": whole(value),
@@ -209,6 +198,18 @@ def data(value: Any, options: Options) -> Answer:
     return Write(
         {"data.train": [{"path": f"hf://datasets/{text(value)}"}]}, "a data set of the hub; or a file or a folder"
     )
+
+
+def top_k(value: Any, _: Options) -> Answer:
+    return Write({"rollout.top_k": max(0, whole(value or 0))})
+
+
+def level(value: Any, _: Options) -> Answer:
+    return Together() if value in ("token", "sequence") else Missing("token or sequence")
+
+
+def tracking(value: Any, _: Options) -> Answer:
+    return Write({"track.wandb.project": "trl"}) if "wandb" in texts(value) else Nothing("MLflow and files are on")
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
@@ -229,174 +230,32 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     return found
 
 
-TABLE: Table = {
-    "model_name_or_path": to("model.path", text),
-    "model": to("model.path", text),
-    "dataset_name": Row(data, "data.train"),
-    "train_dataset": missing("give files in data.train: docs/data.md says which columns"),
-    "eval_dataset": missing("give files in eval.sets"),
-    "reward_funcs": missing(
-        "reward.functions: FILE.py:FUNCTION of one response, with other parameters: docs/rewards.md"
-    ),
-    "peft_config": missing("give train.lora its rank, alpha and targets"),
-    "reward_weights": missing("give reward.functions.0.weight"),
-    "num_processes": together("train.layout.data", 1),
-    "per_device_train_batch_size": Row(
-        prompts,
-        "rollout.prompts_per_step",
-        8,
-        "responses on each device there: x devices x accumulation / num_generations",
-    ),
-    "gradient_accumulation_steps": Row(updates, "algorithm.minibatches", 1),
-    "generation_batch_size": together("rollout.prompts_per_step", None),
-    "steps_per_generation": together("algorithm.minibatches", None),
-    "num_generations": to("rollout.samples_per_prompt", whole, 8),
-    "num_generations_eval": to("eval.samples_per_prompt", whole, off=(None,)),
-    "num_iterations": to("algorithm.epochs", whole, 1),
-    "max_completion_length": to("rollout.response_tokens_max", whole, 512, "1,024 here unless given"),
-    "max_prompt_length": to("data.prompt_tokens_max", whole, off=(None,)),
-    "temperature": to("rollout.temperature", number, 1.0),
-    "top_p": to("rollout.top_p", number, 1.0, "1 in training: the trainer does not renormalise over a nucleus"),
-    "top_k": to("rollout.top_k", lambda value: max(0, whole(value or 0)), 0, "0 for all; 0 in training"),
-    "min_p": missing("training samples from the whole distribution"),
-    "repetition_penalty": missing("training samples from the whole distribution", (*OFF, 1.0)),
-    "generation_kwargs": missing("training samples from the whole distribution"),
-    "shuffle_dataset": to("data.shuffle", truth, True),
-    "chat_template_kwargs": to("data.chat_template_arguments", lambda value: value, off=(None,)),
-    "seed": to("seed", whole, 42),
-    "data_seed": always("one seed for all"),
-    "beta": to("algorithm.kl.coefficient", number, 0.0, "k3 in both"),
-    "epsilon": Row(clip_low, "algorithm.loss.clip_low", 0.2),
-    "epsilon_high": Row(
-        clip_high, "algorithm.loss.clip_high", None, "with cispo the bound of the weight itself there: less 1"
-    ),
-    "delta": to("algorithm.loss.dual_clip", number, off=(None,), said="of negative advantages"),
-    "loss_type": Row(loss, "algorithm.aggregation", "dapo", "with the loss"),
-    "importance_sampling_level": Row(
-        lambda value, _: Together() if value in ("token", "sequence") else Missing("token or sequence"),
-        "algorithm.loss.name",
-        "token",
-        "sequence is loss: gspo",
-    ),
-    "scale_rewards": Row(scaled, "algorithm.advantage.standard_deviation", "group", "epsilon is 1e-4 there"),
-    "multi_objective_aggregation": chosen(
-        "algorithm.advantage.name",
-        {"sum_then_normalize": "grpo", "normalize_then_sum": "gdpo"},
-        "grpo or gdpo",
-        "sum_then_normalize",
-    ),
-    "sapo_temperature_pos": Row(
-        lambda value, options: (
-            Write({"algorithm.loss.temperature_positive": number(value)})
-            if options["loss_type"] == "sapo"
-            else Nothing("only sapo reads it")
-        ),
-        "algorithm.loss.temperature_positive",
-    ),
-    "sapo_temperature_neg": Row(
-        lambda value, options: (
-            Write({"algorithm.loss.temperature_negative": number(value)})
-            if options["loss_type"] == "sapo"
-            else Nothing("only sapo reads it")
-        ),
-        "algorithm.loss.temperature_negative",
-    ),
-    "vespo_*": always("only vespo reads it"),
-    "mask_truncated_completions": Row(
-        lambda value, _: Write({"reward.truncated": "mask"}) if truth(value) else Nothing("scored, as here"),
-        "reward.truncated",
-        said="masked ones are in no group's statistics here",
-    ),
-    "sync_ref_model": together("algorithm.reference", False),
-    "ref_model_sync_steps": Row(reference, "algorithm.reference.update_every_steps", 512, "optimizer steps there"),
-    "ref_model_mixup_alpha": together("algorithm.reference.share", 0.6),
-    "top_entropy_quantile": missing("clip_cov and kl_cov choose tokens; all others train on all", (*OFF, 1.0)),
-    "entropy_coef": to("algorithm.entropy_coefficient", number, 0.0),
-    "use_adaptive_entropy": missing("the entropy's coefficient is fixed"),
-    "entropy_*": always("use_adaptive_entropy counts"),
-    "use_vllm": always("engines are SGLang's servers", ""),
-    "vllm_mode": chosen(
-        "cluster.placement", {"colocate": "colocated", "server": "disaggregated"}, "colocate or server", "colocate"
-    ),
-    "vllm_tensor_parallel_size": to("rollout.layout.tensor", whole, 1),
-    "vllm_gpu_memory_utilization": to("rollout.sglang.mem_fraction_static", lambda value: float(number(value)), 0.3),
-    "vllm_importance_sampling_correction": together(
-        "algorithm.correction.weights",
-        True,
-        "on there with vLLM, off here unless given",
-    ),
-    "vllm_importance_sampling_mode": Row(importance, "algorithm.correction.weights", "sequence_mask"),
-    "vllm_importance_sampling_clip_max": together("algorithm.correction.weights.high", 3.0),
-    "vllm_importance_sampling_clip_min": together("algorithm.correction.weights.low", None),
-    "vllm_*": missing("give arguments of SGLang's servers in rollout.sglang"),
-    "off_policy_mask_threshold": missing("algorithm.correction.reject leaves responses out"),
-    "use_bias_correction_kl": missing("algorithm.kl.straight_through has the gradient of k2"),
-    "max_tool_calling_iterations": missing("tools are an agent here: docs/agents.md"),
-    "tools": missing("tools are an agent here: docs/agents.md"),
-    "learning_rate": to("train.optimizer.lr", number, 1e-6),
-    "lr_scheduler_type": chosen(
-        "train.optimizer.schedule",
-        {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"},
-        "constant, linear or cosine",
-        "linear",
-        "linear to 0 there unless given",
-    ),
-    "warmup_steps": to("train.optimizer.warmup_steps", whole, 0),
-    "warmup_ratio": Row(warmup_share, "train.optimizer.warmup_steps"),
-    "weight_decay": to("train.optimizer.weight_decay", number, 0.0),
-    "adam_beta1": to("train.optimizer.beta1", number, 0.9),
-    "adam_beta2": to("train.optimizer.beta2", number, 0.999, "0.95 here unless given"),
-    "adam_epsilon": to("train.optimizer.epsilon", number, 1e-8),
-    "max_grad_norm": to("train.optimizer.clip_grad", number, 1.0),
-    "optim": missing("Adam with decoupled weight decay", (*OFF, "adamw_torch", "adamw_torch_fused")),
-    "num_train_epochs": Row(epochs, "train.total_epochs", 3.0),
-    "max_steps": Row(total, "train.total_steps", -1),
-    "gradient_checkpointing": Row(
-        lambda value, _: Write({"train.recompute": FULL_RECOMPUTE}) if truth(value) else Nothing("none, as here"),
-        "train.recompute",
-        True,
-    ),
-    "bf16": always("bfloat16 on GPUs; model.dtype"),
-    "fp16": missing("bfloat16 or float32"),
-    "deepspeed": missing("Megatron-Core splits the policy by train.layout"),
-    "fsdp": missing("Megatron-Core splits the policy by train.layout"),
-    "use_liger_kernel": missing("kernels are Megatron's and Transformer Engine's"),
-    "ds3_gather_for_generation": always("weights are sent in exact shards"),
-    "cast_lm_head_to_fp32": always("logprobs are computed in float32"),
-    "disable_dropout": always("there is none"),
-    "trust_remote_code": missing("code of models is never run"),
-    "model_init_kwargs": missing("model.dtype, and train.layer_spec"),
-    "attn_implementation": always("Transformer Engine chooses; train.layer_spec says which layers"),
-    "dtype": chosen("model.dtype", {"bfloat16": {}, "auto": {}, "float32": "float32"}, "bfloat16 or float32"),
-    "torch_dtype": chosen("model.dtype", {"bfloat16": {}, "auto": {}, "float32": "float32"}, "bfloat16 or float32"),
-    "use_peft": together("train.lora", False),
-    "lora_r": to("train.lora.rank", whole),
-    "lora_alpha": to("train.lora.alpha", number),
-    "lora_target_modules": to("train.lora.targets", texts),
-    "lora_*": missing("adapters have a rank, alpha and targets"),
-    "output_dir": to("track.directory", text),
-    "run_name": to("name", run_name),
-    "save_steps": to("checkpoint.every_steps", whole, said="optimizer steps there"),
-    "save_strategy": missing("every_steps", (*OFF, "steps")),
-    "save_total_limit": kept(),
-    "eval_steps": to("eval.every_steps", whole, off=(None,)),
-    "eval_strategy": missing("eval.every_steps, of eval.sets", (*OFF, "no")),
-    "do_eval": always("eval.sets counts"),
-    "logging_steps": always("every step is logged"),
-    "logging_*": always("every step is logged"),
-    "log_completions": always("samples are kept in rollouts/ of the run's directory"),
-    "num_completions_to_print": always("samples are kept in rollouts/ of the run's directory"),
-    "log_unique_prompts": always("samples are kept in rollouts/ of the run's directory"),
-    "report_to": Row(
-        lambda value, _: (
-            Write({"track.wandb.project": "trl"}) if "wandb" in texts(value) else Nothing("MLflow and files are on")
-        ),
-        "track",
-    ),
-    "push_to_hub": missing("checkpoint.after_export starts a command for each exported model"),
-    "remove_unused_columns": always("all columns of a row reach its reward"),
-    "dataloader_*": always("rows are read once, and kept"),
-    "per_device_eval_batch_size": always("all held-out prompts are given to the engines at once"),
-    "ddp_*": always("Megatron's own"),
+ANSWERS: Mapping[str, Compute] = {
+    "data": data,
+    "prompts": prompts,
+    "updates": updates,
+    "total": total,
+    "epochs": epochs,
+    "top_k": top_k,
+    "loss": loss,
+    "level": level,
+    "clip_low": clip_low,
+    "clip_high": clip_high,
+    "scaled": scaled,
+    "importance": importance,
+    "reference": reference,
+    "warmup_share": warmup_share,
+    "kept": kept,
+    "tracking": tracking,
 }
-TRL = Framework("trl", "TRL", TABLE, rest)
+CONDITIONS: Mapping[str, Condition] = {
+    "sapo": Condition(lambda options: options["loss_type"] == "sapo", "only sapo reads it"),
+    "correction": Condition(
+        lambda options: options.true("vllm_importance_sampling_correction") and options.true("use_vllm"),
+        "no correction: without use_vllm, or switched off",
+    ),
+    "reference_moves": Condition(
+        lambda options: options.true("sync_ref_model") and options.number("beta") != 0, "the reference never moves"
+    ),
+}
+TRL = Framework("trl", "TRL", ANSWERS, CONDITIONS, rest)

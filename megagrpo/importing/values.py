@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from megagrpo.importing.rows import ABSENT, Answer, Missing, Options, Row, Write, text, whole
+from megagrpo.importing.rows import Answer, Missing, Options, Write, text, whole
 
-FULL_RECOMPUTE = "full"
 MICROBATCH_TOKENS = 16384
 """Most tokens of a microbatch that is given in responses: results do not depend on it, memory does."""
 CHECKPOINTS_KEPT = 2
@@ -52,15 +51,11 @@ def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | N
     return Write({"train.layout.data": gpus // each, "rollout.engines": engines or gpus // engine})
 
 
-def kept(default: Any = ABSENT, said: str = "") -> Row:
-    """Makes the row of the number of checkpoints that are kept: all of them if it is None or below 1."""
-
-    def answer(value: Any, _: Options) -> Answer:
-        if value is None or whole(value) < 1:
-            return Missing(f"all are kept there, the last {CHECKPOINTS_KEPT} here: give checkpoint.keep_last a number")
-        return Write({"checkpoint.keep_last": whole(value)})
-
-    return Row(answer, "checkpoint.keep_last", default, said)
+def kept(value: Any, _: Options) -> Answer:
+    """Answers for the number of checkpoints that are kept, which are all there if it is None or below 1."""
+    if value is None or whole(value) < 1:
+        return Missing(f"all are kept there, the last {CHECKPOINTS_KEPT} here: give checkpoint.keep_last a number")
+    return Write({"checkpoint.keep_last": whole(value)})
 
 
 def microbatches(longest: int) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from megagrpo.cli import main
 from megagrpo.errors import RecipeError
+from megagrpo.importing import row_files
 from megagrpo.importing.options import Configuration, Given, flags, hydra_overrides, yaml_options
 from megagrpo.importing.read import FRAMEWORKS, import_recipe
 from megagrpo.importing.recipe_text import report
@@ -24,6 +26,7 @@ from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.yaml12 import parse
 from megagrpo.reward.functions import static_problems
 from tests.golden import record_imported
 from tests.golden.record_imported import PEERS, golden, imported
@@ -61,7 +64,8 @@ VERL = (
     "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.train_batch_size=64 "
     "actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_epochs=1 "
 )
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize(
@@ -103,31 +107,18 @@ ACTOR = "actor_rollout_ref.actor"
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=500",
             {"algorithm.aggregation.name": "seq_mean_token_sum_norm", "algorithm.aggregation.divisor": 500},
         ),
-        (
-            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
-            {"weights.bucket_bytes": 512 * 2**20},
-        ),
+        (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=512", {"weights.bucket_bytes": 512 * 2**20}),
         ("trainer.nnodes=4 trainer.n_gpus_per_node=4", {"train.layout.data": 16, "rollout.engines": 8}),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
         (f"{ACTOR}.optim.clip_grad=0.3", {"train.optimizer.clip_grad": 0.3}),
         (
-            "data.val_files=t.parquet trainer.test_freq=5 actor_rollout_ref.rollout.val_kwargs.temperature=0.6 "
-            "actor_rollout_ref.rollout.val_kwargs.n=4",
+            f"data.val_files=t.jsonl trainer.test_freq=5 {ROLLOUT}.val_kwargs.temperature=0.6 {ROLLOUT}.val_kwargs.n=4",
             {"eval.temperature": 0.6, "eval.samples_per_prompt": 4},
         ),
-        (
-            "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10",
-            {"rollout.dynamic_sampling.rounds_max": 10},
-        ),
-        (
-            "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=0",
-            {"rollout.dynamic_sampling.rounds_max": 10**6},
-        ),
+        (f"{FILTER}.enable=True {FILTER}.max_num_gen_batches=10", {"rollout.dynamic_sampling.rounds_max": 10}),
+        (f"{FILTER}.enable=True {FILTER}.max_num_gen_batches=0", {"rollout.dynamic_sampling.rounds_max": 10**6}),
         ("model_engine=veomni", {"train.optimizer.schedule": "cosine"}),
-        (
-            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.loss_type=reinforce",
-            {"algorithm.loss.name": "reinforce"},
-        ),
+        (f"{CORRECTION}.bypass_mode=true {CORRECTION}.loss_type=reinforce", {"algorithm.loss.name": "reinforce"}),
         (f"model_engine=megatron {ACTOR}.optim.min_lr=1e-6", {"train.optimizer.min_lr": 0.0}),
         (f"{ACTOR}.ulysses_sequence_parallel_size=4", {"train.layout.context": 4, "train.layout.data": 2}),
     ],
@@ -136,11 +127,7 @@ def test_an_option_of_verl_gets_the_value_and_unit_that_it_has_here(
     tmp_path: Path, more: str, wanted: Mapping[str, Any]
 ) -> None:
     recipe = recipe_of("verl", tmp_path, VERL + more)
-    for path, value in wanted.items():
-        found: Any = recipe
-        for key in path.split("."):
-            found = getattr(found, key)
-        assert found == value, path
+    assert {path: attrgetter(path)(recipe) for path in wanted} == wanted
 
 
 CHIPS = """
@@ -195,11 +182,7 @@ def test_steps_that_open_instruct_is_given_count_before_its_episodes(tmp_path: P
 
 
 def test_every_default_of_a_framework_that_differs_is_written(tmp_path: Path) -> None:
-    recipe = recipe_of(
-        "open_instruct",
-        tmp_path,
-        "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list data/a.jsonl 0.5",
-    )
+    recipe = recipe_of("open_instruct", tmp_path, OPEN_INSTRUCT.replace("org/ds 1.0", "data/a.jsonl 0.5"))
     assert recipe.algorithm.kl.coefficient == 0.05
     assert recipe.algorithm.loss.model_dump()["clip_high"] == 0.272
     assert recipe.algorithm.advantage.model_dump()["standard_deviation"] == "none"
@@ -267,6 +250,31 @@ def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], val
     words = [Word(text, 1) for name in names for text in (f"--{name}", value)]
     assert set(flags(words)) == set(names)
     assert set(hydra_overrides([Word(f"+a.{name}={value}", 1) for name in names])) == {f"a.{name}" for name in names}
+
+
+@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
+def test_every_row_is_read_and_every_function_is_named_by_a_row(framework: Framework) -> None:
+    rows = parse((Path(row_files.__file__).with_name(f"{framework.name}.yaml")).read_text(encoding="utf-8"), str).tree
+    assert list(framework.table) == list(rows)
+    assert {row["answer"] for row in rows.values() if "answer" in row} == framework.answers.keys()
+    assert {row["when"] for row in rows.values() if "when" in row} == framework.conditions.keys()
+
+
+WRONG_ROWS = """to: seed, type: hole
+to: seed, answer: hole
+to: seed, type: whole, when: hole
+to: seed, type: whole, deafult: 1
+to: [seed], type: whole
+to: seed
+same: here, missing: not here"""
+
+
+@pytest.mark.parametrize("row", WRONG_ROWS.splitlines())
+def test_a_wrong_row_is_refused_with_its_file_and_line(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(f"# rows\nseed: {{same: here}}\nlr: {{{row}}}\n")
+    with pytest.raises(RecipeError, match=f"{path}:3 lr"):
+        row_files.read_table(path, {}, {})
 
 
 # --- shell and YAML ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 
 from megagrpo.cli import main, parse
 from megagrpo.importing.read import FRAMEWORKS
-from megagrpo.importing.tables import with_tables
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
+from tools.moving_tables import with_tables
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "moving"
 FIELD = re.compile(r"^\| `[^`]+` \|(?: `[^`]*`)? ?\| `([^`]+)` \|", re.MULTILINE)
@@ -22,7 +22,7 @@ FIELD = re.compile(r"^\| `[^`]+` \|(?: `[^`]*`)? ?\| `([^`]+)` \|", re.MULTILINE
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_tables_of_a_page_are_those_of_the_import(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    assert page == with_tables(page, FRAMEWORKS[name][0]), "run python -m megagrpo.importing.tables docs/moving"
+    assert page == with_tables(page, FRAMEWORKS[name][0]), "run python -m tools.moving_tables docs/moving"
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -1,24 +1,16 @@
-"""verl's options, one by one, and how its configurations are read: Hydra's YAML, or a script that runs main_ppo."""
+"""verl: how Hydra's YAML, or a script that runs main_ppo, is read, and the answers that rows of verl.yaml compute."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 from megagrpo.importing.options import SCRIPT_SUFFIXES, Configuration, command_line, hydra_overrides, yaml_options
+from megagrpo.importing.rows import Compute, Condition, Options, truth
 from megagrpo.importing.translate import Framework
-from megagrpo.importing.verl.learning import ALGORITHM, DATA, POLICY
-from megagrpo.importing.verl.machines import (
-    CRITIC,
-    MEGATRON_ROWS,
-    MODEL,
-    OTHERS,
-    REFERENCE,
-    REWARD,
-    ROLLOUT_ROWS,
-    TRAINER,
-)
-from megagrpo.importing.verl.several import rest
+from megagrpo.importing.values import kept
+from megagrpo.importing.verl import several
 
 
 def is_program(word: str) -> bool:
@@ -33,21 +25,98 @@ def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) 
     return Configuration(path, hydra_overrides(words), notes)
 
 
-VERL = Framework(
-    "verl",
-    "verl",
-    {
-        **MODEL,
-        **DATA,
-        **ROLLOUT_ROWS,
-        **REWARD,
-        **ALGORITHM,
-        **POLICY,
-        **MEGATRON_ROWS,
-        **REFERENCE,
-        **CRITIC,
-        **TRAINER,
-        **OTHERS,
-    },
-    rest,
-)
+ANSWERS: Mapping[str, Compute] = {
+    "train_files": several.train_files,
+    "val_files": several.val_files,
+    "minibatches": several.minibatches,
+    "loss_mode": several.loss_mode,
+    "loss_scale": several.loss_scale,
+    "clip_low": partial(several.clip, "low"),
+    "clip_high": partial(several.clip, "high"),
+    "bypassed": several.bypassed,
+    "importance": several.importance,
+    "rounds": several.rounds,
+    "kl_in_loss": several.kl_in_loss,
+    "kl_in_reward": several.kl_in_reward,
+    "kl_loss_type": several.kl_loss_type,
+    "kl_penalty": several.kl_penalty,
+    "kl_control": several.kl_control,
+    "betas": several.betas,
+    "warmup_share": several.warmup_share,
+    "least": several.least,
+    "least_rate": several.least_rate,
+    "lora_rank": several.lora_rank,
+    "lora_targets": several.lora_targets,
+    "tokens_of_microbatch": several.tokens_of_microbatch,
+    "responses_of_microbatch": several.responses_of_microbatch,
+    "logprob_tokens": several.logprob_tokens,
+    "recompute": several.recompute,
+    "strategy": several.strategy,
+    "nodes": several.nodes,
+    "offload_reference": several.offload_reference,
+    "engine": several.engine,
+    "greedy": several.greedy,
+    "reward_file": several.reward_file,
+    "length_in_penalty": several.length_in_penalty,
+    "loggers": several.loggers,
+    "evaluated_each": several.evaluated_each,
+    "saved_each": several.saved_each,
+    "save_contents": several.save_contents,
+    "kept": kept,
+    "own_file": several.own_file,
+}
+
+
+def of_loss(name: str) -> Condition:
+    return Condition(lambda options: several.loss(options) == name, f"only its loss {name} reads it")
+
+
+def advantage_in(names: Collection[str], otherwise: str) -> Condition:
+    return Condition(lambda options: options["algorithm.adv_estimator"] in names, otherwise)
+
+
+def has_overlong_penalty(options: Options) -> bool:
+    kinds = ("reward_model", "reward")
+    on = [options[f"{kind}.reward_kwargs.overlong_buffer_cfg.enable"] for kind in kinds]
+    return any(truth(one) for one in on if one is not None)
+
+
+CONDITIONS: Mapping[str, Condition] = {
+    "long_prompts": Condition(
+        lambda options: not options.true("data.filter_overlong_prompts"),
+        "filter_overlong_prompts leaves longer prompts out, as here",
+    ),
+    "no_megatron": Condition(
+        lambda options: not several.is_megatron(options), "with Megatron recompute_granularity counts"
+    ),
+    "ratio": Condition(lambda options: several.loss(options) != "gpg", "this loss has no ratio"),
+    "sapo": of_loss("sapo"),
+    "clip_cov": of_loss("clip_cov"),
+    "kl_cov": of_loss("kl_cov"),
+    "dual_clip": Condition(
+        lambda options: several.loss(options) in ("vanilla", "clip_cov"), "only its losses vanilla and clip_cov read it"
+    ),
+    "grpo": advantage_in(("grpo", "grpo_vectorized", "grpo_passk"), "only GRPO's advantages read it"),
+    "discount": advantage_in(("gae", "reinforce_plus_plus"), "this advantage does not discount"),
+    "trace": advantage_in(("gae",), "this advantage does not discount"),
+    "critic": advantage_in(("gae",), "there is no critic: only gae has one"),
+    "kl_in_loss": Condition(several.in_loss, "there is no KL penalty in the loss"),
+    "kl_in_reward": Condition(several.in_reward, "there is no KL penalty in the reward"),
+    "adaptive_kl": Condition(
+        lambda options: several.in_reward(options) and options["algorithm.kl_ctrl.type"] == "adaptive",
+        "its coefficient is fixed",
+    ),
+    "evaluation_samples": Condition(
+        lambda options: options.number(f"{several.ROLLOUT}.val_kwargs.temperature") != 0,
+        "evaluation is greedy: temperature 0",
+    ),
+    "overlong_penalty": Condition(has_overlong_penalty, "overlong_buffer_cfg.enable is false"),
+    "adapters": Condition(several.has_adapters, "no adapters"),
+    "no_clip_of_optim": Condition(
+        lambda options: f"{several.ACTOR}.optim.clip_grad" not in options, "optim.clip_grad counts"
+    ),
+    "no_total_steps": Condition(
+        lambda options: options["trainer.total_training_steps"] is None, "total_training_steps is given, and counts"
+    ),
+}
+VERL = Framework("verl", "verl", ANSWERS, CONDITIONS, several.rest)

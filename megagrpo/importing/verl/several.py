@@ -12,7 +12,7 @@ from megagrpo.importing.rows import (
     Nothing,
     NotKnownError,
     Options,
-    Row,
+    Together,
     Write,
     number,
     picked,
@@ -22,7 +22,6 @@ from megagrpo.importing.rows import (
     whole,
 )
 from megagrpo.importing.values import (
-    FULL_RECOMPUTE,
     MICROBATCH_TOKENS,
     data_entries,
     layout_of,
@@ -68,10 +67,6 @@ LOSSES = {
 }
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
 """Configurations of verl's trainer, whose defaults are known here."""
-MULTI_TURN = "turns with tools are an agent here: write an `agent` section, see docs/agents.md"
-WITH_IMAGES = "models here read text only"
-PACKED = "sequences are always packed without padding"
-VLLM = "engines are SGLang's: give arguments of its servers in rollout.sglang"
 
 
 def longest(options: Options) -> int:
@@ -129,95 +124,46 @@ def loss_mode(value: Any, options: Options) -> Answer:
     return Missing(kept) if name is None else Write({"algorithm.loss.name": name})
 
 
-def gpus(options: Options) -> int:
-    return options.whole("trainer.nnodes") * options.whole("trainer.n_gpus_per_node")
+def clip(side: str, value: Any, options: Options) -> Answer:
+    if loss(options) in ("sapo", "gpg", "kl_cov"):
+        return Nothing("this loss does not clip")
+    bound = number(options[f"{ACTOR}.clip_ratio"] if value is None else value)
+    return Write({f"algorithm.loss.clip_{side}": min(bound, 1) if side == "low" else bound})
 
 
-def clip(side: str, field: str) -> Row:
-    def answer(value: Any, options: Options) -> Answer:
-        if loss(options) in ("sapo", "gpg", "kl_cov"):
-            return Nothing("this loss does not clip")
-        bound = number(options[f"{ACTOR}.clip_ratio"] if value is None else value)
-        return Write({field: min(bound, 1) if side == "low" else bound})
-
-    said = "ratios are at least 0, so 1 is as low as any larger bound" if side == "low" else ""
-    return Row(answer, field, 0.2, said)
+def loss_scale(value: Any, options: Options) -> Answer:
+    if value is not None and options[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm":
+        return Write({"algorithm.aggregation.divisor": number(value)})
+    return Nothing("the longest response divides, as here")
 
 
-def dual_clip(value: Any, options: Options) -> Answer:
-    if loss(options) not in ("vanilla", "clip_cov"):
-        return Nothing("only its losses vanilla and clip_cov read it")
-    return Write({"algorithm.loss.dual_clip": number(value)})
+def kl_loss_type(value: Any, options: Options) -> Answer:
+    if text(value) in ("kl", "k1"):
+        return Missing("k1 has no gradient in expectation as a term of the loss; the recipe has k3")
+    return kl_penalty(value, options)
 
 
-def of_loss(mode: str, field: str, default: Any) -> Row:
-    def answer(value: Any, options: Options) -> Answer:
-        used = loss(options) == mode
-        return Write({field: number(value)}) if used else Nothing(f"only its loss {mode} reads it")
+def kl_penalty(value: Any, _: Options) -> Answer:
+    name = text(value)
+    found = ESTIMATORS.get(name.rstrip("+"))
+    if found is None:
+        return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
+    through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
+    return Write({"algorithm.kl.estimator": found, **through})
 
-    return Row(answer, field, default)
+
+def kl_control(value: Any, _: Options) -> Answer:
+    return Together() if value in ("fixed", "adaptive") else Missing("fixed or adaptive")
 
 
-def kl_part(placement: str, field: str, default: Any) -> Row:
-    """Makes the row of the KL penalty's coefficient or estimator, for a penalty in the `placement` (loss or reward)."""
-
-    def answer(value: Any, options: Options) -> Answer:
-        used = in_loss(options) if placement == "loss" else in_reward(options)
-        if not used:
-            return Nothing(f"there is no KL penalty in the {placement}")
-        if field.endswith("coefficient"):
-            return Write({field: number(value)})
-        name = text(value)
-        found = ESTIMATORS.get(name.rstrip("+"))
-        if found is None:
-            return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
-        if found == "k1" and placement == "loss" and not name.endswith("+"):
-            return Missing("k1 has no gradient in expectation as a term of the loss; the recipe has k3")
-        through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
-        return Write({field: found, **through})
-
-    return Row(answer, field, default)
+def kl_in_loss(_: Any, options: Options) -> Answer:
+    return Write({"algorithm.kl.placement": "loss"}) if in_loss(options) else Nothing("no penalty in the loss")
 
 
 def kl_in_reward(value: Any, options: Options) -> Answer:
     if truth(value) and in_loss(options):
         return Missing("the penalty has one place here: it is in the loss; or write algorithm.kl.placement: reward")
     return Write({"algorithm.kl.placement": "reward"}) if in_reward(options) else Nothing("no penalty in the reward")
-
-
-def adaptive(value: Any, options: Options) -> Answer:
-    if not in_reward(options) or options["algorithm.kl_ctrl.type"] != "adaptive":
-        return Nothing("its coefficient is fixed")
-    return Write({"algorithm.kl.target": number(value)})
-
-
-def horizon(value: Any, options: Options) -> Answer:
-    if not in_reward(options) or options["algorithm.kl_ctrl.type"] != "adaptive":
-        return Nothing("its coefficient is fixed")
-    return Write({"algorithm.kl.horizon": whole(value)})
-
-
-def std(value: Any, options: Options) -> Answer:
-    if options["algorithm.adv_estimator"] not in ("grpo", "grpo_vectorized", "grpo_passk"):
-        return Nothing("only GRPO's advantages read it")
-    return Write({"algorithm.advantage.standard_deviation": "sample" if truth(value) else "none"})
-
-
-def discount(field: str) -> Row:
-    def answer(value: Any, options: Options) -> Answer:
-        names = ("gae", "reinforce_plus_plus") if field.endswith("discount") else ("gae",)
-        used = options["algorithm.adv_estimator"] in names
-        return Write({field: number(value)}) if used else Nothing("this advantage does not discount")
-
-    return Row(answer, field, 1.0)
-
-
-def of_critic(field: str, of: Any, default: Any) -> Row:
-    def answer(value: Any, options: Options) -> Answer:
-        used = options["algorithm.adv_estimator"] == "gae"
-        return Write({field: of(value)}) if used else Nothing("there is no critic: only gae has one")
-
-    return Row(answer, field, default)
 
 
 def minibatches(value: Any, options: Options) -> Answer:
@@ -234,6 +180,8 @@ def tokens_of_microbatch(value: Any, options: Options) -> Answer:
 
 
 def responses_of_microbatch(value: Any, options: Options) -> Answer:
+    if value is None:
+        return Nothing("not set")
     if options.true(f"{ACTOR}.use_dynamic_bsz"):
         return Nothing("use_dynamic_bsz is true, so it has no effect")
     most = longest(options)
@@ -280,10 +228,11 @@ def nodes(value: Any, options: Options) -> Answer:
         sizes["tensor"] = options.whole(f"{ACTOR}.torchtitan.tensor_parallel_size")
         sizes["pipeline"] = options.whole(f"{ACTOR}.torchtitan.pipeline_parallel_size")
     engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
-    found = layout_of(gpus(options), sizes, engine)
+    gpus = options.whole("trainer.nnodes") * options.whole("trainer.n_gpus_per_node")
+    found = layout_of(gpus, sizes, engine)
     if not isinstance(found, Write):
         return found
-    source = f"{gpus(options)} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
+    source = f"{gpus} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
     if is_megatron(options):
         return Write(found.fields, source=source)
     note = (
@@ -293,22 +242,18 @@ def nodes(value: Any, options: Options) -> Answer:
     return Write(found.fields, note, source)
 
 
-def ulysses(value: Any, options: Options) -> Answer:
-    if whole(value) == 1:
-        return Nothing("sequences are not split, as here")
-    note = "sequences are split over context ranks, by attention in a ring: ranks need not divide the heads"
-    return Write({"train.layout.context": whole(value)}, note)
+def strategy(_: Any, options: Options) -> Answer:
+    if is_megatron(options):
+        return Nothing("Megatron, as here")
+    return Missing("Megatron-Core trains here: look at train.layout, or let `megagrpo plan --search` find one")
 
 
-def offloaded(part: str) -> Row:
-    def answer(value: Any, options: Options) -> Answer:
-        if not truth(value):
-            return Nothing("it stays on the GPU, as here")
-        if part == "reference" and not in_loss(options) and not in_reward(options):
-            return Nothing("without a KL penalty there is no reference policy here")
-        return Write({"train.offload": [part]})
-
-    return Row(answer, "train.offload")
+def offload_reference(value: Any, options: Options) -> Answer:
+    if not truth(value):
+        return Nothing("it stays on the GPU, as here")
+    if not in_loss(options) and not in_reward(options):
+        return Nothing("without a KL penalty there is no reference policy here")
+    return Write({"train.offload": ["reference"]})
 
 
 def engine(value: Any, options: Options) -> Answer:
@@ -319,11 +264,6 @@ def engine(value: Any, options: Options) -> Answer:
         "" if name == "sglang" else f"verl samples with {name}; here SGLang does: give its arguments in rollout.sglang"
     )
     return Write({"rollout.engine": "sglang"}, note)
-
-
-def memory_share(value: Any, options: Options) -> Answer:
-    note = "SGLang's share is of weights and keys and values together; lower it if `megagrpo plan` says it does not fit"
-    return Write({"rollout.sglang.mem_fraction_static": float(number(value))}, note)
 
 
 def train_files(value: Any, options: Options) -> Answer:
@@ -347,23 +287,10 @@ def columns(options: Options) -> dict[str, Any]:
     return own | ({"data_source": source} if source != "data_source" else {})
 
 
-def overlong_prompts(value: Any, options: Options) -> Answer:
-    if options.true("data.filter_overlong_prompts"):
-        return Nothing("filter_overlong_prompts leaves longer prompts out, as here")
-    kind = picked({"error": "error", "left": "truncate_left"}, value)
-    if kind is None:
-        return Missing("prompts are cut on the left here, left out, or an error: data.overlong_prompts")
-    return Write({"data.overlong_prompts": kind})
-
-
-def sampled(field: str, of: Any, default: Any) -> Row:
-    """Makes the row of a setting of evaluation that greedy decoding does not have."""
-
-    def answer(value: Any, options: Options) -> Answer:
-        greedy = options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0
-        return Nothing("evaluation is greedy: temperature 0") if greedy else Write({field: of(value)})
-
-    return Row(answer, field, default)
+def greedy(value: Any, options: Options) -> Answer:
+    if truth(value) or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0:
+        return Nothing("val_kwargs.temperature counts, as there")
+    return Missing("engines sample at val_kwargs.temperature there; greedy is eval.temperature: 0")
 
 
 def evaluated_each(value: Any, options: Options) -> Answer:
@@ -375,6 +302,12 @@ def evaluated_each(value: Any, options: Options) -> Answer:
     return Write(
         {"eval.every_steps": 10**9}, "verl evaluates before training only; here the last step is evaluated, too"
     )
+
+
+def save_contents(value: Any, _: Options) -> Answer:
+    if "optimizer" in texts(value):
+        return Nothing("weights, optimizer and generators are saved; a Hugging Face model at the end")
+    return Missing("checkpoints are whole here, so that a run can continue")
 
 
 def saved_each(value: Any, options: Options) -> Answer:
@@ -392,12 +325,6 @@ def warmup_share(value: Any, options: Options) -> Answer:
     return warmup(number(value), options["trainer.total_training_steps"])
 
 
-def length(value: Any, options: Options) -> Answer:
-    if options["trainer.total_training_steps"] is not None:
-        return Nothing("total_training_steps is given, and counts")
-    return Write({"train.total_epochs": whole(value)})
-
-
 def least_rate(value: Any, options: Options) -> Answer:
     share = number(value or 0)
     return least(share * options.number(f"{ACTOR}.optim.lr"), options) if share else Nothing("0, as here")
@@ -409,12 +336,6 @@ def least(value: Any, options: Options) -> Answer:
     if schedule(options) == "constant":
         return Nothing("a constant schedule stays at lr")
     return Write({"train.optimizer.min_lr": number(value)})
-
-
-def clip_grad(value: Any, options: Options) -> Answer:
-    if f"{ACTOR}.optim.clip_grad" in options:
-        return Nothing("optim.clip_grad counts")
-    return Write({"train.optimizer.clip_grad": number(value)})
 
 
 def rounds(value: Any, options: Options) -> Answer:
@@ -456,17 +377,6 @@ def reward_file(value: Any, options: Options) -> Answer:
     return Write({"reward.functions": [{"function": f"{text(value)}:{text(name)}"}]})
 
 
-def overlong(field: str, of: Any) -> Row:
-    below = ("reward_model.reward_kwargs", "reward.reward_kwargs")
-
-    def answer(value: Any, options: Options) -> Answer:
-        on = [options[f"{prefix}.overlong_buffer_cfg.enable"] for prefix in below]
-        used = any(truth(one) for one in on if one is not None)
-        return Write({field: of(value)}) if used else Nothing("overlong_buffer_cfg.enable is false")
-
-    return Row(answer, field)
-
-
 def length_in_penalty(value: Any, options: Options) -> Answer:
     if value is None or whole(value) == options.whole("data.max_response_length"):
         return Nothing("rollout.response_tokens_max counts, which it is")
@@ -487,15 +397,14 @@ def lora_rank(value: Any, options: Options) -> Answer:
     return Write({"train.lora.rank": whole(value)}) if value else Nothing("no adapters")
 
 
-def lora_alpha(value: Any, options: Options) -> Answer:
-    rank = options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"]
-    return Write({"train.lora.alpha": number(value)}) if rank else Nothing("no adapters")
+def has_adapters(options: Options) -> bool:
+    return bool(options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"])
 
 
 def lora_targets(value: Any, options: Options) -> Answer:
-    rank = options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"]
-    if not rank or value == "all-linear":
-        return Nothing("all linear layers, as here" if rank else "no adapters")
+    adapters = has_adapters(options)
+    if not adapters or value == "all-linear":
+        return Nothing("all linear layers, as here" if adapters else "no adapters")
     fused = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]}
     fused |= {"linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}
     return Write({"train.lora.targets": [one for name in texts(value) for one in fused.get(name, [name])]})
@@ -516,12 +425,6 @@ def recompute(value: Any, options: Options) -> Answer:
         return Write({"train.recompute": {"modules": texts(modules)} if modules != ["core_attn"] else "selective"})
     layers, method = options[f"{TRANSFORMER}.recompute_num_layers"], options[f"{TRANSFORMER}.recompute_method"]
     return Write({"train.recompute": {"layers": whole(layers)} if method == "block" and layers else "full"})
-
-
-def checkpointing(value: Any, options: Options) -> Answer:
-    if is_megatron(options):
-        return Nothing("with Megatron recompute_granularity counts")
-    return Write({"train.recompute": FULL_RECOMPUTE}) if truth(value) else Nothing("nothing is computed again")
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:

@@ -1,6 +1,6 @@
 """The tables of docs/moving/: each framework's options beside ours, made from what `megagrpo import` reads.
 
-python -m megagrpo.importing.tables docs/moving
+python -m tools.moving_tables docs/moving
 """
 
 from __future__ import annotations
