@@ -31,7 +31,7 @@ from megagrpo.reward.judging.client import Reply
 from megagrpo.reward.judging.scoring import Conversation
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 
-if TYPE_CHECKING:  # torch follows ModelSpec.prepare; the driver needs no aiohttp
+if TYPE_CHECKING:  # torch follows prepare_process; the driver needs no aiohttp
     from megagrpo.cluster.classifier import Classifier
     from megagrpo.reward.judging.endpoint import HttpEndpoint
     from megagrpo.rollout.sglang.server import Server
@@ -64,19 +64,13 @@ class ModelSpec:
             return self.config.dtype
         return "bfloat16" if self.device == "cuda" else "float32"
 
-    def prepare(self) -> None:
-        """Prepares the actor's process. Called before torch is imported."""
-        prepare_process(self.device, self.recipe)
-        if self.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class ClassifierActor:
     """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        spec.prepare()
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._classifier: Classifier | None = None
 
@@ -115,7 +109,7 @@ class JudgeActor:
     """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        spec.prepare()
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._server: Server | None = None
         self._endpoint: HttpEndpoint | None = None
