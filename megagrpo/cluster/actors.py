@@ -70,11 +70,6 @@ def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:
     return {} if maps_gpu_memory(recipe) else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def deterministic_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """Returns NCCL's setting to sum in one order. Megatron's deterministic_mode does the rest (megatron/model.py)."""
-    return {"NCCL_ALGO": "^NVLS"} if recipe.deterministic else {}
-
-
 def interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
@@ -102,8 +97,10 @@ class RankActor:
         prepare_process(device, recipe)
         if device == "cuda" and (problem := allocator_problem(recipe, os.environ)):
             raise RecipeError(problem)
-        for variable, value in (allocator_environment(recipe) | deterministic_environment(recipe)).items():
+        for variable, value in allocator_environment(recipe).items():
             os.environ.setdefault(variable, value)
+        if recipe.deterministic:  # NCCL sums in one order; Megatron's deterministic_mode does the rest
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 

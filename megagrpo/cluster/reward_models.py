@@ -20,10 +20,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import wait_for
+from megagrpo.cluster.waiting import end_actors, wait_until_started
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.imports import importing
-from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.reward.asking import Served
@@ -222,13 +221,9 @@ class RewardModels:
 
     def wait_until_ready(self) -> None:
         """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
-        timeout, watch = self._recipe.cluster.start_timeout_seconds, self._runtime.watch
-        if not self._starting:
-            return
-        with progress("starting reward models", len(self._starting)) as work:
-            wait_for(
-                self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch, work=work
-            )
+        if self._starting:
+            seconds = self._recipe.cluster.start_timeout_seconds
+            wait_until_started(self._starting, "reward models", seconds, self._runtime.watch)
 
     def served(self) -> dict[str, Served]:
         """Returns the models that reward functions ask, by name."""
@@ -242,12 +237,10 @@ class RewardModels:
 
     def close(self) -> None:
         """Ends the models and the servers that they started."""
-        kinds = {name: model.kind for name, model in self._recipe.reward.models.items()}
-        closing = [actor.close.remote() for name, actor in self._actors.items() if kinds[name] == "generative"]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in self._actors.values():
-            ray.kill(actor)
+        judges = {name for name, model in self._recipe.reward.models.items() if model.kind == "generative"}
+        end_actors([actor for name, actor in self._actors.items() if name in judges], CLOSE_SECONDS)
+        for name in self._actors.keys() - judges:
+            ray.kill(self._actors[name])
 
 
 class ActorEndpoint:

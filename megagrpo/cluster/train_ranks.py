@@ -60,7 +60,7 @@ class TrainRanks:
         # One rank of those of the last stage that hold the same tokens.
         last = [at for at in rank_grid(layout) if at.pipeline == layout.pipeline - 1 and at.tensor == 0]
         self._answering = [f"train rank {at.rank}" for at in last]
-        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
+        self.places: tuple[Place, ...] = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
             name: runtime.start_rank(RankActor, rank) for rank, name in enumerate(self._data_rank)
         }
@@ -96,7 +96,7 @@ class TrainRanks:
     def alone(self) -> Iterator[None]:
         """Limits the watch to nodes with ranks, inside the block: only their loss ends the run."""
         of_run = self.watch
-        self.watch = of_run.of({place.node for place in self._places})
+        self.watch = of_run.of({place.node for place in self.places})
         self._pulse.names = self.watch.names
         try:
             yield
@@ -143,9 +143,6 @@ class TrainRanks:
 
     def adapter_manifests(self) -> list[Manifest]:
         return self.call("adapter_manifest")
-
-    def places(self) -> tuple[Place, ...]:
-        return self._places
 
     def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
         """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.

@@ -29,11 +29,9 @@ class Device:
         self.policy: set[str] = set(PARTS)
         self.engine: set[str] = set()
 
-    def call(self, method: str, *given: list[str]) -> None:
+    def call(self, method: str, parts: Sequence[str] = ()) -> None:
         if method == "broken":
             return
-        (parts,) = given
-        assert method in ("release", "restore")
         self.policy = self.policy - set(parts) if method == "release" else self.policy | set(parts)
         assert "cache" not in self.engine or not self.policy
         assert not self.engine or self.policy <= {"parameters"}
@@ -45,7 +43,7 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
-        self._places, self._pulse, self.watch = (), SimpleNamespace(), NodeWatch({})
+        self.places, self._pulse, self.watch = (), SimpleNamespace(), NodeWatch({})
         self.device_type = "cpu"
         named = SimpleNamespace(remote=device.call)
         self.actors = {"train rank 0": SimpleNamespace(call=SimpleNamespace(options=lambda name: named))}
