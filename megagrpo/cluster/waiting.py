@@ -97,7 +97,7 @@ class NodeWatch:
 
 def _lost(names: Mapping[str, str]) -> NodeLostError | None:
     """Returns an error that names the nodes among these that Ray has lost; None if there are none."""
-    living = node_names()
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     lost = [name for node, name in names.items() if node not in living]
     needed = "every node that the run started on, until its end"
     given = "Ray has lost it: it is down, stopped, or cannot be reached"
