@@ -34,7 +34,7 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_375,
     ("rollout",): 3_064,
-    ("cluster",): 3_691,
+    ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_755,
     ("recipe", "preflight", "doctor"): 6_205,
     ("plan",): 5_884,

@@ -18,17 +18,13 @@ from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_mem
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
-    from megagrpo.algorithm.ragged import Ragged
-    from megagrpo.batching.rank_batches import RankBatch
     from megagrpo.checkpoint.store import SavedFile
     from megagrpo.guarded_store import StoreAddress
     from megagrpo.megatron.snapshot import Contents
-    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenFigures, TokenLoss, TokenNumbers
     from megagrpo.weights.blocks import Preparation
-    from megagrpo.weights.boxes import Box, Manifest
+    from megagrpo.weights.boxes import Box
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
@@ -37,9 +33,10 @@ FILES = "files"
 """The thread of a rank's process that writes files while the rank trains. It runs nothing collective."""
 
 
-def prepare_process(device: str, recipe: AnyRecipe) -> None:
+def prepare_process(device: str, recipe: AnyRecipe, gpus: Sequence[int | str] = ()) -> None:
     """Sets the network interface of the process groups of this process and its children, and NCCL's shared variables
-    (nccl_environment), unless the user has set them. Hides the node's GPUs from an actor for device cpu.
+    (nccl_environment), unless the user has set them. Hides the node's GPUs from an actor for device cpu, and from one
+    with `gpus` all others.
 
     Without the interface, gloo takes the address that the host name resolves to, which on many machines is 127.0.1.1,
     and NCCL takes the first interface that it finds. An address that no interface has (an alias of loopback) changes
@@ -52,8 +49,8 @@ def prepare_process(device: str, recipe: AnyRecipe) -> None:
             os.environ.setdefault(variable, name)
     for variable, value in nccl_environment(recipe).items():
         os.environ.setdefault(variable, value)
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "cpu" or gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
 
 
 def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
@@ -73,11 +70,6 @@ def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:
     return {} if maps_gpu_memory(recipe) else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def deterministic_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """Returns NCCL's setting to sum in one order. Megatron's deterministic_mode does the rest (megatron/model.py)."""
-    return {"NCCL_ALGO": "^NVLS"} if recipe.deterministic else {}
-
-
 def interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
@@ -85,8 +77,15 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class RankProcess:
-    """One training rank in its own process. `start` makes `rank`; the other methods call those of `rank`."""
+def ask(actor: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
+    """Asks a RankActor to call a method of its rank, whose name Ray shows in process titles, task lists and errors."""
+    return actor.call.options(name=f"RankActor.{method}").remote(method, *arguments)
+
+
+@ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
+class RankActor:
+    """One training rank in its own process: `start` makes `rank`, `call` calls it. Its end of the weight sync is kept
+    for all syncs."""
 
     rank: Any
 
@@ -98,19 +97,28 @@ class RankProcess:
         prepare_process(device, recipe)
         if device == "cuda" and (problem := allocator_problem(recipe, os.environ)):
             raise RecipeError(problem)
-        for variable, value in (allocator_environment(recipe) | deterministic_environment(recipe)).items():
+        for variable, value in allocator_environment(recipe).items():
             os.environ.setdefault(variable, value)
+        if recipe.deterministic:  # NCCL sums in one order; Megatron's deterministic_mode does the rest
+            os.environ.setdefault("NCCL_ALGO", "^NVLS")
         if device == "cpu":
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused kernels: compiling them for a CPU gains nothing
 
-    def manifest(self) -> Manifest:
-        return self.rank.manifest()
+    def start(self, recipe: AnyRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
+        self.prepare(device, recipe)
+        with importing():
+            from megagrpo.megatron.rank import TrainRank
+            from megagrpo.megatron.sft_rank import SftRank
 
-    def adapter_manifest(self) -> Manifest:
-        return self.rank.adapter_manifest()
+        self.model_directory = model_directory
+        if isinstance(recipe, SftRecipe):
+            self.rank = SftRank(recipe, rank, store, model_directory, device)
+        else:
+            self.rank = TrainRank(recipe, rank, store, model_directory, device)
 
-    def load_batch(self, batch: RankBatch) -> None:
-        self.rank.load_batch(batch)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the rank (megatron/rank.py, megatron/sft_rank.py) and returns its answer."""
+        return getattr(self.rank, method)(*arguments)
 
     def begin_memory_peak(self) -> None:
         """Resets `memory_peak`."""
@@ -124,12 +132,6 @@ class RankProcess:
 
         return torch.cuda.max_memory_allocated()
 
-    def release(self, parts: Sequence[str]) -> None:
-        self.rank.release(parts)
-
-    def restore(self, parts: Sequence[str]) -> None:
-        self.rank.restore(parts)
-
     def begin_profile(self, memory: bool) -> None:
         from megagrpo.megatron.profiler import Profiler
 
@@ -139,11 +141,7 @@ class RankProcess:
         """Writes the profile since `begin_profile`. Returns the reason if it could not, or ""."""
         return self.profiler.end(directory, self.rank.where.rank)
 
-    def broken(self) -> dict[str, str]:
-        return self.rank.broken()
-
-    def take_snapshot(self) -> None:
-        self.rank.take_snapshot()
+    # --- files, written while the rank trains: calls of the rank in another thread ------------------------------------
 
     @ray.method(concurrency_group=FILES, num_returns=2)
     def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
@@ -153,84 +151,11 @@ class RankProcess:
     def finish_snapshot(self, directory: Path, *of_ranks: dict[str, Contents]) -> tuple[SavedFile, ...]:
         return self.rank.finish_snapshot(directory, of_ranks)
 
-    def load(self, directory: Path) -> None:
-        self.rank.load(directory)
-
-    def write_export(self, export: Export, plan: WeightPlan, source: int, adapters: bool) -> None:
-        self.rank.write_export(export, plan, source, adapters)
-
-    def copy_export(self, export: Export, plan: WeightPlan, source: int) -> None:
-        self.rank.copy_export(export, plan, source)
-
     @ray.method(concurrency_group=FILES)
     def write_copied_export(self, export: Export) -> None:
         self.rank.write_copied_export(export)
 
-
-@ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
-class SftActor(RankProcess):
-    """A rank of supervised fine-tuning."""
-
-    def start(self, recipe: SftRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
-        self.prepare(device, recipe)
-        with importing():
-            from megagrpo.megatron.sft_rank import SftRank
-
-        self.rank = SftRank(recipe, rank, store, model_directory, device)
-
-    def update(self, lr: float) -> SftUpdate | None:
-        return self.rank.update(lr)
-
-    def evaluate(self) -> TokenLoss | None:
-        return self.rank.evaluate()
-
-
-@ray.remote(max_restarts=0, concurrency_groups={FILES: 1})
-class RankActor(RankProcess):
-    """A rank of GRPO or PPO. It keeps its end of the weight sync, which every sync reuses."""
-
-    def start(self, recipe: Recipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
-        self.prepare(device, recipe)
-        with importing():
-            from megagrpo.megatron.rank import TrainRank
-
-        self.recipe, self.model_directory = recipe, model_directory
-        self.rank = TrainRank(recipe, rank, store, model_directory, device)
-
-    def add_critic(self, directory: str) -> None:
-        self.rank.add_critic(directory)
-
-    def compute_old_logprobs(self) -> None:
-        self.rank.compute_old_logprobs()
-
-    def use_rollout_logprobs_as_old(self) -> None:
-        self.rank.use_rollout_logprobs_as_old()
-
-    def compute_reference_logprobs(self) -> None:
-        self.rank.compute_reference_logprobs()
-
-    def token_kl(self) -> TokenNumbers | None:
-        return self.rank.token_kl()
-
-    def update(
-        self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int
-    ) -> StepMetrics | None:
-        return self.rank.update(advantages, lr, kl_coefficient, step)
-
-    def compute_values(self) -> None:
-        self.rank.compute_values()
-
-    def token_values(self) -> TokenNumbers | None:
-        return self.rank.token_values()
-
-    def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics | None:
-        return self.rank.update_critic(returns, lr)
-
-    def update_reference(self) -> None:
-        self.rank.update_reference()
-
-    def token_figures(self, rows: int) -> TokenFigures | None:
-        return self.rank.token_figures(rows)
+    # --- this rank's end of the weight sync ---------------------------------------------------------------------------
 
     def connect(self, plan: WeightPlan, source: int, channel: Channel, preparation: Preparation | None = None) -> None:
         """Opens this rank's end of the weight sync, as source `source` of the plan. Every sync runs the preparation."""
@@ -244,7 +169,8 @@ class RankActor(RankProcess):
         if self.quantizer:
             self.fetching = channel.rendezvous.join(plan.sources[source].holder)
         require_own(plan.sources[source], self.quantizer.manifest if self.quantizer else held)
-        directory, dtype = sync_directory(self.recipe).absolute(), dtype_name(self.recipe, self.rank.device.type)
+        directory = sync_directory(self.rank.recipe).absolute()
+        dtype = dtype_name(self.rank.recipe, self.rank.device.type)
         self.sender = open_sender(channel, plan, source, DiskFiles(directory, Path(self.model_directory), dtype))
 
     def send_weights(self, version: int, destinations: Sequence[int]) -> Mapping[int, Mapping[str, int]]:

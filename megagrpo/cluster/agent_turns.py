@@ -47,7 +47,7 @@ class AgentTurns:
         """Turns that wait or run, by the order of their rollouts."""
         self._held: set[Order] = set()
         self._new: list[tuple[Order, Order]] = []
-        self._host = AgentHost(
+        self.host = AgentHost(
             recipe.agent,
             program_of(recipe.agent),
             recipe.sequence_tokens_max,
@@ -60,43 +60,34 @@ class AgentTurns:
             prepare_seconds=recipe.cluster.start_timeout_seconds,
         )
 
-    @property
-    def thread(self) -> threading.Thread:
-        return self._host.thread
-
-    @property
-    def restarts(self) -> int:
-        """Returns the number of agent processes that ended and were restarted so far."""
-        return self._host.restarts
-
     def add(self, orders: Sequence[Order], *, first: bool) -> None:
         """Starts the rollouts of these orders; resumes those that were held."""
         held = self._held.intersection(orders)
         self._held -= held
         self._pool.add(turn for order in held for turn in self._turns.get(order, ()))
-        self._host.begin(orders, first=first)
+        self.host.begin(orders, first=first)
 
     def hold(self, orders: Collection[Order]) -> list[Order]:
         """Makes agents wait before their next turns. Returns the turns to be given back."""
         self._held |= {order for order in orders if not order.complete}
-        self._host.hold(orders)
+        self.host.hold(orders)
         return [turn for order in orders for turn in self._turns.get(order, ())]
 
     def drop(self, orders: Collection[Order]) -> list[Order]:
         """Cancels the rollouts of these orders. Returns the turns to be given back."""
         self._held -= set(orders)
-        self._host.cancel(orders)
+        self.host.cancel(orders)
         return [turn for order in orders for turn in self._turns.pop(order, ())]
 
     def close(self) -> None:
         """Closes the host. The caller must not hold `changed`."""
-        self._host.close()
+        self.host.close()
 
     # --- in the host's thread -----------------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, key: str) -> Sample:
         """Generates one turn of the rollout with this key."""
-        loop, order = asyncio.get_running_loop(), self._host.order_of(key)
+        loop, order = asyncio.get_running_loop(), self.host.order_of(key)
         answer: asyncio.Future[Sample] = loop.create_future()
 
         def settle(sample: Sample) -> None:
@@ -125,7 +116,7 @@ class AgentTurns:
             await asyncio.wait({answer}, timeout=None if left == math.inf else TICK_SECONDS)
             left -= time.monotonic() - before if order not in self._held and self._sampling([key]) else 0.0
             if left <= 0 and not answer.done():
-                self._host.late(key, f"a turn took longer than {self._turn_seconds:g} s")
+                self.host.late(key, f"a turn took longer than {self._turn_seconds:g} s")
                 left = math.inf
         return answer.result()
 

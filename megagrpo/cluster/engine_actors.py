@@ -13,9 +13,8 @@ import ray
 
 from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, visible_gpus
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import answer_of, wait_for
+from megagrpo.cluster.waiting import answer_of, end_actors, wait_for, wait_until_started
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.boxes import Manifest, Place
 
@@ -50,24 +49,17 @@ class EngineActors:
         self._runtime, self._recipe, self._keeps_weights = runtime, recipe, keeps_weights
         self._directories = model_directory, tokenizer_directory
         self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
+        self.names = tuple(self._index)
         self.by_name: dict[str, Any] = {}
         self._other_nodes: dict[str, list[Any]] = {}
         self._manifests: dict[str, list[Manifest]] = {}
         self._starting = {name: self._start(name) for name in self._index}
         self.restarts: dict[str, Restart] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._index)
-
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
-        timeout = self._recipe.cluster.start_timeout_seconds
-        watch = self._runtime.watch
-        with progress("starting engines", len(self._starting)) as work:
-            wait_for(
-                self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch, work=work
-            )
+        seconds = self._recipe.cluster.start_timeout_seconds
+        wait_until_started(self._starting, "engines", seconds, self._runtime.watch)
 
     def restart(self, engine: str) -> None:
         """Closes an engine, even a busy one. `look` then starts its replacement."""
@@ -81,7 +73,8 @@ class EngineActors:
             if restart.started is None:
                 _, open_ = ray.wait(restart.closing, num_returns=len(restart.closing), timeout=0)
                 if may_start and (not open_ or time.monotonic() > restart.kill_at):
-                    self._kill(engine)
+                    for actor in self._actors_of(engine):
+                        ray.kill(actor)
                     restart.started = self._start(engine)
                     restart.late_at = time.monotonic() + self._recipe.cluster.start_timeout_seconds
             elif ray.wait([restart.started], timeout=0)[0]:
@@ -135,17 +128,9 @@ class EngineActors:
 
     def _end(self, engines: Sequence[str], patience_seconds: float) -> None:
         """Asks these engines to close, and kills them. They cannot be used afterwards."""
-        ended = [actor for name in engines for actor in self._actors_of(name)]
-        if not ended:
-            return
-        ray.wait([actor.close.remote() for actor in ended], num_returns=len(ended), timeout=patience_seconds)
+        end_actors([actor for name in engines for actor in self._actors_of(name)], patience_seconds)
         for name in engines:
-            self._kill(name)
-
-    def _kill(self, engine: str) -> None:
-        for actor in self._actors_of(engine):
-            ray.kill(actor)
-        del self.by_name[engine], self._other_nodes[engine]
+            del self.by_name[name], self._other_nodes[name]
 
     def _actors_of(self, engine: str) -> list[Any]:
         return [self.by_name[engine], *self._other_nodes[engine]]

@@ -89,7 +89,7 @@ class EngineActor:
 
     def start(self, spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> None:
         """Makes the engine. `other_nodes`: EngineNodeActors that have their specs, if it is on several nodes."""
-        _prepare(spec)
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self._answers: SimpleQueue[tuple[int, Sample | MegagrpoError]] = SimpleQueue()
         self._reported = self._moved = time.monotonic()
         self._counts: dict[int, int] = {}
@@ -207,12 +207,6 @@ def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int
     return (*first, *sorted(beside.difference(first), key=str)) if first else ()
 
 
-def _prepare(spec: EngineSpec) -> None:
-    prepare_process(spec.device, spec.recipe)
-    if spec.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
-
-
 @ray.remote(max_restarts=0, max_concurrency=2)
 class EngineNodeActor:
     """The server process of an engine on a node other than its first. It has ranks, and answers no requests."""
@@ -221,7 +215,7 @@ class EngineNodeActor:
     server: Server
 
     def prepare(self, spec: EngineSpec) -> None:
-        _prepare(spec)
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self.spec = spec
 
     def address(self) -> str:

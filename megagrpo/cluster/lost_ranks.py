@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megagrpo.cluster.waiting import on_node
 from megagrpo.errors import Problem
 
 LOOK_SECONDS = 30.0
@@ -111,8 +111,7 @@ def _on_nodes(task: Any, ranks: Mapping[str, ProcessAt]) -> dict[str, Any]:
         by_node.setdefault(process.node, []).append(name)
     asked = {}
     for node, names in by_node.items():
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        asked[task.options(scheduling_strategy=there).remote([ranks[name] for name in names])] = names
+        asked[on_node(task, node).remote([ranks[name] for name in names])] = names
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS) if asked else ([], [])
     found: dict[str, Any] = {}
     for answer in answered:

@@ -20,10 +20,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import wait_for
+from megagrpo.cluster.waiting import end_actors, wait_until_started
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.imports import importing
-from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.reward.asking import Served
@@ -31,7 +30,7 @@ from megagrpo.reward.judging.client import Reply
 from megagrpo.reward.judging.scoring import Conversation
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 
-if TYPE_CHECKING:  # torch follows ModelSpec.prepare; the driver needs no aiohttp
+if TYPE_CHECKING:  # torch follows prepare_process; the driver needs no aiohttp
     from megagrpo.cluster.classifier import Classifier
     from megagrpo.reward.judging.endpoint import HttpEndpoint
     from megagrpo.rollout.sglang.server import Server
@@ -64,19 +63,13 @@ class ModelSpec:
             return self.config.dtype
         return "bfloat16" if self.device == "cuda" else "float32"
 
-    def prepare(self) -> None:
-        """Prepares the actor's process. Called before torch is imported."""
-        prepare_process(self.device, self.recipe)
-        if self.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class ClassifierActor:
     """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        spec.prepare()
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._classifier: Classifier | None = None
 
@@ -115,7 +108,7 @@ class JudgeActor:
     """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        spec.prepare()
+        prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._server: Server | None = None
         self._endpoint: HttpEndpoint | None = None
@@ -228,13 +221,9 @@ class RewardModels:
 
     def wait_until_ready(self) -> None:
         """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
-        timeout, watch = self._recipe.cluster.start_timeout_seconds, self._runtime.watch
-        if not self._starting:
-            return
-        with progress("starting reward models", len(self._starting)) as work:
-            wait_for(
-                self._starting, doing="starting", timeout_seconds=timeout, error=EngineError, watch=watch, work=work
-            )
+        if self._starting:
+            seconds = self._recipe.cluster.start_timeout_seconds
+            wait_until_started(self._starting, "reward models", seconds, self._runtime.watch)
 
     def served(self) -> dict[str, Served]:
         """Returns the models that reward functions ask, by name."""
@@ -248,12 +237,10 @@ class RewardModels:
 
     def close(self) -> None:
         """Ends the models and the servers that they started."""
-        kinds = {name: model.kind for name, model in self._recipe.reward.models.items()}
-        closing = [actor.close.remote() for name, actor in self._actors.items() if kinds[name] == "generative"]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in self._actors.values():
-            ray.kill(actor)
+        judges = {name for name, model in self._recipe.reward.models.items() if model.kind == "generative"}
+        end_actors([actor for name, actor in self._actors.items() if name in judges], CLOSE_SECONDS)
+        for name in self._actors.keys() - judges:
+            ray.kill(self._actors[name])
 
 
 class ActorEndpoint:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from threading import Event
 from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import end_actors, node_names, on_node
 from megagrpo.errors import MegagrpoError, Problem, RewardError
 from megagrpo.reward.functions import FunctionSpec, Outcome, Task
 from megagrpo.reward.workers import Limits, LoadedFunction, RewardPool, WorkerPool
@@ -68,10 +67,6 @@ class RewardNodes:
         outcomes: dict[int, list[list[Outcome]]] = {}
         ended = Event()
 
-        def check_here() -> None:
-            if ended.is_set():
-                raise _EndedError
-
         def give(node: str) -> None:
             if waiting and (node in self._there or node == ""):
                 start = waiting.popleft()
@@ -79,7 +74,7 @@ class RewardNodes:
                 if node:
                     future = self._there[node].run.remote(part).future()
                 else:
-                    future = self._thread.submit(self._here.run, part, check_here)
+                    future = self._thread.submit(self._here.run, part, _check_of(ended))
                 running[future] = node, start
 
         try:
@@ -124,23 +119,13 @@ class RewardNodes:
 
     def _start_there(self) -> None:
         """Starts the pools of other nodes that are alive and have none."""
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        living = node_names()
         for node, workers in self._workers_there.items():
-            if node not in self._there and node in living:
-                place = NodeAffinitySchedulingStrategy(node, soft=False)
-                # Two calls at once: it can be closed while it scores.
-                actor_class = ray.remote(num_cpus=0, max_concurrency=2)(RewardNodeActor)
-                self._there[node] = actor_class.options(scheduling_strategy=place).remote(
-                    self._specs, workers, self._limits
-                )
+            if node in living and node not in self._there:
+                self._there[node] = on_node(RewardNodeActor, node).remote(self._specs, workers, self._limits)
 
     def _end_there(self) -> None:
-        closing = [actor.close.remote() for actor in self._there.values()]
-        if closing:
-            ray.wait(closing, num_returns=len(closing), timeout=END_SECONDS)
-        for actor in self._there.values():
-            with suppress(RayActorError):
-                ray.kill(actor)
+        end_actors(list(self._there.values()), END_SECONDS)
         self._there.clear()
 
 
@@ -148,6 +133,17 @@ class _EndedError(Exception):
     """An exception that ends the part being scored in this process."""
 
 
+def _check_of(ended: Event) -> Callable[[], None]:
+    """Returns a check that ends the part being scored once `ended` is set."""
+
+    def check() -> None:
+        if ended.is_set():
+            raise _EndedError
+
+    return check
+
+
+@ray.remote(num_cpus=0, max_concurrency=2)  # two calls at once: it can be closed while it scores
 class RewardNodeActor:
     """The reward workers of a node without the driver."""
 
@@ -155,11 +151,7 @@ class RewardNodeActor:
         self._pool, self._ended = WorkerPool(specs, workers, limits), Event()
 
     def run(self, calls: Calls) -> list[list[Outcome]]:
-        def check() -> None:
-            if self._ended.is_set():
-                raise _EndedError
-
-        return self._pool.run(calls, check)
+        return self._pool.run(calls, _check_of(self._ended))
 
     def close(self) -> None:
         self._ended.set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,32 +18,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megagrpo.cluster.engine_actors import CLOSE_SECONDS, EngineActors
+from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import MemoryTag, SoFar
+from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import evaluation_requests, group_of, training_requests
-from megagrpo.rollout.speeds import SPEED_REPORTS, Speeds
-from megagrpo.timeline import TIMELINE
 from megagrpo.types import Group, Prompt, Request, Sample
-from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.cluster.agent_turns import AgentTurns
-
-ABORT_MARGIN_SECONDS = 60.0
-"""After rollout.timeout_seconds an engine aborts its requests, which takes up to 30 s, and sends its samples. If it
-counted as dead earlier, a few long samples would cost all the others."""
-
-ANSWER_SECONDS = 5.0
-"""Time after which an engine without new samples answers. It reports the tokens so far of its requests as often."""
-SILENT_SECONDS = 300.0
-"""Time limit for an engine with requests and verified weights to sample a token."""
-READ_SECONDS = 10.0
-"""Timeout for reading the tokens so far of an engine's requests from its node."""
 
 RETRY_SECONDS = 10.0
 """Pause before an engine that could not start is retried, while the run waits for one."""
@@ -64,7 +51,7 @@ class Rollouts:
         """Starts the engines. keeps_weights: engines sample from the weights that they start with; `serve_all` takes
         the place of weight syncs."""
         self._runtime, self._recipe = runtime, recipe
-        self._engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
+        self.engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
         self.bring_back: Callable[[], None] | None = None
         """Gives engines the weights that the others have. Set by the weight sync."""
         self.say: Callable[[str], None] = lambda line: None
@@ -74,7 +61,7 @@ class Rollouts:
         # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
         slots = None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once
         self._pool = Pool(slots, continues=not recipe.one_version)
-        self._speeds = Speeds(seconds=SPEED_REPORTS * ANSWER_SECONDS)
+        self._answers = EngineAnswers(recipe.rollout.timeout_seconds)
         self.lost: dict[str, MegagrpoError] = {}
         """Engines that do not sample because they failed, and why."""
         self._started: set[str] = set()
@@ -85,18 +72,6 @@ class Rollouts:
         """Seconds of waits for an engine since one last sampled."""
         self._awaited = False
         """Whether a weight sync waits for engines to start."""
-        self._asked: dict[ray.ObjectRef[Any], str] = {}
-        """Engines by their next answer."""
-        self._so_far: dict[str, ray.ObjectRef[SoFar]] = {}
-        """Tokens so far of each engine's requests, last reported; read only if needed. Large ones stay on its node."""
-        self._coming: dict[ray.ObjectRef[SoFar], tuple[float, Mapping[int, Request]]] = {}
-        """Tokens so far of lost engines' requests, on their way: the wait's deadline, and the requests by ticket."""
-        self._next_so_far: dict[ray.ObjectRef[Any], ray.ObjectRef[SoFar]] = {}
-        """Tokens so far that come with an engine's next answer, by that answer."""
-        self._heard: dict[str, float] = {}
-        """When each engine last answered."""
-        self._handed: dict[int, float] = {}
-        """When each request was handed to an engine, by ticket."""
         self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
         """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None
@@ -106,16 +81,11 @@ class Rollouts:
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
 
-    @property
-    def external(self) -> bool:
-        """Returns whether the engines are servers that other programs run."""
-        return self._recipe.rollout.engine == "external"
-
     def wait_until_ready(self) -> None:
         """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
-        self._engines.wait_until_ready()
+        self.engines.wait_until_ready()
         with self.changed:
-            self._started = set(self._engines.by_name)
+            self._started = set(self.engines.by_name)
 
     @property
     def serving(self) -> int:
@@ -137,7 +107,7 @@ class Rollouts:
                     self._require_collecting()
                     self._start_lost_again()
                     found = self._up()
-                    if found and not (self._runtime.shares_gpus and self._engines.restarts):
+                    if found and not (self._runtime.shares_gpus and self.engines.restarts):
                         return found
                     self._require_patience()
                     self.changed.wait(SLICE_SECONDS)
@@ -158,8 +128,7 @@ class Rollouts:
                 self._waited = 0.0
                 if self.lost.pop(engine, None):
                     self.say(f"{engine} samples again, with verified weights ({self._left()})")
-                if engine not in self._asked.values():
-                    self._ask(engine)
+                self._answers.ask(engine, actor)
             self._hand_out()
 
     def serve_all(self) -> None:
@@ -174,7 +143,7 @@ class Rollouts:
             self.lost[engine] = error
             self._started.discard(engine)
             self._leave(engine, failed=failed)
-            self._engines.restart(engine)
+            self.engines.restart(engine)
             first = error.problems[0]
             self.say(f"warning: restarting {engine}: {first.where}: {first.given} ({self._left()})")
             self._hand_out()
@@ -183,19 +152,7 @@ class Rollouts:
     def give_up(self) -> None:
         """Ends all engines, even those that are busy. They cannot be used afterwards."""
         self._stop_collecting()
-        self._engines.give_up()
-
-    def manifests(self) -> dict[str, list[Manifest]]:
-        """Returns the manifests of each engine's ranks."""
-        return self._engines.manifests()
-
-    def places(self) -> tuple[Place, ...]:
-        """Returns node and device of every rank of every engine, in the order of `manifests`."""
-        return self._engines.places()
-
-    def visible_gpus(self) -> list[tuple[int | str, ...]]:
-        """Returns the GPUs that each rank's process sees, of engines that the run starts, in the order of `places`."""
-        return self._engines.visible_gpus()
+        self.engines.give_up()
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Generates the training_requests of a step. Returns groups in the order of the prompts."""
@@ -250,7 +207,7 @@ class Rollouts:
             everywhere = (*self._pool.engines.values(), self._pool.lost)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
-            found = [*self._so_far.values(), *self._coming]
+            found = [*self._answers.so_far.values(), *self._answers.coming]
 
         def read() -> dict[tuple[Order, int], Sample]:
             samples = read_so_far(found, requests)
@@ -309,7 +266,7 @@ class Rollouts:
 
     def agents_restarted(self) -> int:
         """Returns the number of agent processes that were restarted since the last call."""
-        counted = self._agents.restarts if self._agents else 0
+        counted = self._agents.host.restarts if self._agents else 0
         since, self._restarts_told = counted - self._restarts_told, counted
         return since
 
@@ -318,7 +275,7 @@ class Rollouts:
         if self._agents:
             self._agents.close()
         self._stop_collecting()
-        self._engines.close()
+        self.engines.close()
 
     def _groups(self, prompts: Sequence[Prompt], requests: Sequence[list[Request]]) -> list[Group]:
         """Generates responses to these requests of each prompt, waits for all, and returns the prompts' groups."""
@@ -358,7 +315,7 @@ class Rollouts:
 
     def _give_back(self, orders: Iterable[Order]) -> None:
         for engine, tickets in self._pool.withdraw(orders).items():
-            self._engines.by_name[engine].give_back.remote(tickets)
+            self.engines.by_name[engine].give_back.remote(tickets)
 
     # --- the thread that collects -------------------------------------------------------------------------------------
 
@@ -372,12 +329,12 @@ class Rollouts:
     def _collect_once(self) -> None:
         with self.changed:
             self._look_at_restarts()
-            asked = [*self._asked, *self._coming]
-        if not asked:
+            expected = self._answers.expected
+        if not expected:
             time.sleep(SLICE_SECONDS)
             return
-        ray.wait(asked, num_returns=1, timeout=SLICE_SECONDS)
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        ray.wait(expected, num_returns=1, timeout=SLICE_SECONDS)
+        ready, _ = ray.wait(expected, num_returns=len(expected), timeout=0)
         for ref in ready:
             self._take(ref)
         self._put_back(ready)
@@ -387,9 +344,10 @@ class Rollouts:
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
         """Takes an engine's answer: its samples, or the error with which it failed."""
         with self.changed:
-            engine, so_far = self._asked.pop(ref, None), self._next_so_far.pop(ref, None)
-        if engine is None or self._closed:
+            asked = self._answers.pop(ref)
+        if asked is None or self._closed:
             return
+        engine, so_far = asked
         try:
             answer = answer_of(ref, engine, "rollout", EngineError, None)
         except (OSError, MemoryError) as lack:
@@ -403,20 +361,11 @@ class Rollouts:
             else:
                 self._count_idle()
                 completed = self._pool.answered(engine, answer.samples)
-                for ticket, sample in answer.samples.items():
-                    if (begun := self._handed.pop(ticket, None)) is not None:
-                        what = f"sample {sample.index} of prompt {sample.prompt_id}"
-                        TIMELINE.record(engine, what, begun, time.monotonic())
-                if answer.reported and so_far is not None:
-                    self._so_far[engine] = so_far
-                slow = answer.speed is not None and self._speeds.problem(engine, answer.speed, time.monotonic())
-                if answer.silent_seconds > SILENT_SECONDS:
-                    given, needed = f"no token for {answer.silent_seconds:.0f} s", f"one within {SILENT_SECONDS:g} s"
-                    self._lose(engine, EngineError(Problem(f"rollout: {engine} hangs", given, needed)))
-                elif slow:
-                    self._lose(engine, EngineError(slow), failed=False)
+                if ill := self._answers.take(engine, answer, so_far):
+                    error, failed = ill
+                    self._lose(engine, error, failed=failed)
                 else:
-                    self._ask(engine)
+                    self._answers.ask(engine, self.engines.by_name[engine])
             self._hand_out()
         for order in completed:
             order.on_complete(order)
@@ -429,44 +378,23 @@ class Rollouts:
         self._idle += seconds * self._pool.idle_share(held_sample=self._recipe.pause == "finish")
         self._seconds += seconds
 
-    def _ask(self, engine: str) -> None:
-        self._heard[engine] = time.monotonic()
-        answer, so_far = self._engines.by_name[engine].finished.remote(ANSWER_SECONDS)
-        self._asked[answer], self._next_so_far[answer] = engine, so_far
-
     def _hand_out(self) -> None:
         self._count_idle()
-        now = time.monotonic()
         for engine, requests in self._pool.hand_out().items():
-            self._engines.by_name[engine].begin.remote(requests)
-            self._handed |= dict.fromkeys(requests, now)
+            self._answers.hand(self.engines.by_name[engine], requests)
 
     def _lose_silent(self) -> None:
-        """Restarts engines that do not answer, or that have a request for longer than any may take."""
-        now, longest = time.monotonic(), self._recipe.rollout.timeout_seconds + ABORT_MARGIN_SECONDS
         for engine, tickets in list(self._pool.engines.items()):
-            silent = now - self._heard[engine]
-            oldest = now - min((self._handed[ticket] for ticket in tickets), default=now)
-            if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not self._has_answered(engine):
-                given = f"nothing after {silent:.0f} s"
-                self._lose(engine, EngineError(Problem(f"rollout: no answer from {engine}", given, "samples")))
-            elif oldest > longest:
-                given = f"a request without a sample after {oldest:.0f} s"
-                needed = f"one within {longest:g} s (rollout.timeout_seconds, and a minute)"
-                self._lose(engine, EngineError(Problem(f"rollout: {engine}", given, needed)))
-
-    def _has_answered(self, engine: str) -> bool:
-        """Returns whether the engine's answer is here, and this thread has not taken it yet."""
-        asked = [ref for ref, other in self._asked.items() if other == engine]
-        return bool(asked and ray.wait(asked, timeout=0)[0])
+            if error := self._answers.silence(engine, tickets):
+                self._lose(engine, error)
 
     def _lose(self, engine: str, error: MegagrpoError, *, failed: bool = True) -> None:
-        self.lose(engine, self._engines.by_name[engine], error, failed=failed)
+        self.lose(engine, self.engines.by_name[engine], error, failed=failed)
 
     def _look_at_restarts(self) -> None:
         """Advances the restarts: an engine that has restarted waits for weights."""
         may_start = self._awaited or not self._runtime.shares_gpus
-        for engine, error in self._engines.look(may_start=may_start).items():
+        for engine, error in self.engines.look(may_start=may_start).items():
             if error is None:
                 self._started.add(engine)
                 self.say(f"{engine} has started again: the next weight sync brings it up to date")
@@ -479,36 +407,33 @@ class Rollouts:
 
     def _start_lost_again(self) -> None:
         for engine in self.lost:
-            waits = engine in self._started or engine in self._engines.restarts
+            waits = engine in self._started or engine in self.engines.restarts
             if not waits and time.monotonic() > self._retry_at.get(engine, 0.0):
                 self.say(f"warning: restarting {engine}: it could not start before")
-                self._engines.restart(engine)
+                self.engines.restart(engine)
 
     def _leave(self, engine: str, *, failed: bool) -> None:
-        self._asked = {ref: other for ref, other in self._asked.items() if other != engine}
-        self._next_so_far = {ref: so_far for ref, so_far in self._next_so_far.items() if ref in self._asked}
-        for ticket in self._pool.engines.get(engine, ()):
-            self._handed.pop(ticket, None)
+        self._answers.forget(engine, self._pool.engines.get(engine, ()))
         try:
             lost = self._pool.leave(engine, failed=failed)
         except EngineError as error:
             self._failure = error
             return
-        so_far = self._so_far.pop(engine, None)
+        so_far = self._answers.so_far.pop(engine, None)
         if so_far is None or self._recipe.one_version:
             self._pool.put_back(lost, {})
         else:
-            self._coming[so_far] = time.monotonic() + READ_SECONDS, lost
+            self._answers.expect(so_far, lost)
 
     def _put_back(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
         """Moves requests of lost engines to others, once their tokens so far are here or too late."""
         with self.changed:
-            coming = list(self._coming.items())
+            coming = list(self._answers.coming.items())
         for so_far, (until, lost) in coming:
             if so_far in ready or time.monotonic() > until:
                 samples = read_so_far([so_far] if so_far in ready else [], lost)
                 with self.changed:
-                    del self._coming[so_far]
+                    del self._answers.coming[so_far]
                     self._pool.put_back(lost, samples)
                     self._hand_out()
                     self.changed.notify_all()
@@ -525,18 +450,18 @@ class Rollouts:
 
     def _up(self) -> dict[str, Any]:
         """Returns the actors of the engines that sample, or wait for weights."""
-        up = [name for name in self._engines.names if name in self._pool.engines or name in self._started]
-        return {name: self._engines.by_name[name] for name in up}
+        up = [name for name in self.engines.names if name in self._pool.engines or name in self._started]
+        return {name: self.engines.by_name[name] for name in up}
 
     def _left(self) -> str:
-        return f"{self.serving} of {len(self._engines.names)} engines sample"
+        return f"{self.serving} of {len(self.engines.names)} engines sample"
 
     def _require_collecting(self) -> None:
         if self._failure is not None:
             raise self._failure
         require_alive(self._collecting)
         if self._agents:
-            require_alive(self._agents.thread)
+            require_alive(self._agents.host.thread)
 
     def _require_patience(self) -> None:
         """Raises EngineError, with the reason of each loss, if the run has waited too long for a sampling engine."""
@@ -546,15 +471,6 @@ class Rollouts:
             fix = "look at the engines' logs for the first error; rollout.no_engine_timeout_seconds is the longest wait"
             problems = [problem for error in self.lost.values() for problem in error.problems]
             raise EngineError([Problem("rollout: no engine is left", given, needed, fix), *problems])
-
-
-def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:
-    """Reads the tokens so far of these requests, by ticket. Skips a node that is lost, or too slow."""
-    samples: dict[int, Sample] = {}
-    for ref in found:
-        with suppress(ray.exceptions.RayError, OSError, MemoryError):
-            samples |= ray.get(ref, timeout=READ_SECONDS).samples(requests)
-    return samples
 
 
 def require_alive(thread: threading.Thread) -> None:

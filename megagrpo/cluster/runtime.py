@@ -19,10 +19,10 @@ from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.checkpoint.store import SavedFile, damaged, read_manifest
-from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, wait_for
+from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, on_node, wait_for
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
 from megagrpo.recipe.schema import AnyRecipe
@@ -53,30 +53,27 @@ class Runtime:
 
     def start_rank(self, actor_class: Any, rank: int) -> Any:
         """Starts an actor on the device of a training rank; returns its handle. ray.remote decorates `actor_class`."""
-        return self._start(actor_class, self.devices.bundle_of_rank[rank], self.devices.rank_share)
+        return self._start(actor_class, [self.devices.bundle_of_rank[rank]], self.devices.rank_share)
 
     def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
         """Starts an actor on the first device of an engine's `node`-th node, and returns its handle. The actor of an
         external engine goes to any node of the cluster."""
         nodes = self.devices.node_bundles(engine)
-        if not nodes:
-            return actor_class.options(num_cpus=0).remote()
-        return self._start(actor_class, nodes[node][0], self.devices.engine_share)
+        return self._start(actor_class, nodes[node] if nodes else (), self.devices.engine_share)
 
     def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
         """Starts an actor on the first device of one of reward.models, and returns its handle. A model without a device
         of its own goes to any node. If the actor dies, Ray restarts it."""
-        own = self.devices.bundles_of_model[model]
-        if not own:
-            return actor_class.options(num_cpus=0).remote(*arguments)
-        return self._start(actor_class, own[0], 1.0, *arguments)
+        return self._start(actor_class, self.devices.bundles_of_model[model], 1.0, *arguments)
 
     def places_of_model(self, model: int) -> tuple[Place, ...]:
         return tuple(self.places[bundle] for bundle in self.devices.bundles_of_model[model])
 
-    def _start(self, actor_class: Any, bundle: int, share: float, *arguments: Any) -> Any:
+    def _start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
+        if not bundles:
+            return actor_class.options(num_cpus=0).remote(*arguments)
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
-        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundles[0])
         return actor_class.options(**resources, scheduling_strategy=place).remote(*arguments)
 
     @property
@@ -116,11 +113,8 @@ def start(
         if address == "local":
             device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
-            own: dict[str, Any] = {
-                "num_cpus": devices_of(recipe, device).bundles,
-                "include_dashboard": False,
-            }
-            own["_system_config"] = {"worker_oom_score_adjustment": OOM_SCORE}
+            config = {"worker_oom_score_adjustment": OOM_SCORE}
+            own = {"num_cpus": devices_of(recipe, device).bundles, "include_dashboard": False, "_system_config": config}
             pulse = _connect(address, patience, own)
         else:
             pulse = _connect(address, patience, {})
@@ -308,11 +302,8 @@ def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> lis
     except (OSError, ValueError) as error:
         return [str(error)]
     asked = {
-        name: damaged_files.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            root, largest_first[index :: len(nodes)]
-        )
+        runtime.watch.names[node]: on_node(damaged_files, node).remote(root, largest_first[index :: len(nodes)])
         for index, node in enumerate(nodes)
-        for name in [runtime.watch.names[node]]
     }
     doing = f"verifying {root}"
     found = wait_for(asked, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=runtime.watch)
@@ -336,12 +327,7 @@ def check_files(runtime: Runtime, recipe: AnyRecipe, read: Sequence[Path]) -> No
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
         answers = wait_for(
-            {
-                names[node]: missing_files.options(
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-                ).remote(list(directories))
-                for node in sorted(others)
-            },
+            {names[node]: on_node(missing_files, node).remote(list(directories)) for node in sorted(others)},
             doing="looking for the run's files",
             timeout_seconds=recipe.cluster.start_timeout_seconds,
             error=RankError,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -18,7 +18,7 @@ import ray
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.cluster import lost_ranks
-from megagrpo.cluster.actors import RankActor, SftActor
+from megagrpo.cluster.actors import RankActor, ask
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
@@ -47,8 +47,6 @@ BROKEN_NAMED = 3
 class TrainRanks:
     """One actor per training rank. Ready once constructed."""
 
-    actor_class: ClassVar[Any]  # decorated by ray.remote
-
     def __init__(self, runtime: Runtime, recipe: AnyRecipe, model_directory: Path) -> None:
         self.step: int | None = None
         """The step that all ranks have finished in this process; None: none, or an update has begun."""
@@ -62,9 +60,9 @@ class TrainRanks:
         # One rank of those of the last stage that hold the same tokens.
         last = [at for at in rank_grid(layout) if at.pipeline == layout.pipeline - 1 and at.tensor == 0]
         self._answering = [f"train rank {at.rank}" for at in last]
-        self._places = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
+        self.places: tuple[Place, ...] = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
         self.actors: dict[str, Any] = {
-            name: runtime.start_rank(self.actor_class, rank) for rank, name in enumerate(self._data_rank)
+            name: runtime.start_rank(RankActor, rank) for rank, name in enumerate(self._data_rank)
         }
         starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
         self._processes: dict[str, lost_ranks.ProcessAt] = {}
@@ -98,13 +96,17 @@ class TrainRanks:
     def alone(self) -> Iterator[None]:
         """Limits the watch to nodes with ranks, inside the block: only their loss ends the run."""
         of_run = self.watch
-        self.watch = of_run.of({place.node for place in self._places})
+        self.watch = of_run.of({place.node for place in self.places})
         self._pulse.names = self.watch.names
         try:
             yield
         finally:
             self.watch = of_run
             self._pulse.names = of_run.names
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of every rank with the same arguments. Returns and raises as `wait`."""
+        return self.wait(method, [ask(actor, method, *arguments) for actor in self.ranks])
 
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the answers in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
@@ -121,8 +123,8 @@ class TrainRanks:
     def load_batch(self, batches: Sequence[RankBatch]) -> None:
         """Hands each data rank its part of the step; ranks of one data rank read one shared object."""
         shared = [ray.put(batch) for batch in batches]
-        sent = [actor.load_batch.remote(shared[self._data_rank[name]]) for name, actor in self.actors.items()]
-        self.wait("load_batch", sent)
+        ranks = self.actors.items()
+        self.wait("load_batch", [ask(actor, "load_batch", shared[self._data_rank[name]]) for name, actor in ranks])
 
     def begin_profile(self, ranks: Sequence[int], memory: bool) -> None:
         """Starts a profile on each of these ranks."""
@@ -137,13 +139,10 @@ class TrainRanks:
         return [f"{name}: {problem}" for name, problem in answers.items() if problem]
 
     def manifests(self) -> list[Manifest]:
-        return self.wait("manifest", [actor.manifest.remote() for actor in self.ranks])
+        return self.call("manifest")
 
     def adapter_manifests(self) -> list[Manifest]:
-        return self.wait("adapter_manifest", [actor.adapter_manifest.remote() for actor in self.ranks])
-
-    def places(self) -> tuple[Place, ...]:
-        return self._places
+        return self.call("adapter_manifest")
 
     def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
         """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
@@ -152,12 +151,13 @@ class TrainRanks:
         """
         shared = ray.put(plan)
         ranks = enumerate(self.ranks)
-        self.wait("export", [actor.write_export.remote(export, shared, source, adapters) for source, actor in ranks])
+        self.wait("export", [ask(rank, "write_export", export, shared, source, adapters) for source, rank in ranks])
 
     def copy_export(self, export: Export, plan: WeightPlan) -> None:
         """Copies every rank's boxes of the policy to host memory, for `write_copied_export`."""
         shared = ray.put(plan)
-        self.wait("export", [actor.copy_export.remote(export, shared, index) for index, actor in enumerate(self.ranks)])
+        ranks = enumerate(self.ranks)
+        self.wait("export", [ask(rank, "copy_export", export, shared, source) for source, rank in ranks])
 
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
@@ -165,7 +165,7 @@ class TrainRanks:
 
     def take_snapshot(self) -> None:
         """Copies every rank's part of the training state to host memory, for `write_snapshot`."""
-        self.wait("snapshot", [actor.take_snapshot.remote() for actor in self.ranks])
+        self.wait("snapshot", [ask(actor, "take_snapshot") for actor in self.ranks])
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
         """Writes every rank's copied state, beside its other work. Returns all files that were written.
@@ -201,7 +201,7 @@ class TrainRanks:
             self._require_finite(str(model), ModelError, "download the model again, or take another")
         else:
             with progress("loading the checkpoint"):
-                self.wait("load", [actor.load.remote(saved) for actor in self.ranks])
+                self.call("load", saved)
             self._require_finite(str(saved), CheckpointError, "remove this checkpoint: the run continues from another")
 
     @contextmanager
@@ -223,7 +223,7 @@ class TrainRanks:
     def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:
         """Raises `error`, naming tensors, if weights are NaN, infinite, or so large that products overflow."""
         found: dict[str, str] = {}
-        for broken in self.wait("broken", [actor.broken.remote() for actor in self.ranks]):
+        for broken in self.call("broken"):
             found |= broken
         if found:
             needed = "finite weights: nothing is saved, sent to an engine or sampled with these"
@@ -260,11 +260,11 @@ class TrainRanks:
     def _release(self, parts: Sequence[str]) -> None:
         if parts:
             self._away |= set(parts)  # before the wait: ranks go on when it is given up; `_restore` undoes it
-            self.wait("release", [actor.release.remote(parts) for actor in self.ranks])
+            self.call("release", parts)
 
     def _restore(self, parts: Sequence[str]) -> None:
         if parts:
-            self.wait("restore", [actor.restore.remote(parts) for actor in self.ranks])
+            self.call("restore", parts)
             self._away -= set(parts)
 
     def _wait(
@@ -287,8 +287,6 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    actor_class = RankActor
-
     def __init__(
         self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
     ) -> None:
@@ -296,42 +294,40 @@ class Policy(TrainRanks):
         super().__init__(runtime, recipe, model_directory)
         if recipe.algorithm.critic is not None:
             directory = str((critic_directory or model_directory).absolute())
-            self.wait("add_critic", [rank.add_critic.remote(directory) for rank in self.ranks])
+            self.call("add_critic", directory)
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the loaded batch under the policy before the update; they stay on the ranks."""
-        self.wait("compute_old_logprobs", [rank.compute_old_logprobs.remote() for rank in self.ranks])
+        self.call("compute_old_logprobs")
 
     def use_rollout_logprobs_as_old(self) -> None:
         """Takes the engines' logprobs as the old ones, in place of compute_old_logprobs: ratios are to these."""
-        self.wait("use_rollout_logprobs_as_old", [rank.use_rollout_logprobs_as_old.remote() for rank in self.ranks])
+        self.call("use_rollout_logprobs_as_old")
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the loaded batch under the reference policy; they stay on the ranks."""
-        self.wait("compute_reference_logprobs", [rank.compute_reference_logprobs.remote() for rank in self.ranks])
+        self.call("compute_reference_logprobs")
 
     def token_kl(self, lengths: np.ndarray) -> Ragged:
         """Returns KL estimates against the reference, by response token. Needs computed old and reference logprobs.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.wait("token_kl", [rank.token_kl.remote() for rank in self.ranks]), lengths)
+        return _ragged(self.call("token_kl"), lengths)
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """Trains on the loaded batch, in all minibatches and epochs.
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        shared = ray.put(advantages)
-        updates = [rank.update.remote(shared, lr, kl_coefficient, step) for rank in self.ranks]
-        return _only(self.wait("update", updates))
+        return _only(self.call("update", ray.put(advantages), lr, kl_coefficient, step))
 
     def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
         """Returns logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
 
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
-        asked = {name: self.actors[name].token_figures.remote(len(lengths)) for name in self._answering}
+        asked = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
         found = [part for part in self._wait(asked, "token_figures", self._timeout).values() if part is not None]
         logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
         for part in found:
@@ -343,39 +339,36 @@ class Policy(TrainRanks):
 
     def compute_values(self) -> None:
         """Computes the critic's estimates for the loaded batch, before its update; they stay on the ranks."""
-        self.wait("compute_values", [rank.compute_values.remote() for rank in self.ranks])
+        self.call("compute_values")
 
     def token_values(self, lengths: np.ndarray) -> Ragged:
         """Returns the critic's estimates by response token: of the return from that token on, before it was chosen.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.wait("token_values", [rank.token_values.remote() for rank in self.ranks]), lengths)
+        return _ragged(self.call("token_values"), lengths)
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
-        shared = ray.put(returns)
-        return _only(self.wait("update_critic", [rank.update_critic.remote(shared, lr) for rank in self.ranks]))
+        return _only(self.call("update_critic", ray.put(returns), lr))
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
-        self.wait("update_reference", [rank.update_reference.remote() for rank in self.ranks])
+        self.call("update_reference")
 
 
 class SftRanks(TrainRanks):
     """The ranks of supervised fine-tuning."""
 
-    actor_class = SftActor
-
     def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
         """Runs one optimizer step on `batches`, one for each data rank."""
         self.load_batch(batches)
-        return _only(self.wait("update", [rank.update.remote(lr) for rank in self.ranks]))
+        return _only(self.call("update", lr))
 
     def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
         """Returns the loss of `batches`, one for each data rank, without training on them."""
         self.load_batch(batches)
-        return _only(self.wait("evaluate", [rank.evaluate.remote() for rank in self.ranks]))
+        return _only(self.call("evaluate"))
 
 
 def _only(answers: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from select import select
 from threading import Event, Thread
@@ -28,10 +28,11 @@ from ray.exceptions import (
     TaskUnschedulableError,
     WorkerCrashedError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megagrpo.after_me import end_after_me
-from megagrpo.errors import MegagrpoError, NodeLostError, Problem
-from megagrpo.progress import Work
+from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, Problem
+from megagrpo.progress import Work, progress
 from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0
@@ -54,6 +55,11 @@ def node_names() -> dict[str, str]:
         for node in ray.nodes()
         if node["Alive"]
     }
+
+
+def on_node(remote: Any, node: str) -> Any:
+    """Returns this task or actor class of Ray, bound to the node with this id: `remote` of it starts it there."""
+    return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 
 class NodeWatch:
@@ -194,6 +200,15 @@ def wait_for(
     return {name: done[name] for name in results}  # they came in the order in which the actors answered
 
 
+def wait_until_started(
+    starting: Mapping[str, ray.ObjectRef[Any]], of: str, timeout_seconds: float, watch: NodeWatch
+) -> None:
+    """Waits, with a bar, until these actors have started. Raises EngineError naming those that have not in time."""
+    seconds, error = timeout_seconds, EngineError
+    with progress(f"starting {of}", len(starting)) as work:
+        wait_for(starting, doing="starting", timeout_seconds=seconds, error=error, watch=watch, work=work)
+
+
 def _death(
     results: Mapping[str, ray.ObjectRef[Any]], doing: str, error: type[MegagrpoError], watch: NodeWatch
 ) -> MegagrpoError | None:
@@ -293,3 +308,13 @@ def answer_of(
         if isinstance(lack, OSError | MemoryError):  # of this process, while it read the answer
             raise lack from failure
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))
+
+
+def end_actors(actors: Sequence[Any], patience_seconds: float) -> None:
+    """Asks these actors to close, all at once, and kills them when all have, or after `patience_seconds`."""
+    closing = [actor.close.remote() for actor in actors]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=patience_seconds)
+    for actor in actors:
+        with suppress(RayActorError):
+            ray.kill(actor)

@@ -55,14 +55,14 @@ class WeightSync:
         """Plans the sync. `say` takes a line for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
         self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
         self.version = -1  # nothing is verified yet
-        manifests = rollouts.manifests()
-        topology = Topology(policy.places(), rollouts.places())
-        self.transport = choose_transport(recipe.weights.transfer_to(external=rollouts.external), topology)
+        manifests, external = rollouts.engines.manifests(), recipe.rollout.engine == "external"
+        topology = Topology(policy.places, rollouts.engines.places())
+        self.transport = choose_transport(recipe.weights.transfer_to(external=external), topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
         served = sharing(list(chain(*manifests.values())))
         sources, preparation = prepare(sharing(policy.manifests()), served, topology.sources)
         self.plan = make_plan(sources, served, topology)
-        if problems := unseen_problems(self.plan, rollouts.visible_gpus()):
+        if problems := unseen_problems(self.plan, rollouts.engines.visible_gpus()):
             raise WeightSyncError(problems)
         self._bytes = sum(held.bytes for end in served for held in end.storages.values())
         self.received_bytes = 0
@@ -82,7 +82,13 @@ class WeightSync:
         """Actors of the engines whose receiving ends are open."""
         with ExitStack() as undoing:
             undoing.callback(self.close)  # for the ranks that did connect
-            self._wait(connecting, "planning weight sync")
+            wait_for(
+                connecting,
+                doing="planning weight sync",
+                timeout_seconds=recipe.weights.timeout_seconds + GRACE_SECONDS,
+                error=WeightSyncError,
+                watch=policy.watch,
+            )
             undoing.pop_all()
         rollouts.bring_back, rollouts.say = self.bring_back, say
 
@@ -312,15 +318,6 @@ class WeightSync:
         up = {name: actor for name, actor in engines.items() if name not in failed}
         self._connected |= up
         return up, [problem for error in failed.values() for problem in error.problems]
-
-    def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str) -> dict[str, Any]:
-        return wait_for(
-            results,
-            doing=doing,
-            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
-            error=WeightSyncError,
-            watch=self._policy.watch,
-        )
 
 
 def _host(urls: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ def signal_rank(name: str, call: str, nth: str, *, again: bool) -> None:
         nonlocal left
         left -= doing == call
         if doing == call and (left <= 0 if again else left == 0):
-            of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor in ("RankActor", "SftActor")]
+            of_ranks = [pid for pid, actor in actors_of(os.getpid()).items() if actor == "RankActor"]
             os.kill(of_ranks[-1], signal.Signals[name])
         return wait(ranks, doing, answers)
 

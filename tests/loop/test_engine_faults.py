@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
+from megagrpo.cluster import engine_answers, runtime, weight_sync
 from megagrpo.cluster import rollouts as cluster_rollouts
-from megagrpo.cluster import runtime, weight_sync
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
@@ -209,7 +209,7 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
 ) -> None:
     rollouts, schedule = cluster.rollouts, AsyncConfig(kind="async")  # with sync they begin anew
     monkeypatch.setattr(rollouts, "_recipe", cluster.recipe.model_copy(update={"schedule": schedule}))
-    monkeypatch.setattr(cluster_rollouts, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(engine_answers, "ANSWER_SECONDS", 0.2)
     cluster.weights.sync(12)
     whole = [sample for group in rollouts.generate(PROMPTS, step=1) for sample in group.samples]
     cluster.in_engine("engine 0", stop_sampling_after(4))
@@ -220,7 +220,7 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
     known = rollouts.so_far()()
     if hangs:
         with monkeypatch.context() as patience:
-            patience.setattr(cluster_rollouts, "SILENT_SECONDS", 1.0)
+            patience.setattr(engine_answers, "SILENT_SECONDS", 1.0)
             small_run.wait_until(lambda: bool(rollouts.lost), "the loss of engine 0")
     else:
         with pytest.raises(ray.exceptions.RayActorError):

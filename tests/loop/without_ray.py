@@ -86,6 +86,9 @@ class Remote:
 
     remote: Callable[..., Any]
 
+    def options(self, **given: Any) -> Remote:
+        return self
+
 
 def get(ref: Any, timeout: float | None = None) -> Any:
     """Returns what is not a future as it is. Raises RayTaskError."""

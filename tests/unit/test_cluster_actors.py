@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megagrpo.algorithm.mismatch import Mismatch
-from megagrpo.cluster.actors import RankActor, RankProcess, allocator_environment
+from megagrpo.cluster.actors import RankActor, allocator_environment
 from megagrpo.errors import RecipeError, WeightSyncError
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.preflight.machine import device_problems
@@ -152,6 +152,6 @@ def test_expandable_segments_of_the_user_are_refused_where_an_engine_maps_memory
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # or it would be set for later tests
     with pytest.raises(RecipeError, match=f"{variable}(.|\n)*unset {variable}"):  # a node's own, which no driver sees
-        RankProcess().prepare("cuda", plans.recipe({"weights.transfer": "two_hops"}))
+        RankActor.__ray_metadata__.modified_class().prepare("cuda", plans.recipe({"weights.transfer": "two_hops"}))
     monkeypatch.setenv(variable, "expandable_segments:False")
     assert refused(device="cuda", placement="colocated") == []

@@ -66,22 +66,21 @@ def test_ranks_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(sync: WeightSync, results: Any, doing: str) -> None:
+    def wait(results: Any, **how: Any) -> None:
         raise WeightSyncError([])
 
     closed: list[WeightSync] = []
-    engines: Any = SimpleNamespace(
-        external=False, places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []}, bring_back=None
-    )
-    ranks: Any = SimpleNamespace(actors={}, places=tuple, manifests=list)
-    recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(urls=[]))
+    engines = SimpleNamespace(places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []})
+    rollouts: Any = SimpleNamespace(engines=engines, bring_back=None)
+    ranks: Any = SimpleNamespace(actors={}, places=(), manifests=list, watch=None)
+    recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(engine="sglang", urls=[]))
     for name in ("choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(WeightSync, "_wait", wait)
+    monkeypatch.setattr(weight_sync, "wait_for", wait)
     monkeypatch.setattr(WeightSync, "close", lambda sync: closed.append(sync))
     with pytest.raises(WeightSyncError):
-        WeightSync(ranks, engines, recipe, print)
+        WeightSync(ranks, rollouts, recipe, print)
     assert len(closed) == 1
-    assert engines.bring_back is None
+    assert rollouts.bring_back is None

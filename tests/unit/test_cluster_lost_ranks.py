@@ -20,7 +20,7 @@ from tests.loop import small_run
 # which imports once, says their numbers, and waits for their end.
 RANKS = """
 import faulthandler, os, sys, time, types
-from megagrpo.cluster.actors import RankProcess
+from megagrpo.cluster.actors import RankActor
 waiting = "def load(directory):\\n    print('begun', file=sys.stderr, flush=True)\\n    time.sleep(600)"
 
 def work(file, log):
@@ -29,9 +29,9 @@ def work(file, log):
     rank = types.ModuleType("rank")
     rank.sys, rank.time = sys, time
     exec(compile(waiting, file, "exec"), rank.__dict__)
-    process = RankProcess()
+    process = RankActor.__ray_metadata__.modified_class()
     process.rank = rank
-    process.load(None)
+    process.call("load", None)
 
 for file, log in zip(sys.argv[2::2], sys.argv[3::2]):
     if (number := os.fork()) == 0:

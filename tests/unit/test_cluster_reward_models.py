@@ -53,7 +53,9 @@ class FakeEndpoint:
 @pytest.fixture
 def actor(monkeypatch) -> Any:
     monkeypatch.setattr(endpoint, "HttpEndpoint", FakeEndpoint)
-    made = JudgeActor.__ray_metadata__.modified_class(SimpleNamespace(name="grader", prepare=lambda: None))
+    monkeypatch.setattr(reward_models, "prepare_process", lambda *given: None)
+    spec = SimpleNamespace(name="grader", device="cpu", recipe=None, gpus=())
+    made = JudgeActor.__ray_metadata__.modified_class(spec)
     made.started = []
 
     def start() -> FakeServer:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 
+from megagrpo.cluster import engine_answers
 from megagrpo.cluster import rollouts as cluster_rollouts
 from megagrpo.cluster.engines import Answers
 from megagrpo.cluster.rollouts import Rollouts
@@ -96,12 +97,12 @@ def rollouts_with(engines: Engines, *overrides: str) -> Rollouts:
 def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else_waits_for_them(
     case: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_rollouts, "READ_SECONDS", 0.0 if case == "late" else 300.0)
+    monkeypatch.setattr(engine_answers, "READ_SECONDS", 0.0 if case == "late" else 300.0)
     rollouts = rollouts_with(engines, *(() if case == "one version" else ASYNC))
     lost, other = (rollouts.order(Prompt(name, (1, 2), "sums", "2"), 1) for name in "ab")
     rollouts.add([lost])
     engines.there.add("answer of engine 0")
-    wait_until(lambda: "engine 0" in rollouts._so_far, "what engine 0 has so far", 60)
+    wait_until(lambda: "engine 0" in rollouts._answers.so_far, "what engine 0 has so far", 60)
     if case == "one version":
         engines.there.add("so far of engine 0")
     rollouts.lose("engine 0", engines.by_name["engine 0"], EngineError(Problem("engine 0", "died")))

@@ -185,7 +185,7 @@ def other_node(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runtime, "node_names", lambda: {"a": "host-a (10.0.0.1)", "b": "host-b (10.0.0.2)"})
     monkeypatch.setattr(runtime, "wait_for", lambda answers, **given: answers)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
-    monkeypatch.setattr(runtime, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
+    monkeypatch.setattr(waiting, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
     return node
 
 

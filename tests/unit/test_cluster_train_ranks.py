@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,9 @@ class Device:
         self.policy: set[str] = set(PARTS)
         self.engine: set[str] = set()
 
-    def move(self, method: str, parts: list[str]) -> None:
+    def call(self, method: str, parts: Sequence[str] = ()) -> None:
+        if method == "broken":
+            return
         self.policy = self.policy - set(parts) if method == "release" else self.policy | set(parts)
         assert "cache" not in self.engine or not self.policy
         assert not self.engine or self.policy <= {"parameters"}
@@ -42,11 +43,10 @@ class OnDevice(Policy):
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device
         self.updates = FakePolicy()
-        self._places, self._pulse, self.watch = (), SimpleNamespace(), NodeWatch({})
+        self.places, self._pulse, self.watch = (), SimpleNamespace(), NodeWatch({})
         self.device_type = "cpu"
-        moves = {method: SimpleNamespace(remote=partial(device.move, method)) for method in ("release", "restore")}
-        broken = SimpleNamespace(remote=lambda: None)
-        self.actors = {"train rank 0": SimpleNamespace(**moves, broken=broken)}
+        named = SimpleNamespace(remote=device.call)
+        self.actors = {"train rank 0": SimpleNamespace(call=SimpleNamespace(options=lambda name: named))}
 
     def wait(self, doing: str, answers: Sequence[Any]) -> list[Any]:
         return []

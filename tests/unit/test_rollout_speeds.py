@@ -53,11 +53,11 @@ class Telling:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.counts = 0.0, {1: 10, 2: 10}
         monkeypatch.setattr(engines.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(engines, "_prepare", lambda spec: None)
+        monkeypatch.setattr(engines, "prepare_process", lambda *given: None)
         fake = SimpleNamespace(so_far=self.so_far, rests=lambda: False)
         monkeypatch.setattr(engines, "make_engine", lambda *given: fake)
         self.actor: Any = EngineActor.__ray_metadata__.modified_class()
-        self.actor.start(None)
+        self.actor.start(SimpleNamespace(device="cpu", recipe=None, gpus=()))
 
     def so_far(self) -> SoFar:
         none, ends = np.empty(0), np.cumsum(list(self.counts.values()), dtype=np.int64)
