@@ -21,6 +21,7 @@ setup(
         "megagrpo.plan": ["configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],
         "megagrpo.report": ["*.css", "*.js", "vendor/*"],
+        "megagrpo.track": ["metrics.yaml"],
     },
     install_requires=[
         "torch>=2.9",

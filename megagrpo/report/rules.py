@@ -40,7 +40,7 @@ class Rule:
     """
 
     title: str
-    reads: tuple[str, ...]  # metrics that it looks at, as track/metrics.py names them
+    reads: tuple[str, ...]  # metrics that it looks at, as track/metrics.yaml names them
     meaning: str  # when it holds, with its thresholds
     remedy: str  # what to do
     holds: Callable[[Series], np.ndarray]

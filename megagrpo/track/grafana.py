@@ -17,7 +17,7 @@ ACROSS, WIDTH, HEIGHT = 3, 8, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of metrics, named as in track/metrics.py: {set} stands for any text, {k} for a number."""
+    """Curves of metrics, named as in track/metrics.yaml: {set} stands for any text, {k} for a number."""
 
     title: str
     metrics: tuple[str, ...]

@@ -137,7 +137,7 @@ class Tracker:
         unknown = [name for name in undocumented(metrics) if name not in self._undocumented]
         if unknown:
             self._undocumented.update(unknown)
-            warnings.warn(f"not in track/metrics.py: {', '.join(unknown)}", UndocumentedMetric, stacklevel=2)
+            warnings.warn(f"not in track/metrics.yaml: {', '.join(unknown)}", UndocumentedMetric, stacklevel=2)
         if self._writer and self._writer.left_out:
             metrics = {**metrics, "rollouts/left_out": float(self._writer.left_out)}
         self._status = replace(self._status, step=step)
