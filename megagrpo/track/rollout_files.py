@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -58,9 +59,11 @@ SCHEMA = pa.schema(
 )
 
 
-def encodable(text: str) -> str:
-    """Returns `text` with `?` for halves of characters, which no file can hold."""
-    return text.encode(errors="replace").decode()
+def encodable(value: Any) -> Any:
+    """Replaces halves of characters, which no file can hold, by `?`: in a text, or in lists and tuples of texts."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value))
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def rollout_file(directory: Path, step: int, *, evaluation: bool = False) -> Path:

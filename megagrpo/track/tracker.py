@@ -37,8 +37,7 @@ from megagrpo.track.jsonl import (
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, remove_later
-from megagrpo.track.rollout_table import Learned, StepRollouts, first_groups
-from megagrpo.track.rollout_writer import RolloutWriter
+from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
 from megagrpo.track.sink import RunStart, Sink, Status
 from megagrpo.track.status import RunStatus, end_state, error_line
 from megagrpo.track.summary import summary_of
