@@ -177,7 +177,7 @@ class Tracker:
     ) -> None:
         """Ends every tracker, writes the run's status, and prints the summary."""
         self._status = replace(
-            self._status, state=end_state(kind), ended=round(time.time(), 3), error=error_line(error)
+            self._status, state=end_state(error), ended=round(time.time(), 3), error=error_line(error)
         )
         self._finish(self._status.for_trackers)
         if self._endpoint:
