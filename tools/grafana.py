@@ -1,4 +1,4 @@
-"""The Grafana dashboard of a run's gauges: `python -m megagrpo.track.grafana > grafana/megagrpo.json`."""
+"""The Grafana dashboard of a run's gauges: `python -m tools.grafana > grafana/megagrpo.json`."""
 
 from __future__ import annotations
 
