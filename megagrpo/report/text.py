@@ -91,8 +91,8 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in MISMATCH_FIGURES)]
         for record in shown
     ]
-    tokens = ((record.step, token) for record in records for token in record.worst)
-    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: _sortable(found[1].difference))
+    tokens = [(record.step, token, token.difference) for record in records for token in record.worst]
+    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: math.inf if math.isnan(found[2]) else found[2])
     return [
         title,
         "",
@@ -102,7 +102,7 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         "Worst tokens of all steps, 【marked】 in their text:",
         *_table(
             ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
-            [_token_row(step, token) for step, token in worst],
+            [_token_row(step, token) for step, token, _ in worst],
             left=("prompt", "text"),
         ),
     ]
@@ -136,10 +136,6 @@ def _record(values: dict[str, Any]) -> MismatchRecord:
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in values.items()}
-
-
-def _sortable(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
 
 
 def _number(value: float, form: str = ".3g") -> str:
@@ -201,8 +197,8 @@ def _lines(row: Json) -> Iterator[str]:
     agent = None if row["agent"] is None else json.loads(row["agent"])
     of = "" if row["set"] == TRAIN else f", evaluation {printable(row['set'])}"
     yield f"step {row['step']}{of}, prompt {printable(row['prompt_id'])}, response {row['sample']}"
-    score = row["score"]
-    scored = f"score {score:g}" if score is not None else f"no score: {printable(_why(row))}"
+    score, why = row["score"], str(row["error"] or row["masked"] or "not scored")
+    scored = f"score {score:g}" if score is not None else f"no score: {printable(why)}"
     yield f"{scored}; ended with {row['finish']}; {row['tokens']} tokens sampled"
     if parts := ", ".join(f"{printable(name)} {value:g}" for name, value in row["parts"]):
         yield f"rewards: {parts}"
@@ -215,10 +211,6 @@ def _lines(row: Json) -> Iterator[str]:
     for event in agent["events"]:
         yield ""
         yield from _event(event)
-
-
-def _why(row: Json) -> str:
-    return str(row["error"] or row["masked"] or "not scored")
 
 
 def _of_agent(agent: Json) -> Iterator[str]:

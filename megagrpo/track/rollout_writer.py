@@ -135,17 +135,16 @@ class RolloutWriter:
             self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run goes on")
 
     def _work(self, texts: TokenTexts) -> None:
-        while (rollouts := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                rollouts = self._waiting.popleft()
             try:
                 self._write(rollouts, texts)
             except FAULTS as error:
                 self._leave_out(rollouts, first_line(error))
-
-    def _next(self) -> StepRollouts | None:
-        """Waits for the next samples, and returns them; None: there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting.popleft() if self._waiting else None
 
     def _write(self, rollouts: StepRollouts, texts: TokenTexts) -> None:
         path = rollout_file(self._directory, rollouts.step, evaluation=rollouts.evaluation)
