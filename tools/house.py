@@ -41,7 +41,7 @@ BUDGETS = {
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 6_125,
-    ("track", "report"): 6_205,
+    ("track", "report"): 5_771,
     ("importing",): 4_981,
     ("commands", ""): 2_669,
     ("demo",): 767,
