@@ -51,8 +51,7 @@ from megagrpo.ports import free_port
 from megagrpo.track import tracker_process
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
-from megagrpo.track.rollout_table import Learned, StepRollouts
-from megagrpo.track.rollout_writer import RolloutWriter
+from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts
 from megagrpo.track.tracker import Tracker
 from megagrpo.track.tracker_process import TrackerProcess
 from megagrpo.trainer import schedule, train

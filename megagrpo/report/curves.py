@@ -87,19 +87,21 @@ def curve_parts(runs: Sequence[RunRead]) -> list[Part]:
     """Returns the part to read first, and the part with every metric."""
     kind = str(runs[0].recipe.get("kind", "grpo"))
     health = [vars(curve) for curve in HEALTH.get(kind, HEALTH["grpo"])]
+    summaries = [_summary(run, label) for run, label in zip(runs, labels(runs), strict=True)]
     first = Part(
         "health",
         "Health",
-        data={"runs": _runs(runs), "metrics": _metrics(runs), "health": {"curves": health}, "firings": _fired(runs)},
+        data={
+            "runs": {"runs": summaries},
+            "metrics": _metrics(runs),
+            "health": {"curves": health},
+            "firings": _fired(runs),
+        },
         scripts=("curves.js",),
     )
-    described = {name: _described(name) for name in sorted({name for run in runs for name in run.metrics})}
-    return [first, Part("metrics", "All metrics", data={"meanings": described}, scripts=("curves.js",))]
-
-
-def _runs(runs: Sequence[RunRead]) -> Columns:
-    """Returns the figures to read first, of each run."""
-    return {"runs": [_summary(run, label) for run, label in zip(runs, labels(runs), strict=True)]}
+    known = {name: metric_of(name) for name in sorted({name for run in runs for name in run.metrics})}
+    meanings = {name: [metric.unit, metric.meaning] if metric else ["", ""] for name, metric in known.items()}
+    return [first, Part("metrics", "All metrics", data={"meanings": meanings}, scripts=("curves.js",))]
 
 
 def labels(runs: Sequence[RunRead]) -> list[str]:
@@ -109,6 +111,7 @@ def labels(runs: Sequence[RunRead]) -> list[str]:
 
 
 def _summary(run: RunRead, label: str) -> Mapping[str, Any]:
+    """Returns the figures to read first of a run."""
     total = run.recipe.get("train", {}).get("total_steps") if isinstance(run.recipe.get("train"), dict) else None
     scores = [name for name in run.metrics if HELD_OUT.fullmatch(name)]
     heads = [("reward/mean", "reward"), ("loss/tokens", "loss"), ("eval/loss", "held-out loss")]
@@ -140,18 +143,11 @@ def _finite(values: np.ndarray) -> float | None:
 
 def _metrics(runs: Sequence[RunRead]) -> Columns:
     """Returns every metric of every run, by the run's index."""
-    return {
-        str(number): {
-            "steps": run.steps,
-            "values": {name: _short(values) for name, values in run.metrics.items()},
-        }
-        for number, run in enumerate(runs)
-    }
-
-
-def _short(values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return values.astype(KEPT)
+        return {
+            str(number): {"steps": run.steps, "values": {name: v.astype(KEPT) for name, v in run.metrics.items()}}
+            for number, run in enumerate(runs)
+        }
 
 
 def _fired(runs: Sequence[RunRead]) -> Columns:
@@ -183,9 +179,3 @@ def read_by(rule: AlertName, names: Iterable[str]) -> list[str]:
     """Returns the metrics in `names` that a rule reads."""
     patterns = [re.sub(r"\\{\w+\\}", "[^/]+", re.escape(read)) for read in RULES[rule].reads]
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
-
-
-def _described(name: str) -> list[str]:
-    """Returns the unit and the meaning of a metric."""
-    found = metric_of(name)
-    return [found.unit, found.meaning] if found else ["", ""]

@@ -40,7 +40,7 @@ class Rule:
     """
 
     title: str
-    reads: tuple[str, ...]  # metrics that it looks at, as track/metrics.py names them
+    reads: tuple[str, ...]  # metrics that it looks at, as track/metrics.yaml names them
     meaning: str  # when it holds, with its thresholds
     remedy: str  # what to do
     holds: Callable[[Series], np.ndarray]
@@ -88,10 +88,6 @@ def _mean(series: Series, name: str, count: int, back: int = 0) -> np.ndarray:
     return trailing_mean(_column(series, name), count, back)
 
 
-def _gradient_not_finite(series: Series) -> np.ndarray:
-    return (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0)
-
-
 def _reward_no_higher(series: Series) -> np.ndarray:
     return _mean(series, "reward/mean", LONG) <= _mean(series, "reward/mean", LONG, back=LONG)
 
@@ -112,18 +108,6 @@ def _entropy_collapse(series: Series) -> np.ndarray:
 def _length_explosion(series: Series) -> np.ndarray:
     now, before = (_mean(series, "response_tokens/mean", LONG, back) for back in (0, LONG))
     return (now > LENGTH_GROWTH * before) & _reward_no_higher(series)
-
-
-def _truncated(series: Series) -> np.ndarray:
-    return _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE
-
-
-def _no_signal(series: Series) -> np.ndarray:
-    return _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE
-
-
-def _mismatch(series: Series) -> np.ndarray:
-    return _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3
 
 
 def _staleness(series: Series) -> np.ndarray:
@@ -157,10 +141,6 @@ def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, rewar
     return np.repeat(holds, np.diff([0, *evaluations, len(scores)]))
 
 
-def _reward_errors(series: Series) -> np.ndarray:
-    return _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE
-
-
 RULES: dict[AlertName, Rule] = {
     "gradient_not_finite": Rule(
         "the gradient was not finite",
@@ -168,7 +148,7 @@ RULES: dict[AlertName, Rule] = {
         "An optimizer step was not taken, because the loss or the gradient was NaN or infinite.",
         "One such step does no harm. If they come again: lower `train.optimizer.lr`, look at `logprob_difference/max` "
         "for tokens that trainer and engines see differently, and train the step again with `megagrpo replay`.",
-        _gradient_not_finite,
+        lambda series: (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0),
     ),
     "kl_without_reward": Rule(
         "KL grows without reward",
@@ -205,7 +185,7 @@ RULES: dict[AlertName, Rule] = {
         f"More than {TRUNCATED_SHARE:.0%} of the responses reach `rollout.response_tokens_max`, mean of {SHORT} steps.",
         "Raise `rollout.response_tokens_max` if the responses are on their way to an answer. If they repeat "
         "themselves, penalise length (`reward.overlong`); `reward.truncated: mask` leaves them out.",
-        _truncated,
+        lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,
     ),
     "no_signal": Rule(
         "groups teach nothing",
@@ -214,7 +194,7 @@ RULES: dict[AlertName, Rule] = {
         "The prompts are all too easy or all too hard. Choose others, use `rollout.dynamic_sampling`, set solved "
         "prompts aside (`data.no_resampling_pass_rate`), or sample more responses for each. If the reward is 0 "
         "everywhere, `megagrpo data check` shows whether the reward can be had at all.",
-        _no_signal,
+        lambda series: _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE,
     ),
     "mismatch": Rule(
         "trainer and engines disagree",
@@ -223,7 +203,7 @@ RULES: dict[AlertName, Rule] = {
         f"{MISMATCH_K3:g} nats per token, mean of {SHORT} steps.",
         "docs/mismatch.md says what causes it and how to find the tokens. Switch on `algorithm.correction`, or lower "
         "the precision's gap: `rollout.quantization: null`, the same dtype on both sides.",
-        _mismatch,
+        lambda series: _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3,
     ),
     "staleness": Rule(
         "samples are too old",
@@ -251,7 +231,7 @@ RULES: dict[AlertName, Rule] = {
         f"mean of {SHORT} steps.",
         "The samples' `error` says why (`megagrpo report`, filter by the state `failed`). Mend the function, raise "
         "`reward.timeout_seconds`, or give it more workers.",
-        _reward_errors,
+        lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ import numpy as np
 import yaml
 
 from megagrpo.errors import Problem, ReportError
-from megagrpo.track.jsonl import read_json
+from megagrpo.track.jsonl import read_json, step_entries
 
 RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
 """Responses of `megagrpo eval`: in a run's directory, in its own --output, and in one model's folder."""
@@ -59,13 +58,7 @@ def read_run(directory: Path) -> RunRead:
             needed = "the directory of a run that has started (each writes metrics.jsonl), or of `megagrpo eval`"
             raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
         lines = []
-    entries: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            entries[int(entry["step"])] = entry
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # a line that is still being written, or was cut off
+    entries = {int(entry["step"]): entry for entry in step_entries(lines)}
     if not entries and any(lines[:-1]):
         raise ReportError(Problem(str(path), "no line that can be read", "a JSON object in each line, with its step"))
     steps = sorted(entries)

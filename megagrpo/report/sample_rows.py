@@ -193,15 +193,8 @@ def _responses(path: Path, step: int, model: str) -> pa.Table:
             parts = {name: value for name, value in values.pop("parts").items() if value is not None}
             values |= {"set": f"{response.set} · {model}" if model else response.set, "sample": values.pop("index")}
             values |= {"step": step, "parts": list(parts.items()), "notes": list(response.notes.items())}
-            rows.append({name: _encodable(value) for name, value in values.items()})
+            rows.append({name: encodable(value) for name, value in values.items()})
     except (OSError, ValueError, TypeError):
         pass  # another's file, or one that has ended within a line
     columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in SCHEMA}
     return pa.table(columns, schema=SCHEMA)
-
-
-def _encodable(value: Any) -> Any:
-    """Replaces halves of characters in a text, or in lists and tuples of texts: JSON may have them, Arrow may not."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_encodable, value))
-    return encodable(value) if isinstance(value, str) else value

@@ -20,7 +20,7 @@ from megagrpo.report.embed import Columns, Part, encode
 from megagrpo.report.run import RunRead
 from megagrpo.report.sample_chunks import Chunks
 from megagrpo.report.sample_rows import TEXTS, Rows, Source, read_rows, sources_of
-from megagrpo.track.conversation import BRANCHES
+from megagrpo.report.text import BRANCHES
 
 PAGE_BYTES = 64_000_000
 """Most bytes of a page that samples take, in base64, unless a number of samples is asked for."""

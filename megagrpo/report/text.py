@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from megagrpo.errors import Problem, ReportError, brief, first_line, printable
 from megagrpo.report.rollouts import read_rollouts
 from megagrpo.report.run import read_yaml, require_directory
-from megagrpo.track.conversation import CONVERSATION, conversation
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
-from megagrpo.track.rollout_files import ROLLOUTS, rollout_steps
+from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, rollout_steps
+from megagrpo.track.traces import LEFT_OUT
 
 WORST_SHOWN = 10
 QUANTIZED = (
@@ -27,6 +27,24 @@ QUANTIZED = (
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
 KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
+Json = Mapping[str, Any]
+BRANCHES = {
+    "history": "these messages do not go on from an answer of this rollout",  # edited, compacted, or a sub-agent's
+    "tools": "the answer that these messages go on from had other tools",
+    "fork": "an answer that was gone on with already is gone on with again",  # tokens up to it are trained once
+    "reasoning": "the chat template leaves out earlier reasoning",
+    "tools_move": "the chat template writes the tools, or the system message, elsewhere",
+    "role": "the chat template cannot add such a message",  # or none has been added
+    "close": "the chat template ends an answer with no stop token",
+    "stop_token": "the answer before ended with another stop token than the chat template writes",
+    "audit": "an audit has shown that the chat template writes what follows the answer otherwise",
+}
+"""Reasons for which a turn begins another sequence, by BranchReason of agents/seen.py."""
+CONVERSATION = (
+    "step", "set", "prompt_id", "sample", "response", "ground_truth", "score", "parts", "error", "masked", "finish",
+    "prompt_tokens", "tokens", "agent",
+)  # fmt: skip
+"""Columns of rollout_files.SCHEMA that a conversation is made of."""
 
 
 def mismatch_report(directory: Path, steps: int) -> str:
@@ -38,29 +56,6 @@ def mismatch_report(directory: Path, steps: int) -> str:
     rollout = recipe.get("rollout")
     quantized = isinstance(rollout, dict) and rollout.get("quantization") == "fp8"
     return "\n".join([*_tables(records, steps), *(["", QUANTIZED] if quantized else [])])
-
-
-def rollout_report(directory: Path, step: int, number: int) -> str:
-    """Returns one rollout of a step as a conversation. number: from 0, among the step's kept ones, evaluations last.
-
-    Raises ReportError.
-    """
-    rollouts, where = read_rollouts(directory, [step], CONVERSATION), str(directory / ROLLOUTS)
-    if number < len(rollouts):
-        try:
-            return conversation(rollouts.slice(number, 1).to_pylist()[0])
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            needed = "a rollout as a run writes it"
-            raise ReportError(Problem(f"{where}: step {step}, rollout {number}", first_line(error), needed)) from error
-    steps = rollout_steps(directory)
-    if not steps:
-        needed = "the directory of a run that has finished a step, with track.rollouts other than null"
-        raise ReportError(Problem(where, "no rollouts", needed))
-    if not len(rollouts):
-        there = f"one of steps {steps[0]} to {steps[-1]}"
-        raise ReportError(Problem(where, f"step {step}, of which there are no rollouts", there))
-    needed = f"a number from 0 to {len(rollouts) - 1}"
-    raise ReportError(Problem(where, f"rollout {number} of step {step}", needed))
 
 
 def read_mismatch(directory: Path) -> list[MismatchRecord]:
@@ -96,8 +91,8 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         [str(record.step), str(record.tokens), *(_number(getattr(record, name)) for name in MISMATCH_FIGURES)]
         for record in shown
     ]
-    tokens = ((record.step, token) for record in records for token in record.worst)
-    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: _sortable(found[1].difference))
+    tokens = [(record.step, token, token.difference) for record in records for token in record.worst]
+    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: math.inf if math.isnan(found[2]) else found[2])
     return [
         title,
         "",
@@ -107,7 +102,7 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         "Worst tokens of all steps, 【marked】 in their text:",
         *_table(
             ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
-            [_token_row(step, token) for step, token in worst],
+            [_token_row(step, token) for step, token, _ in worst],
             left=("prompt", "text"),
         ),
     ]
@@ -143,10 +138,6 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in values.items()}
 
 
-def _sortable(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
-
-
 def _number(value: float, form: str = ".3g") -> str:
     return "not finite" if math.isnan(value) else f"{value:{form}}"
 
@@ -166,3 +157,135 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequenc
         ).rstrip()
         for row in (headings, *rows)
     ]
+
+
+# --- a rollout as a conversation -------------------------------------------------------------------------------------
+
+
+def rollout_report(directory: Path, step: int, number: int) -> str:
+    """Returns one rollout of a step as a conversation. number: from 0, among the step's kept ones, evaluations last.
+
+    Raises ReportError.
+    """
+    rollouts, where = read_rollouts(directory, [step], CONVERSATION), str(directory / ROLLOUTS)
+    if number < len(rollouts):
+        try:
+            return conversation(rollouts.slice(number, 1).to_pylist()[0])
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            needed = "a rollout as a run writes it"
+            raise ReportError(Problem(f"{where}: step {step}, rollout {number}", first_line(error), needed)) from error
+    steps = rollout_steps(directory)
+    if not steps:
+        needed = "the directory of a run that has finished a step, with track.rollouts other than null"
+        raise ReportError(Problem(where, "no rollouts", needed))
+    if not len(rollouts):
+        there = f"one of steps {steps[0]} to {steps[-1]}"
+        raise ReportError(Problem(where, f"step {step}, of which there are no rollouts", there))
+    needed = f"a number from 0 to {len(rollouts) - 1}"
+    raise ReportError(Problem(where, f"rollout {number} of step {step}", needed))
+
+
+def conversation(row: Json) -> str:
+    """Renders a rollout as text: messages by role, tool calls with their times and failures, tokens, rewards.
+
+    row: the columns of CONVERSATION.
+    """
+    return "\n".join(_lines(row))
+
+
+def _lines(row: Json) -> Iterator[str]:
+    agent = None if row["agent"] is None else json.loads(row["agent"])
+    of = "" if row["set"] == TRAIN else f", evaluation {printable(row['set'])}"
+    yield f"step {row['step']}{of}, prompt {printable(row['prompt_id'])}, response {row['sample']}"
+    score, why = row["score"], str(row["error"] or row["masked"] or "not scored")
+    scored = f"score {score:g}" if score is not None else f"no score: {printable(why)}"
+    yield f"{scored}; ended with {row['finish']}; {row['tokens']} tokens sampled"
+    if parts := ", ".join(f"{printable(name)} {value:g}" for name, value in row["parts"]):
+        yield f"rewards: {parts}"
+    if agent is not None:
+        yield from _of_agent(agent)
+    yield f"ground truth: {printable(row['ground_truth'])}"
+    if agent is None:
+        yield from ("", _head(f"policy, after a prompt of {row['prompt_tokens']} tokens"), _text(row["response"]))
+        return
+    for event in agent["events"]:
+        yield ""
+        yield from _event(event)
+
+
+def _of_agent(agent: Json) -> Iterator[str]:
+    if agent["error"]:
+        yield f"the agent failed: {printable(agent['error'])}"
+    if agent["reward"]:
+        yield f"from the agent: {', '.join(f'{printable(k)} {v:g}' for k, v in agent['reward'].items())}"
+    sizes = [f"{of['tokens']} tokens, {of['trained']} of them trained" for of in agent["sequences"]]
+    yield f"sequences: {'; '.join(sizes) or 'none'}"
+    if counts := {name: value for name, value in agent["counts"].items() if value}:
+        yield f"counts: {', '.join(f'{printable(name)} {value:g}' for name, value in counts.items())}"
+
+
+def _event(event: Json) -> Iterator[str]:
+    match event["kind"]:
+        case "turn":
+            if event.get("branch"):
+                yield f"(another sequence begins: {BRANCHES[event['branch']]})"
+            yield from _messages(event["given"])
+            parts = [f"turn {event['number']}", f"at {event['at']:.1f} s", f"{event['seconds']:.1f} s"]
+            parts.append(f"{event['prompt_tokens']} tokens read, {event['given_tokens']} of them new")
+            parts.append(f"{event['tokens']} sampled" + (", cut off" if event["finish"] == "length" else ""))
+            if event.get("reward") is not None:
+                parts.append(f"reward {event['reward']:g}")
+            if "sequence" not in event:
+                parts.append("not trained on")
+            yield _head(f"policy: {', '.join(parts)}")
+            yield from _said(event["said"])
+        case "tool":
+            failed = f", failed: {event['error']}" if event.get("error") else ""
+            yield _head(f"the tool {event['name']} ran: {event['seconds']:.2f} s{failed}")
+        case kind if kind == LEFT_OUT:
+            yield f"... {event['events']} events are left out ..."
+        case kind:
+            rest = {name: value for name, value in event.items() if name not in ("kind", "at")}
+            yield _head(f"{kind} at {event['at']:.1f} s")
+            yield _text(_json(rest))
+
+
+def _messages(messages: Any) -> Iterator[str]:
+    """Yields the messages in front of a turn; a text where they did not fit into the trace."""
+    if not isinstance(messages, list):
+        yield _text(messages)
+        return
+    for message in messages:
+        if not isinstance(message, dict):
+            yield _text(message)
+            continue
+        name = message.get("name")
+        yield _head(f"{message.get('role')}{f' {name}' if name else ''}")
+        yield from _said(message)
+        yield ""
+
+
+def _said(message: Any) -> Iterator[str]:
+    if not isinstance(message, dict):
+        yield _text(message)
+        return
+    if thought := message.get("reasoning_content"):
+        yield _text(f"(thinks) {thought}")
+    if content := message.get("content"):
+        yield _text(content)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield _text(f"calls {function.get('name')} {_json(function.get('arguments'))}")
+
+
+def _head(text: str) -> str:
+    return printable(f"── {text}").replace("\n", " ")
+
+
+def _text(value: Any) -> str:
+    return printable(_json(value).expandtabs(4))
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

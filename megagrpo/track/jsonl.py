@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,17 @@ def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
                 except (ValueError, KeyError, TypeError, RecursionError):
                     unread.append(whole)
     return kept, unread
+
+
+def step_entries(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
+    """Yields the objects of lines that have a step. Skips unreadable lines: still being written, or cut off."""
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            int(entry["step"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        yield entry
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
+from megagrpo.track.rollout_files import first_rows
 
 if TYPE_CHECKING:
     from mlflow.entities import Feedback, Span
@@ -36,7 +36,7 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     from mlflow.tracing.client import TracingClient
 
     client, ended_ns, all_spans = TracingClient(uri), path.stat().st_mtime_ns, list[Span]()
-    for row in _first_rows(path, count):
+    for row in first_rows(path, count, COLUMNS):
         trace_id = f"tr-{_digest(run, row['step'], row['prompt_id'], row['sample'])[:32]}"
         agent = json.loads(row["agent"]) if row["agent"] else None
         begin_ns = ended_ns - _length_ns(agent)
@@ -64,14 +64,6 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     # MLflow learns a server's version in one request of 3 s, and keeps a failure as long as the process lives.
     getattr(getattr(RestStore, "_get_server_version", None), "cache_clear", lambda: None)()
     client.log_spans(experiment_id, all_spans)
-
-
-def _first_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(count, columns=list(COLUMNS)):
-            pairs = ("parts", "notes")
-            return [{**row, **{name: dict(row[name] or ()) for name in pairs}} for row in batch.to_pylist()]
-    return []
 
 
 def _feedback(trace_id: str, row: Row, at_ms: int) -> Iterator[Feedback]:
@@ -148,9 +140,9 @@ def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: i
 
 def _verdicts(row: Row) -> dict[str, dict[str, Any]]:
     """Returns score, metrics and notes by reward function. A row names the last two name.metric and name.note."""
-    functions = {name: {"score": score} for name, score in row["parts"].items() if "." not in name}
+    functions = {name: {"score": score} for name, score in row["parts"] or () if "." not in name}
     for values in (row["parts"], row["notes"]):
-        for name, value in values.items():
+        for name, value in values or ():
             function, found, what = name.rpartition(".")
             if found:
                 functions.setdefault(function, {})[what] = value

@@ -11,9 +11,12 @@ docs/rollouts.md describes the columns.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 ROLLOUTS = "rollouts"
 TRAIN = "train"
@@ -58,9 +61,11 @@ SCHEMA = pa.schema(
 )
 
 
-def encodable(text: str) -> str:
-    """Returns `text` with `?` for halves of characters, which no file can hold."""
-    return text.encode(errors="replace").decode()
+def encodable(value: Any) -> Any:
+    """Replaces halves of characters, which no file can hold, by `?`: in a text, or in lists and tuples of texts."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value))
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def rollout_file(directory: Path, step: int, *, evaluation: bool = False) -> Path:
@@ -88,6 +93,13 @@ def steps_between(directory: Path, after: int, last: int) -> list[int]:
         there = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}
         return [step for step in steps if step in there]
     return [step for step in steps if rollout_file(directory, step).exists()]
+
+
+def first_rows(path: Path, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Reads these columns of the first samples of a file."""
+    with pq.ParquetFile(path) as file:
+        batch = next(file.iter_batches(count, columns=list(columns)), None)
+    return [] if batch is None else batch.to_pylist()
 
 
 def remove_later(directory: Path, step: int) -> None:

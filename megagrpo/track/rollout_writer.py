@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from megagrpo.algorithm.advantages import Advantages
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
-from megagrpo.track.rollout_files import SCHEMA, rollout_file
-from megagrpo.track.rollout_table import StepRollouts, tables
+from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, rollout_file
 from megagrpo.track.token_texts import TokenTexts
+from megagrpo.track.traces import trace
+from megagrpo.types import Group, Sample, Score
 
 WITH_TOKENS_MAX = 2
 """Steps that may wait with the figures of their tokens, which are most of the queue's memory."""
@@ -32,6 +38,43 @@ REPEATED = [
 FAULTS = (OSError, MemoryError, RuntimeError, pa.ArrowException, ValueError, TypeError, OverflowError, LookupError)
 """These come from disks, from texts and numbers that users' functions have made, from tokens that a tokenizer does not
 know, and from one that another thread uses."""
+PART_TOKENS = 1 << 20
+"""Tokens of a part of a table: tens of MB."""
+TRAINED = ("train_logprobs", "entropies", "token_advantages")
+"""Columns with values of the tokens that are trained on; other columns have values of all tokens."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The results of a step's training for its samples. Rows are the samples of its groups, group by group."""
+
+    rows: np.ndarray  # bool [rows], those trained on
+    advantages: Advantages
+    logprobs: Ragged | None = None  # float32, by the trainer before the update, of the first rows
+    entropies: Ragged | None = None  # float32, as the update first saw it, of the first rows
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """Samples to keep: of a step's training (with `learned`), or of the evaluations after it."""
+
+    step: int
+    sets: Mapping[str, Sequence[Group]]
+    version: int  # of the policy that the samples are for; theirs may be older
+    token_samples: int | None  # of each set, samples whose tokens' figures are kept, as for `first_groups`
+    learned: Learned | None = None
+
+    @property
+    def evaluation(self) -> bool:
+        return TRAIN not in self.sets
+
+
+def first_groups(groups: Sequence[Group], samples: int | None) -> Sequence[Group]:
+    """Returns the first groups that have at most so many samples together, at least one; None: all; 0: none."""
+    if samples is None:
+        return groups
+    ends = np.cumsum([len(group.samples) for group in groups])
+    return groups[: max(min(samples, 1), int((ends <= samples).sum()))]
 
 
 class RolloutWriter:
@@ -92,17 +135,16 @@ class RolloutWriter:
             self._say(f"rollouts/: {why}; samples are left out (rollouts/left_out counts the steps), the run goes on")
 
     def _work(self, texts: TokenTexts) -> None:
-        while (rollouts := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                rollouts = self._waiting.popleft()
             try:
                 self._write(rollouts, texts)
             except FAULTS as error:
                 self._leave_out(rollouts, first_line(error))
-
-    def _next(self) -> StepRollouts | None:
-        """Waits for the next samples, and returns them; None: there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting.popleft() if self._waiting else None
 
     def _write(self, rollouts: StepRollouts, texts: TokenTexts) -> None:
         path = rollout_file(self._directory, rollouts.step, evaluation=rollouts.evaluation)
@@ -122,3 +164,113 @@ class RolloutWriter:
                 part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    set: str
+    number: int  # among the samples of its set
+    group: Group
+    sample: Sample
+    score: Score
+    figured: bool
+
+
+def tables(rollouts: StepRollouts, texts: TokenTexts | None) -> Iterator[pa.Table]:
+    """Yields the rows, in parts of about PART_TOKENS tokens; without `texts` all lack figures of their tokens. Raises
+    the errors of pyarrow and the tokenizer."""
+    part: list[_Row] = []
+    tokens = 0
+    for name, groups in rollouts.sets.items():
+        number, figured = 0, len(first_groups(groups, rollouts.token_samples)) if texts else 0
+        for place, group in enumerate(groups):
+            scores = group.scores or (Score(None),) * len(group.samples)
+            for sample, score in zip(group.samples, scores, strict=True):
+                if part and tokens + len(sample.tokens) > PART_TOKENS:
+                    yield _table(rollouts, part, texts)
+                    part, tokens = [], 0
+                part.append(_Row(name, number, group, sample, score, place < figured))
+                number, tokens = number + 1, tokens + len(sample.tokens)
+    yield _table(rollouts, part, texts)
+
+
+def _table(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts | None) -> pa.Table:
+    values = [{name: encodable(value) for name, value in _values(rollouts, row).items()} for row in rows]
+    table = pa.Table.from_pylist(values, SCHEMA)
+    if texts and any(row.figured for row in rows):
+        for name, lists in _token_columns(rollouts, rows, texts).items():
+            table = table.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), lists)
+    return table
+
+
+def _values(rollouts: StepRollouts, row: _Row) -> dict[str, Any]:
+    """Returns the values of a row that are no lists of tokens."""
+    prompt, sample, score, learned = row.group.prompt, row.sample, row.score, rollouts.learned
+    return {
+        "step": rollouts.step,
+        "set": row.set,
+        "data_source": prompt.data_source,
+        "ability": prompt.ability,
+        "prompt_id": prompt.id,
+        "sample": sample.index,
+        "prompt": prompt.text,
+        "messages": _json(list(prompt.messages)) if prompt.messages else "",
+        "response": sample.text,
+        "ground_truth": prompt.ground_truth,
+        "score": None if score.value is None else float(score.value),
+        "parts": [(name, float(value)) for name, value in score.parts.items()],
+        "notes": [(name, str(text)) for name, text in score.notes.items()],
+        "answer": score.answer,
+        "error": score.error,
+        "masked": score.masked,
+        "solved": score.solved,
+        "advantage": float(learned.advantages.of_rows[row.number]) if learned and learned.rows[row.number] else None,
+        "finish": sample.finish,
+        "prompt_tokens": len(prompt.tokens),
+        "tokens": len(sample.tokens),
+        "age": int(rollouts.version - sample.versions.min()) if len(sample.versions) else 0,
+        "agent": None if sample.agent is None else _json(trace(sample.agent)),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTexts) -> dict[str, pa.ListArray]:
+    """Returns columns with a list for each row; null for rows without figures."""
+    shown, learned = [row for row in rows if row.figured], rollouts.learned
+    figured = trained = np.array([row.figured for row in rows])
+    offsets = np.cumsum([0, *(len(row.sample.tokens) if row.figured else 0 for row in rows)])
+    parts = {
+        "token_ids": [row.sample.tokens for row in shown],
+        "token_versions": [row.sample.versions for row in shown],
+        "rollout_logprobs": [row.sample.logprobs for row in shown],
+    }
+    if learned is not None:
+        trained = figured & learned.rows[[row.number for row in rows]]
+        of_rows = learned.advantages.of_rows
+        parts["token_advantages"] = [np.full(len(row.sample.tokens), of_rows[row.number]) for row in shown]
+        for name, figures in zip(
+            TRAINED, (learned.logprobs, learned.entropies, learned.advantages.of_tokens), strict=True
+        ):
+            if figures is not None:
+                parts[name] = [figures.row(row.number) for row in shown]
+    flat = {name: _end_to_end(values, SCHEMA.field(name).type.value_type) for name, values in parts.items()}
+    flat["token_texts"] = texts.pieces(flat["token_ids"].to_numpy(), offsets)
+    return {
+        name: pa.ListArray.from_arrays(
+            pa.array(offsets, pa.int32()),
+            values,
+            type=SCHEMA.field(name).type,
+            mask=pa.array(~(trained if name in TRAINED else figured)),
+        )
+        for name, values in flat.items()
+    }
+
+
+def _end_to_end(parts: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    return pa.array(np.concatenate([np.empty(0, kind.to_pandas_dtype()), *parts]), kind)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import pydantic
 
 from megagrpo.errors import MegagrpoError, RunStopped, first_line
+from megagrpo.track.jsonl import step_entries
 from megagrpo.track.sink import Status
 
 STATUS_FILE = "status.json"
@@ -53,16 +54,13 @@ class RunStatus:
         part.replace(directory / STATUS_FILE)
 
 
-def end_state(error: BaseException | type[BaseException] | None) -> State:
+def end_state(error: BaseException | None) -> State:
     """Returns the state of a run that ends with this error."""
-    kind = error if isinstance(error, type) else type(error)
     if error is None:
         return "finished"
-    if issubclass(kind, RunStopped):
-        return "stopped"
-    if issubclass(kind, Exception):
-        return "failed"
-    return "interrupted" if issubclass(kind, KeyboardInterrupt) else "stopped"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "failed" if isinstance(error, Exception) and not isinstance(error, RunStopped) else "stopped"
 
 
 def error_line(error: BaseException | None) -> str | None:
@@ -117,19 +115,11 @@ def last_entry(directory: Path) -> dict[str, Any]:
 
 
 def _entries(directory: Path, wanted: bytes, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields steps whose line has the bytes `wanted`. Skips unreadable lines: still being written, or cut off."""
+    """Yields steps whose line has the bytes `wanted`."""
     try:
         with (directory / "metrics.jsonl").open("rb") as lines:
             if tail_bytes is not None:
                 lines.seek(max(0, lines.seek(0, os.SEEK_END) - tail_bytes))
-            for line in lines:
-                if wanted not in line:
-                    continue
-                try:
-                    entry = json.loads(line)
-                    int(entry["step"])
-                except (ValueError, TypeError, KeyError, RecursionError):
-                    continue
-                yield entry
+            yield from step_entries(line for line in lines if wanted in line)
     except OSError:
         return

@@ -22,25 +22,16 @@ SCORES_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Next:
-    """A command, and what it is for."""
-
-    what: str
-    words: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        return shlex.join(self.words)
-
-
-@dataclass(frozen=True)
 class Summary:
-    """The result at the end of a run's process. `places`: paths and addresses that exist, by name."""
+    """The result at the end of a run's process.
+
+    places: paths and addresses that exist, by name. after: commands, by what they are for.
+    """
 
     status: RunStatus
     held_out: Sequence[HeldOut]
     places: dict[str, str]
-    after: Sequence[Next]
+    after: dict[str, str]
 
     def lines(self) -> Iterator[str]:
         status = self.status
@@ -53,7 +44,7 @@ class Summary:
         yield from table(list(self.places.items()))
         if self.after:
             yield "next:"
-            yield from (f"  {line}" for line in table([(each.what, each.command) for each in self.after]))
+            yield from (f"  {line}" for line in table(list(self.after.items())))
 
     def as_json(self) -> dict[str, Any]:
         """Returns the summary as values for JSON."""
@@ -61,7 +52,7 @@ class Summary:
             **asdict(self.status),
             "held_out": [asdict(score) for score in self.held_out],
             "places": self.places,
-            "next": {each.what: each.command for each in self.after},
+            "next": self.after,
         }
 
 
@@ -83,7 +74,7 @@ def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
         places["MLflow"] = uri if served else shlex.join(("mlflow", "ui", "--backend-store-uri", uri))
     if status.state == "failed":
         places["logs"] = str(directory / "logs")
-    after = list(_next(recipe, status, saved, exported if whole else None))
+    after = {what: shlex.join(words) for what, words in _next(recipe, status, saved, exported if whole else None)}
     return Summary(status, held_out_scores(directory), places, after)
 
 
@@ -93,26 +84,29 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def _next(recipe: AnyRecipe, status: RunStatus, saved: Path | None, exported: Path | None) -> Iterator[Next]:
+def _next(
+    recipe: AnyRecipe, status: RunStatus, saved: Path | None, exported: Path | None
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields the next commands, each with what it is for."""
     directory = run_directory(recipe)
     written = str(directory / "recipe.yaml")
     again = "train" if isinstance(recipe, Recipe) else "sft"
     if status.step:
-        yield Next("look at it", ("megagrpo", "report", str(directory)))
+        yield "look at it", ("megagrpo", "report", str(directory))
     if recipe.checkpoint.resume != "never":
         if status.state != "finished":
-            yield Next("continue", ("megagrpo", again, written))
+            yield "continue", ("megagrpo", again, written)
         elif status.step >= status.total_steps:  # else a rule has ended it, and would again
-            yield Next("train longer", ("megagrpo", again, written, longer(recipe, status.total_steps)))
+            yield "train longer", ("megagrpo", again, written, longer(recipe, status.total_steps))
     evaluates = isinstance(recipe, Recipe) and recipe.eval.sets and recipe.rollout.engine != "external"
     if exported is not None and evaluates:
-        yield Next("evaluate", ("megagrpo", "eval", str(directory), "--recipe", written))
+        yield "evaluate", ("megagrpo", "eval", str(directory), "--recipe", written)
     if exported is not None:
         to = ("--output", str(directory / "torch_dist"))
-        yield Next("for Megatron-LM", ("megagrpo", "convert", "hf-to-megatron", "--source", str(exported), *to))
+        yield "for Megatron-LM", ("megagrpo", "convert", "hf-to-megatron", "--source", str(exported), *to)
     elif saved is not None:
         to = ("--output", str(directory / f"{saved.name}_hugging_face"))
-        yield Next("as a model", ("megagrpo", "convert", "megatron-to-hf", "--source", str(saved), *to))
+        yield "as a model", ("megagrpo", "convert", "megatron-to-hf", "--source", str(saved), *to)
 
 
 def longer(recipe: AnyRecipe, total_steps: int) -> str:

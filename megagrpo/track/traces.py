@@ -26,7 +26,10 @@ def trace(run: AgentRun) -> dict[str, Any]:
     event may take its share of the characters that earlier events have left.
     """
     turns = {turn.number: {"reward": turn.reward, "sequence": turn.branch} for turn in run.turns}
-    kept = _bounded(run.events)
+    kept: list[Any] = list(run.events)
+    if len(kept) > EVENTS_MAX:
+        half = EVENTS_MAX // 2
+        kept[half:-half] = [{"kind": LEFT_OUT, "at": kept[half]["at"], "events": len(kept) - 2 * half}]
     left, events = TRACE_CHARACTERS, []
     for index, event in enumerate(kept):
         room = _Room(left // (len(kept) - index))
@@ -49,14 +52,6 @@ def shortened(text: str, characters: int) -> str:
         return text
     half = characters // 2
     return f"{text[: characters - half]} [... {len(text) - characters} characters ...] {text[len(text) - half :]}"
-
-
-def _bounded(events: tuple[Any, ...]) -> list[Any]:
-    if len(events) <= EVENTS_MAX:
-        return list(events)
-    half = EVENTS_MAX // 2
-    gap = {"kind": LEFT_OUT, "at": events[half]["at"], "events": len(events) - 2 * half}
-    return [*events[:half], gap, *events[-half:]]
 
 
 @dataclass

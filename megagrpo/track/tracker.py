@@ -37,8 +37,7 @@ from megagrpo.track.jsonl import (
 from megagrpo.track.metrics import UndocumentedMetric, undocumented
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, remove_later
-from megagrpo.track.rollout_table import Learned, StepRollouts, first_groups
-from megagrpo.track.rollout_writer import RolloutWriter
+from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
 from megagrpo.track.sink import RunStart, Sink, Status
 from megagrpo.track.status import RunStatus, end_state, error_line
 from megagrpo.track.summary import summary_of
@@ -137,7 +136,7 @@ class Tracker:
         unknown = [name for name in undocumented(metrics) if name not in self._undocumented]
         if unknown:
             self._undocumented.update(unknown)
-            warnings.warn(f"not in track/metrics.py: {', '.join(unknown)}", UndocumentedMetric, stacklevel=2)
+            warnings.warn(f"not in track/metrics.yaml: {', '.join(unknown)}", UndocumentedMetric, stacklevel=2)
         if self._writer and self._writer.left_out:
             metrics = {**metrics, "rollouts/left_out": float(self._writer.left_out)}
         self._status = replace(self._status, step=step)
@@ -178,7 +177,7 @@ class Tracker:
     ) -> None:
         """Ends every tracker, writes the run's status, and prints the summary."""
         self._status = replace(
-            self._status, state=end_state(kind), ended=round(time.time(), 3), error=error_line(error)
+            self._status, state=end_state(error), ended=round(time.time(), 3), error=error_line(error)
         )
         self._finish(self._status.for_trackers)
         if self._endpoint:

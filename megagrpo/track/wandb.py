@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from megagrpo.parent_process import let_family_idle
@@ -91,15 +90,18 @@ class WandBRemote:
         """Sends a table of the samples whose files exist by now: of the last step, and of others that were late."""
         import wandb
 
-        from megagrpo.track.rollout_files import rollout_file
+        from megagrpo.track.rollout_files import first_rows, rollout_file
 
         if found := self._missing_samples():
             paths = (rollout_file(self._run.directory, step) for step in found)
             try:
-                rows = [row for path in paths for row in _rows(path, self._settings.samples_per_step)]
+                count = self._settings.samples_per_step
+                rows = [row for path in paths for row in first_rows(path, count, COLUMNS)]
             except FileNotFoundError:
                 return  # a rewind has removed one meanwhile: the run repeats these steps
-            self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._lines.after)
+            rows = [row | {"parts": str(dict(row["parts"] or ()))} for row in rows]
+            data = [[row[name] for name in COLUMNS] for row in rows]
+            self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=data)}, step=self._lines.after)
             self._samples_step = found[-1]
             self._delivered.note(NAME, samples_step=found[-1])
 
@@ -117,13 +119,3 @@ class WandBRemote:
         return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step" * bool(
             missing
         )
-
-
-def _rows(path: Path, count: int) -> list[list[Any]]:
-    """Returns the first samples of a file, by COLUMNS."""
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(path) as file:
-        batch = next(file.iter_batches(count, columns=list(COLUMNS)), None)
-    rows = [] if batch is None else batch.to_pylist()
-    return [[str(dict(row["parts"] or ())) if name == "parts" else row[name] for name in COLUMNS] for row in rows]

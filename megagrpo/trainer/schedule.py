@@ -15,7 +15,7 @@ from typing import Any
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
-from megagrpo.track.rollout_table import Learned
+from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import Sampling

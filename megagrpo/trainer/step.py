@@ -25,7 +25,7 @@ from megagrpo.errors import AgentError, EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.rollout.requests import parted
-from megagrpo.track.rollout_table import Learned, figured_groups, first_groups
+from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, save_batch
 from megagrpo.types import Branch, Group, Prompt, Sample, Turn
 
@@ -372,7 +372,7 @@ def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: T
     settings = run.recipe.track.rollouts
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
         return Learned(loaded.rows, loaded.advantages)
-    kept = figured_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
+    kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
     lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
     with run.policy.alone():  # the step is done: it is saved also where a node without ranks was lost in it
         return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))

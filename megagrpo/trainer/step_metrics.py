@@ -1,4 +1,4 @@
-"""The metrics of a step, with names and meanings as in track/metrics.py, and its line of mismatch.jsonl."""
+"""The metrics of a step, with names and meanings as in track/metrics.yaml, and its line of mismatch.jsonl."""
 
 from __future__ import annotations
 

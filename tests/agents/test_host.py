@@ -24,11 +24,11 @@ from megagrpo.agents.processes import Program
 from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.report.text import conversation
 from megagrpo.rollout.pool import Order
-from megagrpo.track.conversation import conversation
 from megagrpo.track.metrics import undocumented
 from megagrpo.track.rollout_files import TRAIN
-from megagrpo.track.rollout_table import StepRollouts, tables
+from megagrpo.track.rollout_writer import StepRollouts, tables
 from megagrpo.trainer.agent_metrics import agent_metrics
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from tests.loop.small_run import wait_until

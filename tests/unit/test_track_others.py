@@ -26,9 +26,8 @@ from megagrpo.ports import free_port
 from megagrpo.track import tracker_process
 from megagrpo.track.behind import Behind
 from megagrpo.track.delivered import Delivered
-from megagrpo.track.grafana import PANELS, dashboard, query
 from megagrpo.track.metric_lines import MetricLines
-from megagrpo.track.metrics import METRICS
+from megagrpo.track.metrics import documented
 from megagrpo.track.prometheus import prometheus_name
 from megagrpo.track.rollout_files import rollout_file, steps_between
 from megagrpo.track.sink import RunStart
@@ -39,6 +38,7 @@ from tests.terminal import Terminal
 from tests.tiny_run import tracked_recipe
 from tests.tracker_thread import TrackerThread, trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
+from tools.grafana import PANELS, dashboard, query
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRAPED = yaml.safe_load((REPOSITORY / "grafana" / "prometheus.yml").read_text())
@@ -364,8 +364,8 @@ def test_the_configuration_scrapes_the_port_and_ray_that_the_page_shows() -> Non
 
 def test_the_dashboard_is_that_of_the_script_and_shows_metrics_that_there_are() -> None:
     written = json.loads((REPOSITORY / "grafana" / "megagrpo.json").read_text())
-    assert written == dashboard(), "run python -m megagrpo.track.grafana > grafana/megagrpo.json"
+    assert written == dashboard(), "run python -m tools.grafana > grafana/megagrpo.json"
     shown = {name for panel in PANELS for name in panel.metrics}
-    assert shown <= {metric.name for metric in METRICS}
+    assert shown <= {metric.name for metric in documented()}
     assert re.fullmatch(re.search('"(.*?)"', query("eval/{set}/mean@{k}"))[1], prometheus_name("eval/a/b/mean@16"))
     assert "megagrpo_seconds_rollout" in json.dumps(written)

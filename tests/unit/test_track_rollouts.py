@@ -25,8 +25,7 @@ from megagrpo.demo.model import make_tokenizer
 from megagrpo.report.rollouts import read_rollouts
 from megagrpo.track import rollout_writer
 from megagrpo.track.rollout_files import SCHEMA, TRAIN, remove_later, rollout_file, rollout_steps
-from megagrpo.track.rollout_table import Learned, StepRollouts, first_groups, tables
-from megagrpo.track.rollout_writer import RolloutWriter
+from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups, tables
 from megagrpo.track.token_texts import TokenTexts
 from megagrpo.track.tracker import Tracker
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -137,7 +136,7 @@ def test_a_table_in_parts_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> N
     learned = Learned(np.array([True, False, True, True, True]), Advantages(np.arange(5.0), of_tokens), of_tokens)
     rollouts = step(1, *groups, learned=learned)
     (whole,) = tables(rollouts, TokenTexts(TOKENIZER))
-    monkeypatch.setattr("megagrpo.track.rollout_table.PART_TOKENS", 3)
+    monkeypatch.setattr("megagrpo.track.rollout_writer.PART_TOKENS", 3)
     parts = list(tables(rollouts, TokenTexts(TOKENIZER)))
     assert len(parts) > 2
     assert pa.concat_tables(parts).to_pylist() == whole.to_pylist()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megagrpo.agents.seen import BranchReason, told
 from megagrpo.cli import main
 from megagrpo.demo.model import make_tokenizer
-from megagrpo.track.conversation import BRANCHES, conversation
+from megagrpo.report.text import BRANCHES, conversation
 from megagrpo.track.rollout_files import TRAIN, rollout_file
-from megagrpo.track.rollout_table import StepRollouts, tables
+from megagrpo.track.rollout_writer import StepRollouts, tables
 from megagrpo.track.traces import EVENTS_MAX, LEFT_OUT, TRACE_CHARACTERS, trace
 from megagrpo.track.tracker import Tracker
 from megagrpo.types import AgentRun, Group

@@ -27,7 +27,7 @@ from megagrpo.errors import (
     RankLostError,
     RecipeError,
 )
-from megagrpo.track.rollout_table import Learned
+from megagrpo.track.rollout_writer import Learned
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer import run_loop, train
 from megagrpo.trainer.stopping import StopRequested

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of a run's gauges: `python -m megagrpo.track.grafana > grafana/megagrpo.json`."""
+"""The Grafana dashboard of a run's gauges: `python -m tools.grafana > grafana/megagrpo.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACROSS, WIDTH, HEIGHT = 3, 8, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of metrics, named as in track/metrics.py: {set} stands for any text, {k} for a number."""
+    """Curves of metrics, named as in track/metrics.yaml: {set} stands for any text, {k} for a number."""
 
     title: str
     metrics: tuple[str, ...]
