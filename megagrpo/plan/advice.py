@@ -15,8 +15,8 @@ from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
-from megagrpo.plan.memory import DeviceMemory
-from megagrpo.plan.parameters import adapter_parameters, matrices, total_parameters
+from megagrpo.plan.memory import DeviceMemory, saved_bytes
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
 from megagrpo.plan.time import Sampling, StepTime
 from megagrpo.plan.units import byte_text, second_text
@@ -26,7 +26,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
 from megagrpo.section import broken_rules
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.families.architecture import Architecture
 
 BUBBLE_MAX = 0.3
 CONTEXT_PADDING_MAX = 0.05
@@ -332,21 +332,8 @@ def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
 
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
     """Returns a checkpoint's bytes without file headers: trained weights, optimizer, a moving reference, a critic."""
-    lora, trained = recipe.train.lora, total_parameters(architecture)
-    if lora is not None:
-        trained = adapter_parameters(architecture, ParallelLayout(), 0, lora).total
-    total = STATE_BYTES * trained
-    if recipe.train.optimizer.kind == "muon":  # one moment of a matrix, not two
-        total -= 4 * sum(map(sum, matrices(architecture, ParallelLayout(), 0, False)))
-    if isinstance(recipe, Recipe):
-        algorithm = recipe.algorithm
-        if algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
-            total += 4 * trained
-        if algorithm.critic is not None:
-            total += STATE_BYTES * total_parameters(critic_of(critic or architecture))
-            if recipe.train.optimizer.kind == "muon":
-                total -= 4 * sum(map(sum, matrices(critic or architecture, ParallelLayout(), 0, False)))
-    return total
+    case = Case(recipe, architecture, machines=None, critic=critic)
+    return saved_bytes(case, ParallelLayout(), stage=0, each=STATE_BYTES)
 
 
 def runs_here(recipe: AnyRecipe) -> bool:
