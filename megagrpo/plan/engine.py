@@ -70,13 +70,8 @@ def engine_memory(case: Case) -> EngineMemory:
     SGLang takes mem_fraction_static of the memory that is free at its start, beside the trainer. The card is assumed to
     be empty then.
     """
-    recipe, arch, card_bytes, device, element = (
-        case.grpo,
-        case.architecture,
-        case.card_bytes,
-        case.device,
-        case.item_bytes,
-    )
+    recipe, arch, element = case.grpo, case.architecture, case.item_bytes
+    card_bytes, device = case.card_bytes, case.device
     rollout, options = recipe.rollout, recipe.rollout.sglang.model_extra or {}
     longest = longest_sequence(recipe)
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))

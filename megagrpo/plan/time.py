@@ -185,12 +185,10 @@ def _rollout(case: Case, rounds: list[int]) -> Seconds:
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     # The slowest list of functions: which share of the rows each list scores is in the data, not in the recipe.
     lists = [[entry.function in ON_DRIVER for entry in entries] for entries in recipe.reward.lists().values()]
+    isolated = max(len(inline) - sum(inline) for inline in lists)
     return {
         "on the driver": responses * assumed.reward_seconds * max(map(sum, lists)),
-        "in workers": responses
-        * assumed.isolated_reward_seconds
-        * max(len(inline) - sum(inline) for inline in lists)
-        / max(1, recipe.reward.workers),
+        "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
     }
 
 
