@@ -396,14 +396,12 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         if between and recipe.cluster.placement == "colocated":  # in two hops: as many buckets are forwarded
             used *= 2
         yield Part("sync buckets", used, ("weights.bucket_bytes",))
+    held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
     if case.recipe.train.lora is not None:
         # Copies of the matrices that adapters are added to: at most all that is not vocabulary.
-        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         vocabulary = (held.embedding + held.head) * case.item_bytes
         yield Part("merged weights", parameters - vocabulary, ("train.layout.tensor", "train.layout.pipeline"))
-
     if isinstance(case.recipe, Recipe) and case.recipe.rollout.quantization is not None:
-        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         blocks = int((held.dense + held.experts) * BLOCK_ELEMENT_BYTES)
         yield Part("quantised weights", blocks, ("train.layout.tensor", "train.layout.pipeline"))
         # As they arrive, and where they lie until they are quantised.
