@@ -1,4 +1,4 @@
-"""What a search chooses from: layouts, ways to save memory, and engines, each a set of values of recipe fields."""
+"""Candidates of a search: layouts, ways to save memory, and engines, each a set of values of recipe fields."""
 
 from __future__ import annotations
 
