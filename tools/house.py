@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_755,
     ("recipe", "preflight", "doctor"): 6_205,
-    ("plan",): 5_884,
+    ("plan",): 5_781,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 6_125,

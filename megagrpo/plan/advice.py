@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from megagrpo.errors import Problem
@@ -15,8 +16,8 @@ from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
 from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
-from megagrpo.plan.memory import DeviceMemory
-from megagrpo.plan.parameters import adapter_parameters, matrices, total_parameters
+from megagrpo.plan.memory import DeviceMemory, saved_bytes
+from megagrpo.plan.parameters import total_parameters
 from megagrpo.plan.schedules import ASYNC, ONE_STEP_OFF, ScheduleTime, allowed
 from megagrpo.plan.time import Sampling, StepTime
 from megagrpo.plan.units import byte_text, second_text
@@ -26,7 +27,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, SyncConfig
 from megagrpo.section import broken_rules
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Architecture, critic_of
+from megagrpo.weights.families.architecture import Architecture
 
 BUBBLE_MAX = 0.3
 CONTEXT_PADDING_MAX = 0.05
@@ -56,13 +57,10 @@ def impossible(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
         return
     gpu, engine = case.gpus.gpu, _engine(case)
     if engine and engine.sequences == 0:
-        yield Problem(
-            "rollout.layout.tensor",
-            f"weights of {byte_text(engine.weights)} on each GPU of an engine, and a cache of "
-            f"{engine.cache_tokens} tokens beside them on one {gpu.name}",
-            f"{engine.longest} tokens: the longest prompt and response",
-            "more tensor ranks in each engine, or shorter responses",
-        )
+        cache = f"a cache of {engine.cache_tokens} tokens beside them on one {gpu.name}"
+        given = f"weights of {byte_text(engine.weights)} on each GPU of an engine, and {cache}"
+        needed = f"{engine.longest} tokens: the longest prompt and response"
+        yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
     kind = max(held, key=lambda kind: kind.fullest.bytes)
     fullest = kind.fullest
     if fullest.bytes > gpu.memory_bytes:
@@ -159,13 +157,10 @@ def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
         yield Problem("train.layout.pipeline", given, f"at most {BUBBLE_MAX:.0%}", fix)
     sequences = minibatch_sequences(recipe)
     if data > 1 and sequences / data < SEQUENCES_MIN:
-        yield Problem(
-            "train.layout.data",
-            f"{data} data ranks for the {sequences} sequences of a minibatch",
-            f"at least {SEQUENCES_MIN} for each: the longest one makes all others wait",
-            "fewer data ranks, or change "
-            + ("data.examples_per_step" if isinstance(recipe, SftRecipe) else "algorithm.minibatches"),
-        )
+        given = f"{data} data ranks for the {sequences} sequences of a minibatch"
+        needed = f"at least {SEQUENCES_MIN} for each: the longest one makes all others wait"
+        field = "data.examples_per_step" if isinstance(recipe, SftRecipe) else "algorithm.minibatches"
+        yield Problem("train.layout.data", given, needed, f"fewer data ranks, or change {field}")
     longest = lengths.prompt + lengths.longest
     padding = context / lengths.sequence  # half of a multiple of 2 x context, on the mean
     if context > 1 and (longest / context < CONTEXT_TOKENS_MIN or padding > CONTEXT_PADDING_MAX):
@@ -185,7 +180,7 @@ def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
         given = f"{rollout.layout.tensor}, whose ranks reach over {recipe.nodes_of_engine} nodes"
         needed = f"at most {per_node}: tensor ranks exchange activations twice a layer"
         yield Problem("rollout.layout.tensor", given, needed, f"tensor: {per_node}, and pipeline for the rest")
-    used = len({device for devices in case.device_plan.bundles_of_engine for device in devices})
+    used = len(set(chain(*case.device_plan.bundles_of_engine)))
     if responses < engines:
         given = f"{engines}, for {responses} responses at once"
         yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
@@ -204,29 +199,22 @@ def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
     if agent is None:
         return
     if engine and (turns := Sampling.of(case).turns) and turns.cached and turns.cached < turns.conversations:
-        given = (
-            f"{agent.rollouts_at_once}: {turns.conversations:.0f} conversations on each engine, whose cache has room"
-        )
-        given += f" for {turns.cached:.0f} of {turns.history:.0f} tokens"
+        room = f"whose cache has room for {turns.cached:.0f} of {turns.history:.0f} tokens"
+        given = f"{agent.rollouts_at_once}: {turns.conversations:.0f} conversations on each engine, {room}"
         needed = "room for all: what is not in the cache is read again in each turn"
         fix = f"rollouts_at_once: {max(1, int(turns.cached) * recipe.rollout.engines)}, or more memory for the cache"
         yield Problem("agent.rollouts_at_once", given, needed, fix)
-    answers = recipe.sequence_tokens_max - case.lengths.prompt
-    if agent.turns_max > 1 and answers < 2 * recipe.rollout.response_tokens_max:
-        given = f"{recipe.sequence_described} tokens, with answers of up to {recipe.rollout.response_tokens_max}"
+    answers, longest = recipe.sequence_tokens_max - case.lengths.prompt, recipe.rollout.response_tokens_max
+    if agent.turns_max > 1 and answers < 2 * longest:
+        given = f"{recipe.sequence_described} tokens, with answers of up to {longest}"
         needed = "room for several answers and what stands between them"
-        fix = (
-            f"tokens_max: {recipe.data.prompt_tokens_max + 4 * recipe.rollout.response_tokens_max}, or shorter answers"
-        )
+        fix = f"tokens_max: {recipe.data.prompt_tokens_max + 4 * longest}, or shorter answers"
         yield Problem("agent.tokens_max", given, needed, fix)
 
 
 def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTime | None) -> Iterator[Problem]:
     """Yields problems of disaggregated devices that wait for the others, and of a schedule that throws tokens away."""
-    ranks, used = (
-        case.layout.ranks,
-        len({device for devices in case.device_plan.bundles_of_engine for device in devices}),
-    )
+    ranks, used = case.layout.ranks, len(set(chain(*case.device_plan.bundles_of_engine)))
     if used and recipe.cluster.placement == "disaggregated":
         generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.phase_seconds
         waiting, idle = (own.trainer_waits, own.engines_idle) if own else (generating, 1 - generating)
@@ -237,8 +225,8 @@ def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTim
             fixes = [*_less_waiting(recipe), "another split (--search)"]
             yield Problem("cluster.placement", given, f"at most {IDLE_MAX:.0%}", ", or ".join(fixes))
     if own and own.thrown_tokens:
-        given = f"{own.name}: {own.thrown_tokens:.0%} of all tokens are thrown away"
-        given += f", and responses that are trained on are {own.shorter:.0%} shorter than those that begin"
+        shorter = f"responses that are trained on are {own.shorter:.0%} shorter than those that begin"
+        given = f"{own.name}: {own.thrown_tokens:.0%} of all tokens are thrown away, and {shorter}"
         step = recipe.rollout.prompts_per_step
         fix = f"carry_over: {min(recipe.prompts_at_once - step, 2 * step)}, max_staleness: 2"
         yield Problem("schedule.oversample", given, "lengths as they were sampled", fix)
@@ -332,21 +320,8 @@ def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
 
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
     """Returns a checkpoint's bytes without file headers: trained weights, optimizer, a moving reference, a critic."""
-    lora, trained = recipe.train.lora, total_parameters(architecture)
-    if lora is not None:
-        trained = adapter_parameters(architecture, ParallelLayout(), 0, lora).total
-    total = STATE_BYTES * trained
-    if recipe.train.optimizer.kind == "muon":  # one moment of a matrix, not two
-        total -= 4 * sum(map(sum, matrices(architecture, ParallelLayout(), 0, False)))
-    if isinstance(recipe, Recipe):
-        algorithm = recipe.algorithm
-        if algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
-            total += 4 * trained
-        if algorithm.critic is not None:
-            total += STATE_BYTES * total_parameters(critic_of(critic or architecture))
-            if recipe.train.optimizer.kind == "muon":
-                total -= 4 * sum(map(sum, matrices(critic or architecture, ParallelLayout(), 0, False)))
-    return total
+    case = Case(recipe, architecture, machines=None, critic=critic)
+    return saved_bytes(case, ParallelLayout(), stage=0, each=STATE_BYTES)
 
 
 def runs_here(recipe: AnyRecipe) -> bool:
@@ -371,36 +346,26 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
     if not runs_here(recipe) and not Path(recipe.checkpoint.directory or "no such directory").is_dir():
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
     directory = checkpoint_directory(recipe)
+    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(directory)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
     needed = max(1, keep + best + 1 - saved) * each
     if needed > free:
         kept = f"{keep} checkpoints{', the best' if best else ''} and the next"
-        yield Problem(
-            "checkpoint.keep_last",
-            f"{byte_text(free)} free in {directory}, on this machine",
-            f"{byte_text(needed)} more for {kept}, {byte_text(each)} each",
-            "a directory on a larger file system, or a lower keep_last",
-        )
-    free, directory = _free_bytes(run_directory(recipe)), run_directory(recipe)
+        more = f"{byte_text(needed)} more for {kept}, {byte_text(each)} each"
+        fix = "a directory on a larger file system, or a lower keep_last"
+        yield Problem("checkpoint.keep_last", f"{byte_text(free)} free in {directory}, on this machine", more, fix)
+    free, models = _free_bytes(run_directory(recipe)), _models_to_come(recipe)
+    given = f"{byte_text(free)} free in {run_directory(recipe)}, on this machine"
     if isinstance(recipe, Recipe) and (batches := batch_bytes(recipe)) * recipe.checkpoint.keep_batches > free:
-        yield Problem(
-            "checkpoint.keep_batches",
-            f"{byte_text(free)} free in {directory}, on this machine",
-            f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches",
-            "lower it, or set track.directory to a place on a larger file system",
-        )
-    models = _models_to_come(recipe)
+        more = f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches"
+        fix = "lower it, or set track.directory to a place on a larger file system"
+        yield Problem("checkpoint.keep_batches", given, more, fix)
     if (size := export_bytes(recipe, architecture)) * models > free:
-        yield Problem(
-            "checkpoint.export_every_steps"
-            if recipe.checkpoint.export_every_steps
-            else "checkpoint.export_hugging_face",
-            f"{byte_text(free)} free in {directory}, on this machine",
-            f"{byte_text(models * size)} for {models} exported models, {byte_text(size)} each",
-            "a larger file system for track.directory, fewer of them, or after_export that moves them away",
-        )
+        field = "export_every_steps" if recipe.checkpoint.export_every_steps else "export_hugging_face"
+        more = f"{byte_text(models * size)} for {models} exported models, {byte_text(size)} each"
+        fix = "a larger file system for track.directory, fewer of them, or after_export that moves them away"
+        yield Problem(f"checkpoint.{field}", given, more, fix)
 
 
 def _models_to_come(recipe: AnyRecipe) -> int:

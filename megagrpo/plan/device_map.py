@@ -55,18 +55,11 @@ def device_map(case: Case) -> tuple[MappedDevice, ...]:
             engine_rank[bundle] = position
     names = () if isinstance(case.recipe, SftRecipe) else tuple(case.recipe.reward.models)
     models = {at: name for name, own in zip(names, plan.bundles_of_model, strict=True) for at in own}
-    return tuple(
-        MappedDevice(
-            at,
-            at // per_node,
-            at % per_node,
-            ranks.get(at),
-            tuple(engines.get(at, ())),
-            engine_rank.get(at),
-            models.get(at),
-        )
-        for at in range(plan.bundles)
-    )
+    found = []
+    for at in range(plan.bundles):
+        of_engines = tuple(engines.get(at, ())), engine_rank.get(at)
+        found.append(MappedDevice(at, *divmod(at, per_node), ranks.get(at), *of_engines, models.get(at)))
+    return tuple(found)
 
 
 def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:

@@ -1,17 +1,17 @@
-"""A rollout engine: the bytes that its ranks hold, and the seconds in which it generates a step's responses."""
+"""A rollout engine: the bytes that its ranks hold, and the seconds in which it reads prompts and decodes tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import mul
 from typing import Any
 
 from megagrpo.batching.work import head_work, layer_work
-from megagrpo.plan.assumptions import Assumptions, Lengths, longest_sequence
+from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.case import Case, Machines
-from megagrpo.plan.communication import Link, Links, RankGroup, Seconds, gather
+from megagrpo.plan.communication import Link, Links, RankGroup, gather
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     engine_blocks,
@@ -33,9 +33,6 @@ PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192), (2**63,
 """Tokens of a prefill that SGLang chooses for cards below a size in bytes."""
 PREFILL_GRAPHS = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 2**31, 512))
 """Tokens of the prefills that SGLang captures in graphs, as ranges (sglang/srt/arg_groups/cuda_graph_hook.py)."""
-
-POINTS = 24
-"""Intervals of the sum over time at the end of a batch."""
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -70,13 +67,8 @@ def engine_memory(case: Case) -> EngineMemory:
     SGLang takes mem_fraction_static of the memory that is free at its start, beside the trainer. The card is assumed to
     be empty then.
     """
-    recipe, arch, card_bytes, device, element = (
-        case.grpo,
-        case.architecture,
-        case.card_bytes,
-        case.device,
-        case.item_bytes,
-    )
+    recipe, arch, element = case.grpo, case.architecture, case.item_bytes
+    card_bytes, device = case.card_bytes, case.device
     rollout, options = recipe.rollout, recipe.rollout.sglang.model_extra or {}
     longest = longest_sequence(recipe)
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
@@ -285,26 +277,3 @@ class EngineSpeed:
         speed = links.network if between == "network" else links.node
         hand_overs = self.layout.pipeline - 1
         return seconds + hand_overs * (whole / speed + links.latency(between))
-
-
-@lru_cache(maxsize=4096)
-def rollout_seconds(engine: EngineSpeed, lengths: Lengths, prompts: int, samples: int, at_once: float) -> Seconds:
-    """Returns the seconds in which an engine samples `samples` responses to each of `prompts` prompts.
-
-    It decodes full batches of at most `at_once` until no response waits, then one batch whose responses end one by one.
-    """
-    responses = float(prompts * samples)
-    batch = min(responses, at_once)
-    full_steps = (responses - batch) * lengths.response / batch
-    # A response that is met at a random moment of a long run is longer than the mean, and half done.
-    underway = lengths.prompt + lengths.response_square / (2 * lengths.response)
-    width, last = lengths.longest / POINTS, 0.0
-    for point in range(POINTS):  # until the longest response ends: alone, if it is much longer than the others
-        decoded = (point + 0.5) * width
-        alive = max(1.0, batch * lengths.alive(decoded))
-        last += width * engine.decode_seconds(alive, lengths.prompt + decoded)
-    return {
-        "prompts": engine.prefill_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2, prompts),
-        "full batches": full_steps * engine.decode_seconds(batch, underway),
-        "last batch": last,
-    }

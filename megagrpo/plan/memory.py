@@ -160,27 +160,21 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
 
     Padding is not counted: Megatron aligns each parameter in its buffers to 64 elements, and each buffer's end.
     """
-    recipe, architecture, layout, item = case.recipe, case.architecture, case.layout, case.item_bytes
-    train, fused = recipe.train, case.fused_layers
-    held = trained = rank_parameters(architecture, layout, stage, fused)
-    weights = held.total
-    if train.lora is not None:
-        trained = adapter_parameters(architecture, layout, stage, train.lora)
-        weights += trained.total
-    each, by_muon = 2 if train.gradient_dtype == "bfloat16" else 4, _by_muon(train, architecture, layout, stage, fused)
-    found = {"parameters": (weights + by_muon.padding) * item, "gradients": each * (trained.total + by_muon.padding)}
-    found["optimizer"] = _optimizer_bytes(trained, by_muon, train, layout, item)
-    if isinstance(recipe, Recipe):
-        algorithm = recipe.algorithm
-        if algorithm.kl.coefficient > 0:
-            average = algorithm.reference.update_every_steps is not None and algorithm.reference.share < 1
-            exact = 4 if average and item < 4 else 0  # an average is kept in float32 besides
-            found["reference"] = trained.total * (item + exact)
-        if algorithm.critic is not None:  # adapters are never on it
-            critic = critic_of(case.critic or architecture)
-            values, own = rank_parameters(critic, layout, stage, fused), _by_muon(train, critic, layout, stage, fused)
-            found["critic"] = (values.total + own.padding) * (item + each)
-            found["critic"] += _optimizer_bytes(values, own, train, layout, item)
+    recipe, item, train = case.recipe, case.item_bytes, case.recipe.train
+    policy, *critics = _trained(case, case.layout, stage)
+    trained, each = policy.trained.total, 2 if train.gradient_dtype == "bfloat16" else 4
+    adapters = trained if train.lora is not None else 0
+    found = {
+        "parameters": (policy.held.total + adapters + policy.padding) * item,
+        "gradients": each * (trained + policy.padding),
+        "optimizer": policy.optimizer_bytes(train, case.layout, item),
+    }
+    if isinstance(recipe, Recipe) and recipe.algorithm.kl.coefficient > 0:
+        average = recipe.algorithm.reference.update_every_steps is not None and recipe.algorithm.reference.share < 1
+        found["reference"] = trained * (item + (4 if average and item < 4 else 0))  # averages are in float32 besides
+    for critic in critics:
+        passing = (critic.held.total + critic.padding) * (item + each)
+        found["critic"] = passing + critic.optimizer_bytes(train, case.layout, item)
     return {name: size for name, size in found.items() if size}
 
 
@@ -193,30 +187,24 @@ def host_bytes(case: Case) -> int:
 
 
 def snapshot_bytes(case: Case) -> int:
-    """Returns the host bytes of checkpoint copies on the fullest node: main weights and moments, a moving reference,
-    the critic's. Ranks with the same weights copy a share each, with any optimizer."""
-    recipe, architecture, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
-    moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
+    """Returns the host bytes of checkpoint copies on the fullest node. Ranks with the same weights copy a share each,
+    with any optimizer."""
+    layout, each = case.layout, 8 if case.recipe.train.optimizer.moment_dtype == "bfloat16" else 12
+    fullest = max(saved_bytes(case, layout, stage, each) for stage in range(layout.pipeline))
+    return fullest * min(layout.ranks, case.recipe.cluster.gpus_per_node)
 
-    def of_rank(stage: int) -> int:
-        trained = rank_parameters(architecture, layout, stage, case.fused_layers)
-        if train.lora is not None:
-            trained = adapter_parameters(architecture, layout, stage, train.lora)
-        total = _share(trained, layout) * (4 + moments)
-        total -= 4 * _share(_by_muon(train, architecture, layout, stage, case.fused_layers).held, layout)
-        if isinstance(recipe, Recipe):
-            algorithm = recipe.algorithm
-            if algorithm.kl.coefficient > 0 and algorithm.reference.update_every_steps is not None:
-                total += _share(trained, layout) * 4
-            if algorithm.critic is not None:
-                values = critic_of(case.critic or architecture)
-                critic = rank_parameters(values, layout, stage, case.fused_layers)
-                total += _share(critic, layout) * (4 + moments)
-                total -= 4 * _share(_by_muon(train, values, layout, stage, case.fused_layers).held, layout)
-        return total
 
-    fullest = max(of_rank(stage) for stage in range(layout.pipeline))
-    return fullest * min(layout.ranks, recipe.cluster.gpus_per_node)
+def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> int:
+    """Returns the bytes that a data rank of a stage saves: main weights and moments, a moving reference, the critic's.
+
+    `each`: bytes of an element with Adam's two moments. Muon has one of a matrix, in float32.
+    """
+    policy, *critics = _trained(case, layout, stage)
+    total = sum(each * _share(of.trained, layout) - 4 * _share(of.by_muon, layout) for of in (policy, *critics))
+    algorithm = case.recipe.algorithm if isinstance(case.recipe, Recipe) else None
+    if algorithm and algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
+        total += 4 * _share(policy.trained, layout)
+    return total
 
 
 def export_copy_bytes(case: Case) -> int:
@@ -237,36 +225,46 @@ def _share(trained: RankParameters, layout: ParallelLayout) -> int:
 
 
 @dataclass(frozen=True)
-class _ByMuon:
-    """Elements of a rank's matrices that Muon trains (`held`), and those that the fullest data rank owns. All buffers
-    hold `padding` besides, because each data rank's part of them is as long as the fullest's."""
+class _Trained:
+    """A model that every rank of a pipeline stage holds and trains; with adapters, `trained` are theirs alone.
+
+    Muon trains the matrices `by_muon`, of which the fullest data rank owns `owned` elements. All buffers hold `padding`
+    besides, because each data rank's part of them is as long as the fullest's.
+    """
 
     held: RankParameters
-    owned: int = 0
-    padding: int = 0
+    trained: RankParameters
+    by_muon: RankParameters
+    owned: int
+    padding: int
+
+    def optimizer_bytes(self, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
+        """Returns the bytes of Adam's two moments or Muon's one, and of float32 copies of bfloat16 weights. With the
+        distributed optimizer, a data rank holds its share of Adam's, and those of its own Muon matrices."""
+        trained, own, copies = self.trained, self.by_muon, 4 if item < 4 else 0
+        by_adam = replace(trained, dense=trained.dense - own.dense, experts=trained.experts - own.experts)
+        owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
+        moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
+        return owned * (moments + copies) + self.owned * (4 + copies)
 
 
-def _by_muon(train: TrainConfig, arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> _ByMuon:
-    if train.optimizer.kind != "muon":
-        return _ByMuon(RankParameters(0, 0, 0, 0))
-    dense, experts = matrices(arch, layout, stage, fused)
-    held, replicas = RankParameters(0, 0, sum(dense), sum(experts)), layout.data * layout.context
-    if not train.distributed_optimizer:
-        return _ByMuon(held, held.total)
-    shares = largest_share(dense, replicas), largest_share(experts, layout.expert_data)
-    return _ByMuon(held, sum(shares), shares[0] * replicas + shares[1] * layout.expert_data - held.total)
-
-
-def _optimizer_bytes(
-    trained: RankParameters, by_muon: _ByMuon, train: TrainConfig, layout: ParallelLayout, item: int
-) -> int:
-    """Returns the bytes of Adam's two moments or Muon's one, and of float32 copies of bfloat16 weights. With the
-    distributed optimizer, a data rank holds its share of Adam's, and those of its own Muon matrices."""
-    own, copies = by_muon.held, 4 if item < 4 else 0
-    by_adam = replace(trained, dense=trained.dense - own.dense, experts=trained.experts - own.experts)
-    owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
-    moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
-    return owned * (moments + copies) + by_muon.owned * (4 + copies)
+def _trained(case: Case, layout: ParallelLayout, stage: int) -> Iterator[_Trained]:
+    """Yields the policy, and the critic if there is one. Adapters are never on a critic."""
+    train, models, replicas = case.recipe.train, [case.architecture], layout.data * layout.context
+    if isinstance(case.recipe, Recipe) and case.recipe.algorithm.critic is not None:
+        models.append(critic_of(case.critic or case.architecture))
+    for arch in models:
+        held = trained = rank_parameters(arch, layout, stage, case.fused_layers)
+        if train.lora is not None and arch is case.architecture:
+            trained = adapter_parameters(arch, layout, stage, train.lora)
+        muon = train.optimizer.kind == "muon"
+        dense, experts = matrices(arch, layout, stage, case.fused_layers) if muon else ((), ())
+        by_muon, padding = RankParameters(0, 0, sum(dense), sum(experts)), 0
+        owned = by_muon.total
+        if muon and train.distributed_optimizer:
+            shares = largest_share(dense, replicas), largest_share(experts, layout.expert_data)
+            owned, padding = sum(shares), shares[0] * replicas + shares[1] * layout.expert_data - owned
+        yield _Trained(held, trained, by_muon, owned, padding)
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
@@ -398,14 +396,12 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
         if between and recipe.cluster.placement == "colocated":  # in two hops: as many buckets are forwarded
             used *= 2
         yield Part("sync buckets", used, ("weights.bucket_bytes",))
+    held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
     if case.recipe.train.lora is not None:
         # Copies of the matrices that adapters are added to: at most all that is not vocabulary.
-        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         vocabulary = (held.embedding + held.head) * case.item_bytes
         yield Part("merged weights", parameters - vocabulary, ("train.layout.tensor", "train.layout.pipeline"))
-
     if isinstance(case.recipe, Recipe) and case.recipe.rollout.quantization is not None:
-        held = rank_parameters(case.architecture, case.layout, index, case.fused_layers)
         blocks = int((held.dense + held.experts) * BLOCK_ELEMENT_BYTES)
         yield Part("quantised weights", blocks, ("train.layout.tensor", "train.layout.pipeline"))
         # As they arrive, and where they lie until they are quantised.

@@ -6,7 +6,7 @@ One layer of each kind is counted, in the shapes that the weights' sides load, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapreplace
@@ -19,7 +19,7 @@ from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
 from megagrpo.weights.blocks import BLOCK, lacking_manifest
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import tensors_of
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 
@@ -55,18 +55,18 @@ def active_parameters(arch: Architecture) -> int:
 @lru_cache(maxsize=64)
 def _elements(arch: Architecture) -> tuple[int, int]:
     """Returns the elements outside of routed experts, and those of one routed expert over all layers with experts."""
-    sample = _sample(arch)
+    counted = list(_counted(arch))
+    of_expert = sum(elements for tensor, elements in counted if tensor.expert == 0)
+    return sum(elements for tensor, elements in counted if tensor.expert is None), of_expert
+
+
+def _counted(arch: Architecture) -> Iterator[tuple[Tensor, int]]:
+    """Yields the tensors outside of layers and of one layer of each kind, with the elements of all such layers."""
     dense, sparse = layer_counts(arch, range(arch.layers))
-    outside = of_expert = 0
-    for tensor in tensors_of(sample):
-        if tensor.role == "head" and arch.tied_embeddings:
-            continue
-        times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
-        if tensor.expert is None:
-            outside += times * prod(tensor.shape)
-        elif tensor.expert == 0:
-            of_expert += times * prod(tensor.shape)
-    return outside, of_expert
+    for tensor in tensors_of(_sample(arch)):
+        if not (tensor.role == "head" and arch.tied_embeddings):
+            times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
+            yield tensor, times * prod(tensor.shape)
 
 
 def layer_counts(arch: Architecture, layers: Iterable[int]) -> tuple[int, int]:
@@ -231,15 +231,13 @@ SHARED_BY_ALL = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down"
 
 @lru_cache(maxsize=256)
 def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> WeightBytes:
-    dense, sparse = layer_counts(arch, range(arch.layers))
     found = {"whole": 0.0, "attention": 0.0, "mlp": 0.0}
-    for tensor in tensors_of(_sample(arch)):
-        if tensor.expert is not None or (tensor.role == "head" and arch.tied_embeddings):
+    for tensor, elements in _counted(arch):
+        if tensor.expert is not None:
             continue
-        times = 1 if tensor.layer is None else dense if dense and tensor.layer == 0 else sparse
         each = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
         whole = "whole" if ON_EVERY_RANK.search(tensor.role) else "attention"
-        found["mlp" if tensor.role in SHARED_BY_ALL else whole] += times * prod(tensor.shape) * each
+        found["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * each
     experts = expert_parameters(arch) * (BLOCK_ELEMENT_BYTES if quantized else item_bytes)
     return WeightBytes(**found, experts=experts)
 

@@ -91,6 +91,11 @@ class Plan(Case):
             found["start"] = self._start(self.recipe.rollout.engines)
         return {**found, **dict(_of_agent(self)), **self.agent}
 
+    @property
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """Returns the lines of the summary, and of what was not checked."""
+        return (*self.summary.items(), *(("not checked", text) for text in self.unchecked))
+
     def _start(self, engines: int) -> str:
         """Returns a line about the bytes that engines do not read: the first sync brings their weights."""
         read = total_parameters(self.architecture) * self.item_bytes

@@ -158,10 +158,8 @@ class ScheduleTime:
     @property
     def name(self) -> str:
         match self.schedule:
-            case AsyncConfig(max_staleness=bound, prompts_at_once=None):
-                return f"async, max_staleness {bound}"
             case AsyncConfig(max_staleness=bound, prompts_at_once=prompts):
-                return f"async, max_staleness {bound}, prompts_at_once {prompts}"
+                return f"async, max_staleness {bound}{f', prompts_at_once {prompts}' if prompts else ''}"
             case SyncConfig(carry_over=prompts) if prompts:
                 return f"sync, carry_over {prompts}"
             case SyncConfig(oversample=prompts) if prompts:
@@ -195,11 +193,8 @@ def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
 
 def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOffConfig) -> float:
     """Returns a step's seconds if trainer and engines waited only for each other: a bound to compare many splits."""
-    by, lengths, prompts = (
-        Sampling.of(case),
-        case.lengths,
-        sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
-    )
+    by, lengths = Sampling.of(case), case.lengths
+    prompts = sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share))
     responses = prompts * by.samples / by.engines
     batch = min(by.at_once, responses * (1 + schedule.max_staleness))
     underway = lengths.prompt + (1 + lengths.given) * lengths.response_square / (2 * lengths.response)
@@ -247,14 +242,8 @@ def schedule_time(
 
 def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
     """Returns the schedule with its prompts scaled to a part of the run."""
-    match schedule:
-        case SyncConfig(carry_over=prompts) if prompts:
-            return schedule.model_copy(update={"carry_over": max(1, round(share * prompts))})
-        case SyncConfig(oversample=prompts) if prompts:
-            return schedule.model_copy(update={"oversample": max(1, round(share * prompts))})
-        case AsyncConfig(prompts_at_once=prompts) if prompts:
-            return schedule.model_copy(update={"prompts_at_once": max(1, round(share * prompts))})
-    return schedule
+    given = {name: getattr(schedule, name, None) for name in ("carry_over", "oversample", "prompts_at_once")}
+    return schedule.model_copy(update={name: max(1, round(share * n)) for name, n in given.items() if n})
 
 
 # --- simulation ------------------------------------------------------------------------------------------------------
@@ -267,28 +256,17 @@ class _Engine:
 
     index: int
     count: float = 0.0
-    at: float = 0.0
-    """The time of that count."""
-
-    rate: float = 1.0
-    """Seconds of a token, as long as nothing begins or ends."""
-
+    at: float = 0.0  # the time of that count
+    rate: float = 1.0  # seconds of a token, as long as nothing begins or ends
     ends: list[tuple[float, int]] = field(default_factory=list)
     """Heap of running responses: the count at which each ends, and its number."""
 
-    begun: float = 0.0
-    """Sum of the counts at which running responses began."""
-
-    event: int = 0
-    """Number of the valid event; earlier events of this engine are stale."""
-
-    reads_until: float = 0.0
-    """Until then it reads resumed responses, and decodes nothing."""
-
+    begun: float = 0.0  # sum of the counts at which running responses began
+    event: int = 0  # number of the valid event; earlier events of this engine are stale
+    reads_until: float = 0.0  # until then it reads resumed responses, and decodes nothing
     busy_seconds: float = 0.0
     slot_seconds: float = 0.0
-    versions: list[float] = field(default_factory=list)
-    """Counts at which the engine got version 1, 2, ..."""
+    versions: list[float] = field(default_factory=list)  # counts at which the engine got version 1, 2, ...
 
     def settle(self, now: float) -> None:
         """Decodes until now."""
@@ -334,7 +312,8 @@ class SimulatedRun:
             per_step=prompts, max_staleness=bound, at_once=max(at_once, prompts), steps=steps + bound + 1, spare=spare
         )
         groups = (prompts + spare) * (steps + bound + 1)
-        self.tokens = work.lengths.drawn(groups * work.samples, seed).tolist()
+        self.lengths = work.lengths.drawn(groups * work.samples, seed).reshape(groups, work.samples)
+        self.tokens = self.lengths.ravel().tolist()
         self.left = [work.samples] * groups
         self.engine_of = [0] * len(self.tokens)
         self.began = [0.0] * len(self.tokens)
@@ -380,9 +359,7 @@ class SimulatedRun:
             self._pause()
         self.now += self.work.sync_seconds
         self.admission.advance(step)
-        busy, slots = (
-            sum(getattr(engine, name) for engine in self.engines) for name in ("busy_seconds", "slot_seconds")
-        )
+        busy, slots = sum(each.busy_seconds for each in self.engines), sum(each.slot_seconds for each in self.engines)
         self._resume()
         self._begin()
         stale = tuple(step - 1 - admitted.version for admitted in taken)
@@ -499,24 +476,19 @@ class SimulatedRun:
     def thrown_tokens(self, steps: Sequence[SimulatedStep]) -> float:
         """Returns the share of all tokens sampled for these steps that are thrown away."""
         thrown = sum(step.thrown for step in steps)
-        return thrown / (thrown + sum(self._lengths(step.groups).sum() for step in steps))
+        return thrown / (thrown + sum(self.lengths[list(step.groups)].sum() for step in steps))
 
     def shorter(self, steps: Sequence[SimulatedStep]) -> float:
         """Returns the share by which these steps' trained responses are shorter than those that began, in the mean."""
-        trained, began = (
-            np.concatenate([self._lengths(groups) for groups in each]).mean()
-            for each in ([step.groups for step in steps], [step.groups + step.dropped for step in steps])
-        )
-        return float(1 - trained / began)
-
-    def _lengths(self, groups: Sequence[int]) -> np.ndarray:
-        return np.array(self.tokens).reshape(-1, self.work.samples)[list(groups)].ravel()
+        trained = [number for step in steps for number in step.groups]
+        began = [number for step in steps for number in step.groups + step.dropped]
+        return float(1 - self.lengths[trained].mean() / self.lengths[began].mean())
 
     def old_tokens(self, steps: Sequence[SimulatedStep]) -> float:
         """Returns the share of these steps' tokens that were sampled more than one version before the trained one."""
         versions = np.array([engine.versions for engine in self.engines])  # [engines, steps]
         samples, old, whole = np.arange(self.work.samples), 0.0, 0.0
-        tokens, began, engine_of = np.array(self.tokens), np.array(self.began), np.array(self.engine_of)
+        tokens, began, engine_of = self.lengths.ravel(), np.array(self.began), np.array(self.engine_of)
         for step in steps:
             responses = (np.array(step.groups)[:, None] * self.work.samples + samples).ravel()
             whole += tokens[responses].sum()

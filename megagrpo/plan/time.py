@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, sync_seconds
-from megagrpo.plan.engine import EngineSpeed, engine_memory, rollout_seconds
+from megagrpo.plan.engine import EngineSpeed, engine_memory
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.plan.turns import Turns, agents_seconds, keeps_prefixes
+from megagrpo.plan.turns import Turns, keeps_prefixes
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families.architecture import critic_of
+
+POINTS = 24
+"""Intervals of the sum over time at the end of a batch."""
 
 ON_DRIVER = (
     "agent",
@@ -159,24 +162,45 @@ class Sampling:
         at_once = turns.conversations if turns else at_once
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
 
-    def rollout_seconds(self, lengths: Lengths, prompts: int) -> Seconds:
-        """Returns the seconds of an engine that has so many prompts."""
+    def pace(self, running: float, context: float) -> tuple[float, float, float]:
+        """Returns the seconds in which each of `running` responses gets a token, after `context` tokens in the mean:
+        to decode it, to read other conversations' turns, and to wait for tools or a place."""
         if self.turns:
-            return agents_seconds(self.engine, lengths, self.turns, prompts, self.samples)
-        return rollout_seconds(self.engine, lengths, prompts, self.samples, self.at_once)
+            return self.turns.pace(self.engine, running, context)
+        return self.engine.decode_seconds(running, context), 0.0, 0.0
 
     def token_seconds(self, running: float, context: float) -> float:
-        """Returns the seconds in which each of `running` responses gets a token, after `context` tokens in the mean."""
-        if self.turns:
-            return sum(self.turns.pace(self.engine, running, context))
-        return self.engine.decode_seconds(running, context)
+        return sum(self.pace(running, context))
+
+
+@lru_cache(maxsize=4096)
+def rollout_seconds(by: Sampling, lengths: Lengths, prompts: int) -> Seconds:
+    """Returns the seconds in which an engine samples all responses to `prompts` prompts.
+
+    It decodes full batches of at most `at_once` until no response waits, then one batch whose responses end one by one.
+    """
+    responses, growth = float(prompts * by.samples), 1 + lengths.given
+    batch = min(responses, by.at_once)
+    # A response that is met at a random moment of a long run is longer than the mean, and half done.
+    underway = lengths.prompt + growth * lengths.response_square / (2 * lengths.response)
+    steps = [((responses - batch) * lengths.response / batch, batch, underway)]
+    width = lengths.longest / POINTS
+    for point in range(POINTS):  # until the longest response ends: alone, if it is much longer than the others
+        decoded = (point + 0.5) * width
+        steps.append((width, max(1.0, batch * lengths.alive(decoded)), lengths.prompt + growth * decoded))
+    seconds = {"prompts": by.engine.prefill_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2, prompts)}
+    for batches, chosen in (("full batches", steps[:1]), ("last batch", steps[1:])):
+        paces = [(tokens, by.pace(running, context)) for tokens, running, context in chosen]
+        for part, name in enumerate((batches, "reading turns", "waiting for tools")):
+            seconds[name] = seconds.get(name, 0.0) + sum(tokens * pace[part] for tokens, pace in paces)
+    return seconds
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:
     """Returns the seconds of rounds of so many prompts, on the engine that has most to do."""
     by = Sampling.of(case)
     own = (math.ceil(prompts / by.engines) for prompts in rounds)  # all samples of a prompt are on one engine
-    return added(*(by.rollout_seconds(case.lengths, each) for each in own))
+    return added(*(rollout_seconds(by, case.lengths, each) for each in own))
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------
@@ -185,12 +209,10 @@ def _rollout(case: Case, rounds: list[int]) -> Seconds:
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     # The slowest list of functions: which share of the rows each list scores is in the data, not in the recipe.
     lists = [[entry.function in ON_DRIVER for entry in entries] for entries in recipe.reward.lists().values()]
+    isolated = max(len(inline) - sum(inline) for inline in lists)
     return {
         "on the driver": responses * assumed.reward_seconds * max(map(sum, lists)),
-        "in workers": responses
-        * assumed.isolated_reward_seconds
-        * max(len(inline) - sum(inline) for inline in lists)
-        / max(1, recipe.reward.workers),
+        "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
     }
 
 

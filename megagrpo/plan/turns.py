@@ -4,11 +4,9 @@ each turn reads what is new."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
-from megagrpo.plan.communication import Seconds
-from megagrpo.plan.engine import POINTS, EngineSpeed
+from megagrpo.plan.engine import EngineSpeed
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
 
@@ -108,27 +106,3 @@ class Turns:
         if not (tokens := self.new + self.again):
             return 0.0
         return engine.prefill_seconds(tokens, tokens**2 + 2 * tokens * max(0.0, self.history - self.again), 1)
-
-
-@lru_cache(maxsize=4096)
-def agents_seconds(engine: EngineSpeed, lengths: Lengths, turns: Turns, prompts: int, samples: int) -> Seconds:
-    """Returns `rollout_seconds` of plan/engine.py for rollouts of several turns: full until no rollout waits, then the
-    rest of those that have begun."""
-    rollouts, growth = float(prompts * samples), 1 + lengths.given
-    running = min(rollouts, turns.conversations)
-    underway = lengths.prompt + growth * lengths.response_square / (2 * lengths.response)
-    steps = [(lengths.response * (rollouts - running) / running, running, underway)]
-    width = lengths.longest / POINTS
-    for point in range(POINTS):
-        decoded = (point + 0.5) * width
-        steps.append((width, max(1.0, running * lengths.alive(decoded)), lengths.prompt + growth * decoded))
-    seconds = {"prompts": engine.prefill_seconds(prompts * lengths.prompt, prompts * lengths.prompt**2, prompts)}
-    for name, chosen in (("full batches", steps[:1]), ("last batch", steps[1:])):
-        paces = [(tokens, turns.pace(engine, alive, context)) for tokens, alive, context in chosen]
-        decoding, reading, waiting = (sum(tokens * pace[part] for tokens, pace in paces) for part in range(3))
-        seconds |= {
-            name: decoding,
-            "reading turns": seconds.get("reading turns", 0.0) + reading,
-            "waiting for tools": seconds.get("waiting for tools", 0.0) + waiting,
-        }
-    return seconds

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megagrpo.plan.assumptions import Assumptions, lengths_of
-from megagrpo.plan.engine import EngineSpeed, rollout_seconds
+from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw
-from megagrpo.plan.time import Sampling, StepTime
+from megagrpo.plan.time import Sampling, StepTime, rollout_seconds
 from megagrpo.plan.training_time import BatchSize
-from megagrpo.plan.turns import Turns, agents_seconds
+from megagrpo.plan.turns import Turns
 from megagrpo.recipe.schema import EngineLayoutConfig
 from tests import plans
 from tests.plans import H100, LLAMA_8B, known_model
@@ -65,7 +65,7 @@ def engine(**assumed: float) -> EngineSpeed:
 def test_one_turn_without_tools_is_a_response_as_ever() -> None:
     lengths = lengths_of(plans.recipe(), Assumptions())
     plain = Turns(256, 256, lengths.response, 0, 0, lengths.sequence, 0, 0, 0)
-    found, known = agents_seconds(engine(), lengths, plain, 64, 8), rollout_seconds(engine(), lengths, 64, 8, 256)
+    found, known = (rollout_seconds(Sampling(engine(), 1, 256, 8, turns), lengths, 64) for turns in (plain, None))
     assert {name: found[name] for name in known} == pytest.approx(known)
     assert found["reading turns"] == 0
     assert found["waiting for tools"] == pytest.approx(0, abs=1e-9)

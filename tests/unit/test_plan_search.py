@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from megagrpo.errors import RecipeError
-from megagrpo.plan import search as options
+from megagrpo.plan import candidates
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.schedules import ASYNC, steady_seconds
-from megagrpo.plan.search import SPARE, legal, search
+from megagrpo.plan.search import SPARE, SPLITS_SHOWN, legal, search
 from megagrpo.plan.show.as_json import plan_json
 from megagrpo.plan.show.page import page
 from megagrpo.plan.show.terminal import draw
@@ -76,7 +76,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
 
 def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step() -> None:
     found = searched(recipe({}), 128)
-    assert len(found.asynchronous) == options.SPLITS_SHOWN
+    assert len(found.asynchronous) == SPLITS_SHOWN
     seconds = [split.schedule.seconds for split in found.asynchronous]
     assert seconds == sorted(seconds)
     assert seconds[0] < 0.8 * found.choices[0].estimate.time.seconds
@@ -87,7 +87,7 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
         assert again == split.schedule
         bound = steady_seconds(chosen, split.estimate.time, ASYNC)
         assert bound < 1.05 * split.schedule.seconds < 1.3 * bound
-    assert len({split.overrides for split in found.asynchronous}) == options.SPLITS_SHOWN
+    assert len({split.overrides for split in found.asynchronous}) == SPLITS_SHOWN
     whole = plan({})
     told = json.loads(plan_json(whole, found))["search"]["asynchronous"]
     assert [split["schedule"]["seconds"] for split in told] == seconds
@@ -119,15 +119,15 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     of = recipe(SMALL, rollout__prompts_per_step=8)  # each estimate plays all responses of its steps
     model = architecture(of)
     every = (
-        options.placed({**layout, **saving, **engine}, colocated=gpus == 2)
+        candidates.placed({**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
-        for layout in options.layouts(of, model, gpus)
-        for saving in options.savings(of, model, layout)
-        for engine in options.engines(of, model, gpus, colocated=gpus == 2)
+        for layout in candidates.layouts(of, model, gpus)
+        for saving in candidates.savings(of, model, layout)
+        for engine in candidates.engines(of, model, gpus, colocated=gpus == 2)
     )
     best = float("inf")
     for values in every:
-        candidate = planned(options.changed(of, values))
+        candidate = planned(candidates.changed(of, values))
         if legal(candidate) and lacking_bytes(candidate.memory, candidate.card_bytes, SPARE) == 0:
             best = min(best, candidate.estimate.time.seconds)
     assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
@@ -173,9 +173,9 @@ def test_searches_need_a_kind_of_gpu() -> None:
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
     of = recipe()
-    assert options.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
-    assert options.engine_gpus(of, 8) == list(range(1, 8))
-    values = options.placed(
+    assert candidates.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
+    assert candidates.engine_gpus(of, 8) == list(range(1, 8))
+    values = candidates.placed(
         {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False
     )
     assert values["train.offload"] == []
@@ -186,7 +186,7 @@ def test_the_last_of_uneven_stages_is_the_shortest() -> None:
     of = recipe({"model.path": ON_2048["model.path"]})
     lengths = {
         values["train.layout.pipeline"]: values["train.layout.last_stage_layers"]
-        for values in options.layouts(of, architecture(of), 128)
+        for values in candidates.layouts(of, architecture(of), 128)
         if values["train.layout.virtual_pipeline"] == 1
     }
     assert (lengths[1], lengths[2], lengths[4], lengths[8], lengths[16], lengths[32]) == (None, 30, 13, 5, 1, None)

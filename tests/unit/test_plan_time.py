@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import A_CPU, Case, Machines
-from megagrpo.plan.engine import EngineSpeed, rollout_seconds
-from megagrpo.plan.time import ON_DRIVER, prompts_of_rounds, step_time
+from megagrpo.plan.engine import EngineSpeed
+from megagrpo.plan.time import ON_DRIVER, Sampling, prompts_of_rounds, rollout_seconds, step_time
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.reward.functions import INLINE
@@ -269,7 +269,7 @@ def test_responses_that_do_not_fit_at_once_take_longer_but_the_same_tokens_are_d
     counting = replace(engine(decode_step_seconds=1.0), machines=free)
 
     def batches(at_once):
-        found = rollout_seconds(counting, Lengths(100, 400, 1000), 64, 8, at_once)
+        found = rollout_seconds(Sampling(counting, 1, at_once, 8), Lengths(100, 400, 1000), 64)
         return found["full batches"], found["last batch"]
 
     assert batches(512) == (0, pytest.approx(1000))

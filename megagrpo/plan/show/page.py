@@ -73,21 +73,16 @@ def _sections(plan: Plan, search: Search | None) -> Iterator[str]:
     if search:
         yield _section(f"Fastest of {search.legal} legal layouts for {search.gpus} GPUs", _search(search))
     if plan.estimate:
-        lines = [
-            (
-                assumed.name,
-                "follows" if assumed.value is None else f"{assumed.value:g}",
-                assumed.unit,
-                "" if assumed.origin == "default" else f"<b>{assumed.origin}</b>",
-            )
-            for assumed in plan.assumed
-        ]
+        lines = []
+        for assumed in plan.assumed:
+            value = "follows" if assumed.value is None else f"{assumed.value:g}"
+            origin = "" if assumed.origin == "default" else f"<b>{assumed.origin}</b>"
+            lines.append((assumed.name, value, assumed.unit, origin))
         half = -(-len(lines) // 2)
         tables = (_table((), part, numbers=(1,)) for part in (lines[:half], lines[half:]))
         yield _section("Assumptions", f"<div class=columns>{''.join(tables)}</div>")
-    told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
     whole = f"<summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre>"
-    yield _section("The recipe", f"{_facts(told)}<br><details>{whole}</details>")
+    yield _section("The recipe", f"{_facts(plan.told)}<br><details>{whole}</details>")
 
 
 def _section(title: str, body: str, kind: str = "") -> str:
@@ -174,18 +169,20 @@ def _schedules(plan: Plan) -> str:
 def _search(search: Search) -> str:
     if not search.choices:
         return "<p>Nothing fits.</p>"
-    lines = [(second_text(choice.estimate.time.seconds), _choice(choice)) for choice in search.choices]
-    found = _table(("a step", "overrides"), lines, numbers=(0,))
+    found = _choices((choice.estimate.time.seconds, choice) for choice in search.choices)
     if search.asynchronous:
-        lines = [(second_text(split.schedule.seconds), _choice(split)) for split in search.asynchronous]
         name = search.asynchronous[0].schedule.name
         found += f"<h3>If engines on GPUs of their own sample all the time ({name})</h3>"
-        found += _table(("a step", "overrides"), lines, numbers=(0,))
+        found += _choices((split.schedule.seconds, split) for split in search.asynchronous)
     return found
 
 
-def _choice(choice: Choice) -> str:
-    return f"<code>{escape(choice.words) or 'the recipe as it is'}</code><br>{escape(choice.reason)}"
+def _choices(timed: Iterable[tuple[float, Choice]]) -> str:
+    lines = []
+    for seconds, choice in timed:
+        words = f"<code>{escape(choice.words) or 'the recipe as it is'}</code><br>{escape(choice.reason)}"
+        lines.append((second_text(seconds), words))
+    return _table(("a step", "overrides"), lines, numbers=(0,))
 
 
 # --- elements --------------------------------------------------------------------------------------------------------

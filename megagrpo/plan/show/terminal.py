@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megagrpo.plan.assumptions import OF_AGENTS
@@ -32,9 +32,8 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     """Prints all of a plan. Prints plain text where the console is no terminal; pictures are never wider than it."""
     console.width = min(console.width, WIDTH_MAX)
     marks = _Marks(console)
-    told = (*plan.summary.items(), *(("not checked", text) for text in plan.unchecked))
-    width = max(12, *(len(name[:30]) for name, _ in told))
-    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in told])
+    width = max(12, *(len(name[:30]) for name, _ in plan.told))
+    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in plan.told])
     for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)):
         if section is not None:
             console.print()
@@ -64,11 +63,19 @@ class _Marks:
 
 
 def _layout(plan: Plan) -> RenderableType:
-    columns = _columns(plan)
-    table = _table(*columns)
-    for row in rows(plan.device_map):
-        numbers = {name: spans(number for mapped in row for number in of(mapped)) for name, of in columns.items()}
-        table.add_row(*((numbers | {"layers": _held(plan.stages, row)})[name] or "-" for name in columns))
+    """Returns the devices by row, without columns that would be the same everywhere, and the groups of ranks."""
+    layout, devices = plan.recipe.train.layout.parallel(), plan.device_map
+    names = ["node", "GPU", "rank"] if plan.device == "cuda" else ["process", "rank"]
+    names += ["stage"] * (layout.pipeline > 1) + ["layers"]
+    cut = ["tensor", "context", "data", *(["expert", "expert_tensor"] if plan.architecture.experts else [])]
+    names += [axis for axis in cut if getattr(layout, axis) > 1]
+    names += ["engine"] * any(mapped.engines for mapped in devices)
+    names += ["its tensor"] * any(mapped.engine_rank for mapped in devices)
+    table = _table(*names)
+    for row in rows(devices):
+        numbers = list(map(_numbers, row))
+        cells = {name: spans(n for each in numbers for n in each.get(name, ())) for name in names}
+        table.add_row(*((cells | {"layers": _held(plan.stages, row)})[name] or "-" for name in names))
     lines: list[RenderableType] = [_title("where"), table]
     for axis in axes(plan) if plan.device == "cuda" else ():
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
@@ -76,29 +83,12 @@ def _layout(plan: Plan) -> RenderableType:
     return Group(*lines)
 
 
-def _columns(plan: Plan) -> dict[str, Callable[[MappedDevice], Sequence[int]]]:
-    """Returns a device's numbers for each column, without columns that would be the same everywhere."""
-    layout, devices = plan.recipe.train.layout.parallel(), plan.device_map
-
-    def of_rank(axis: str) -> Callable[[MappedDevice], Sequence[int]]:
-        return lambda mapped: (getattr(mapped.rank, axis),) if mapped.rank else ()
-
-    columns: dict[str, Callable[[MappedDevice], Sequence[int]]] = {"process": lambda mapped: (mapped.device,)}
-    if plan.device == "cuda":
-        columns = {"node": lambda mapped: (mapped.node,), "GPU": lambda mapped: (mapped.gpu,)}
-    columns["rank"] = of_rank("rank")
-    if layout.pipeline > 1:
-        columns["stage"] = of_rank("pipeline")
-    columns["layers"] = lambda mapped: ()  # in words
-    shown = {"tensor": layout.tensor, "context": layout.context, "data": layout.data}
-    if plan.architecture.experts is not None:
-        shown |= {"expert": layout.expert, "expert_tensor": layout.expert_tensor}
-    columns |= {axis: of_rank(axis) for axis, size in shown.items() if size > 1}
-    if any(mapped.engines for mapped in devices):
-        columns["engine"] = lambda mapped: mapped.engines
-    if any(mapped.engine_rank for mapped in devices):
-        columns["its tensor"] = lambda mapped: () if mapped.engine_rank is None else (mapped.engine_rank,)
-    return columns
+def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
+    """Returns a device's numbers by column."""
+    rank = {name: (number,) for name, number in vars(mapped.rank).items()} if mapped.rank else {}
+    its_tensor = () if mapped.engine_rank is None else (mapped.engine_rank,)
+    found = {"process": (mapped.device,), "node": (mapped.node,), "GPU": (mapped.gpu,), "engine": mapped.engines}
+    return {**found, **rank, "stage": rank.get("pipeline", ()), "its tensor": its_tensor}
 
 
 def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
@@ -179,8 +169,7 @@ def _colours(kind: DeviceMemory) -> dict[str, str]:
 
 def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> RenderableType:
     """Returns a table of the largest items of the fullest moment, and the fields that lower them."""
-    table = _table(f"largest in {phase.phase}", "bytes", "lowered by")
-    table.columns[1].justify = "right"
+    table = _table(f"largest in {phase.phase}", Column("bytes", justify="right"), "lowered by")
     for part in phase.largest[:PARTS_MAX]:
         name = Text(part.name, style=colours.get(part.name, ""))
         table.add_row(name, byte_text(part.bytes), ", ".join(part.lowered_by[:FIELDS_MAX]))
@@ -223,10 +212,7 @@ def _phase_time(phase: PhaseTime, whole: float, marks: _Marks) -> RenderableType
     text = f"{second_text(phase.seconds)}, {share:.0%}"
     if len(parts) > 1:
         text += f": {', '.join(f'{name} {second_text(seconds)}' for name, seconds in parts)}"
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=13)
-    table.add_column(width=marks.width, no_wrap=True)
-    table.add_column()
+    table = Table.grid(Column(width=13), Column(width=marks.width, no_wrap=True), "", padding=(0, 1))
     bar = Text(marks.full * filled, style="blue").append(marks.free * (marks.width - filled), style="dim")
     table.add_row(f"  {phase.phase}", bar, text)
     return table
@@ -248,10 +234,9 @@ def _sync(links: Sequence[LinkUse]) -> RenderableType:
 def _schedules(plan: Plan) -> RenderableType | None:
     if not plan.schedules:
         return None
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(no_wrap=True)
-    for head in schedules.HEADS:
-        table.add_column(head if len(head) < 8 else head.replace(" ", "\n"), justify="right", no_wrap=True)
+    heads = (head if len(head) < 8 else head.replace(" ", "\n") for head in schedules.HEADS)
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    table = Table(Column(no_wrap=True), *columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for time in plan.schedules:
         table.add_row(time.name, *schedules.figures(time, plan.schedules[0]))
     told = schedules.judgement(plan.schedules, plan.grpo)
@@ -270,10 +255,7 @@ def _assumptions(plan: Plan) -> RenderableType | None:
         mark, style = ("", "") if assumed.origin == "default" else (" *", "bold")
         cells.append((Text(f"{assumed.name}{mark}", style=style), Text(f"{assumed.value:g}", style=style)))
     half = -(-len(cells) // 2)
-    table = Table.grid(padding=(0, 1))
-    for _ in range(2):
-        table.add_column()
-        table.add_column(justify="right")
+    table = Table.grid("", Column(justify="right"), "", Column(justify="right"), padding=(0, 1))
     for index in range(half):
         table.add_row(*chain.from_iterable(cells[index::half]))
     if origins := sorted({assumed.origin for assumed in shown} - {"default"}):
@@ -310,11 +292,8 @@ def _choice(choice: Choice) -> tuple[Text, Text]:
     return Text(f"   {overrides}", style="bold"), Text(f"   {choice.reason}")
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title in titles:
-        table.add_column(title)
-    return table
+def _table(*titles: str | Column) -> Table:
+    return Table(*titles, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
 
 
 def _title(text: str) -> Text:
