@@ -52,6 +52,7 @@ class OwnFunction:
 class OwnClass:
     """A class: an object for each rollout, made with the recipe's arguments. Its public methods are tools.
 
+    `prepare()`, if it is a class method, is called once in an agent process, before any rollout begins.
     `reward()`, if there is one, is called at the end, then `close()`. If its attribute `done` is true after a turn's
     calls, the rollout ends. The methods of one object run one after another.
     """
@@ -72,6 +73,11 @@ class OwnClass:
             raise RecipeError(Problem(f"{where}.call_name", given, "null: methods have their own names", "remove it"))
         self.gate = asyncio.Semaphore(config.calls_at_once)
         self.loop = OwnLoop(config.name)
+
+    async def prepare(self) -> None:
+        """Calls the class's class method `prepare`, if it has one, with the recipe's arguments."""
+        if inspect.ismethod(prepare := getattr(self.made, "prepare", None)):
+            await in_thread(lambda: prepare(**self.config.arguments))
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
