@@ -40,7 +40,7 @@ BUDGETS = {
     ("plan",): 5_884,
     ("data",): 3_206,
     ("reward",): 8_575,
-    ("agents",): 5_404,
+    ("agents",): 5_388,
     ("track", "report"): 6_205,
     ("importing",): 4_981,
     ("commands", ""): 2_669,

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.gateway import Gateway
+from megagrpo.agents.turns import Limits
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.types import Request, Sample, SamplingParams
@@ -22,7 +23,6 @@ SAMPLING = SamplingParams(max_tokens=200)
 
 
 def program(name: str) -> Any:
-    """The function `rollout` of a program."""
     if name != "game":
         pytest.importorskip("openai")
     return load_function(f"{DIRECTORY}/agents/{name}.py:rollout", "agent.function", RecipeError)

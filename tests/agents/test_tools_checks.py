@@ -9,7 +9,7 @@ import pytest
 
 from megagrpo.agents.host_settings import program_of
 from megagrpo.agents.processes import environment_of
-from megagrpo.agents.tools.checks import tool_problems
+from megagrpo.agents.tools.checks import NOT_HERE, tool_problems
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.section import broken_rules
 
@@ -83,9 +83,7 @@ def test_two_tools_of_one_name_are_told() -> None:
     assert problems_of("python", {"name": "python", "stateful": True, "call_name": "notebook"}) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["search", "s2_search", "serper_search", "massive_ds", "jina_browse", "crawl4ai_browse"]
-)
+@pytest.mark.parametrize("name", [name for name, needed in NOT_HERE.items() if "examples/" in needed])
 def test_a_tool_that_was_built_in_is_told_with_the_example_in_its_place(name: str) -> None:
     tool = {"name": name, "arguments": {"corpus": "corpus.jsonl"}}
     (problem,) = tool_problems(AgentConfig.model_validate({"tools": [tool]}))
