@@ -96,8 +96,11 @@ class Encoder:
     def __init__(self, how: Encoding) -> None:
         from transformers import AutoModel, AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(how.encoder)
-        self.model = AutoModel.from_pretrained(how.encoder, dtype=torch.float32).to(how.device).eval()
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(how.encoder)
+            self.model = AutoModel.from_pretrained(how.encoder, dtype=torch.float32).to(how.device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{how.encoder} is no encoder that transformers can load: {error}") from None
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # What is longer is cut behind, and the last token is told by the mask.

@@ -182,5 +182,5 @@ def test_vectors_of_texts_in_a_batch_are_those_of_each_alone(encoder: Path) -> N
 
 
 def test_a_directory_without_an_encoder_is_told(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises((OSError, ValueError), match=str(tmp_path)):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         search(corpus, "Seine", file="dense_search.py", encoder=str(tmp_path))
