@@ -35,6 +35,7 @@ COPY setup.py README.md /opt/src/
 COPY megagrpo /opt/src/megagrpo
 RUN pip install --no-deps --no-build-isolation /opt/src
 COPY yaml_recipes /workspace/yaml_recipes
+COPY examples /workspace/examples
 COPY slurm /workspace/slurm
 COPY tools /workspace/tools
 COPY benchmarks /workspace/benchmarks

@@ -36,9 +36,9 @@ from megagrpo.agents.answers import Answers
 from megagrpo.agents.chat import TOOL, Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import Kept, Message
-from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.record import Record
-from megagrpo.agents.turns import Rollout
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.batching.rank_batches import make_rank_batches
 from megagrpo.checkpoint.groups import write_groups
 from megagrpo.layout.parallel import ParallelLayout

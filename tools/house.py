@@ -40,7 +40,7 @@ BUDGETS = {
     ("plan",): 5_781,
     ("data",): 3_206,
     ("reward",): 8_575,
-    ("agents",): 6_125,
+    ("agents",): 5_388,
     ("track", "report"): 6_205,
     ("importing",): 3_690,
     ("commands", ""): 2_669,

@@ -23,8 +23,6 @@ from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Diale
 from megagrpo.agents.record import Record
 from megagrpo.agents.turns import Limits, Rollout
 
-__all__ = ["Ask", "Gateway", "Limits", "Record"]
-
 DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
     {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
 )

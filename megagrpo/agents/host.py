@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host_settings import MODEL
 from megagrpo.agents.processes import AgentProcess, Program
 from megagrpo.agents.seen import told
+from megagrpo.agents.turns import Limits
 from megagrpo.errors import AgentError, MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
@@ -107,12 +108,8 @@ class AgentHost:
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._make_gateway = gateway
-        self._thread = threading.Thread(target=self._run, name="hosts agents", daemon=True)
-        self._thread.start()
-
-    @property
-    def thread(self) -> threading.Thread:
-        return self._thread
+        self.thread = threading.Thread(target=self._run, name="hosts agents", daemon=True)
+        self.thread.start()
 
     def order_of(self, key: str) -> Order:
         """Returns the order of the rollout with this key, until its sample is there. Runs in the host's thread."""
@@ -140,10 +137,10 @@ class AgentHost:
     def close(self) -> None:
         """Stops all agent processes, and the gateway."""
         self._call(self._closing.set)
-        self._thread.join(CLOSE_SECONDS)
+        self.thread.join(CLOSE_SECONDS)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # --- the thread ---------------------------------------------------------------------------------------------------

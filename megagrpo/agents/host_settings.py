@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megagrpo.agents.answers import Ask
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.gateway import Ask, Gateway
+from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.processes import Program
 from megagrpo.agents.tools.load import variables
 from megagrpo.errors import AgentError, Problem, first_line

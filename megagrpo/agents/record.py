@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.agents.turns import AskedTurn, PathOfTurns, Rollout
+from megagrpo.agents.turns import PathOfTurns, Rollout
 from megagrpo.errors import brief
 from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, Turn
 
@@ -17,22 +17,16 @@ TurnRewards = Sequence[float] | Mapping[str, float] | None
 
 
 class Record:
-    """A rollout that takes no more turns. `limited`: a limit ended the agent's last request, so that it is truncated.
-    `aborted`: why the engine gave up on a turn, or ""."""
+    """A rollout that takes no more turns.
+
+    `turns`: all answers, trained or not, in the order in which they were sampled. `paths`: the turns of each branch.
+    `limited`: a limit ended the agent's last request, so that it is truncated. `aborted`: why the engine gave up on a
+    turn, or "".
+    """
 
     def __init__(self, rollout: Rollout) -> None:
-        self._rollout, self._paths = rollout, rollout.paths()
+        self._rollout, self.turns, self.paths = rollout, rollout.turns, rollout.paths()
         self.limited, self.aborted = rollout.limited, rollout.aborted
-
-    @property
-    def turns(self) -> Sequence[AskedTurn]:
-        """Returns all answers, trained or not, in the order in which they were sampled."""
-        return self._rollout.turns
-
-    @property
-    def paths(self) -> Sequence[PathOfTurns]:
-        """Returns the turns of each branch."""
-        return self._paths
 
     def sample(self, request: Request, finish: FinishReason, turn_rewards: TurnRewards = None) -> Sample:
         """Returns the rollout as the sample of a request. Turn rewards that fit no turn fail the rollout, as any other
@@ -40,7 +34,7 @@ class Record:
         run = self.agent_run(turn_rewards)
         last = self._rollout.last_of_task()
         trained = [
-            turn for path in self._paths for turn, trained in zip(path.turns, path.trained, strict=True) if trained
+            turn for path in self.paths for turn, trained in zip(path.turns, path.trained, strict=True) if trained
         ]
         return Sample(
             prompt_id=request.prompt_id,
@@ -59,10 +53,10 @@ class Record:
         last = self._rollout.last_of_task()
         conversation = last.conversation() if last else []
         return AgentRun(
-            branches=tuple(map(_branch, self._paths)),
+            branches=tuple(map(_branch, self.paths)),
             turns=tuple(
                 Turn(turn.number, number, len(turn.sampled), rewards.get(turn.number))
-                for number, path in enumerate(self._paths)
+                for number, path in enumerate(self.paths)
                 for turn, trained in zip(path.turns, path.trained, strict=True)
                 if trained
             ),
@@ -76,7 +70,7 @@ class Record:
         """Returns rewards by the number of their turn, and an error if they cannot be read."""
         if given is None:
             return {}, ""
-        turns = self._rollout.turns
+        turns = self.turns
         if isinstance(given, Mapping):
             numbers = {turn.answer: turn.number for turn in reversed(turns)}  # of several answers, the first
             found = [(numbers.get(str(name)[-16:]), reward) for name, reward in given.items()]
@@ -98,7 +92,7 @@ class Record:
         unused = self._rollout.unused()
         tokens = sum(len(turn.sampled) for turn in unused)
         counts = self._rollout.counts + Counter(
-            {"turns": len(self._rollout.turns), "turns_unused": len(unused), "tokens_unused": tokens}
+            {"turns": len(self.turns), "turns_unused": len(unused), "tokens_unused": tokens}
         )
         return {name: float(count) for name, count in sorted(counts.items())}
 

@@ -31,7 +31,7 @@ WITHOUT: Mapping[str, str] = {
     "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
     "ifeval": "the verifier of IFEval's constraints (pip install megagrpo[ifeval])",
     "language": "the verifier of a response's language (pip install megagrpo[language])",
-    "search": "the tool `search` of agents, by words (pip install megagrpo[search])",
+    "search": "a search tool of agents, examples/agents/bm25_search.py (pip install megagrpo[search])",
     "mcp": "MCP servers as tools of agents (pip install megagrpo[mcp])",
     "reasoning-gym": "tasks made by reasoning-gym, and their scorer (pip install megagrpo[reasoning-gym])",
     "tensorboard": "tracking by TensorBoard (pip install megagrpo[tensorboard])",

@@ -100,10 +100,15 @@ class Counter:
     """Counts. What a rollout does is seen in that rollout only."""
 
     closed: ClassVar[list[str]] = []
+    prepared: ClassVar[list[dict[str, int]]] = []
 
     def __init__(self, task: Any, start: int = 0, goal: int = 3) -> None:
         self.task, self.count, self.goal = task, start, goal
         self.running = 0
+
+    @classmethod
+    def prepare(cls, **arguments: int) -> None:
+        cls.prepared.append(arguments)
 
     def up(self, by: int = 1) -> int:
         """Adds to the count."""

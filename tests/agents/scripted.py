@@ -14,8 +14,9 @@ import aiohttp
 import numpy as np
 
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.record import Record
+from megagrpo.agents.turns import Limits
 from megagrpo.types import Request, Sample, SamplingParams
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,25 +11,21 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway, Limits
+from megagrpo.agents.gateway import Gateway
+from megagrpo.agents.turns import Limits
+from megagrpo.errors import RecipeError
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.user_functions import load_function
 from tests.agents.policy import STOP, Policy, chat, check
 
 SAMPLING = SamplingParams(max_tokens=200)
 
 
-def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def program(name: str) -> Any:
     if name != "game":
         pytest.importorskip("openai")
-    monkeypatch.syspath_prepend(DIRECTORY / "agents")  # as for agent processes: a file may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"recipes_{name}", DIRECTORY / "agents" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules.pop("calculator", None)
-    return module
+    return load_function(f"{DIRECTORY}/agents/{name}.py:rollout", "agent.function", RecipeError)
 
 
 def calling(name: str, **arguments: Any) -> str:
@@ -66,13 +60,12 @@ def played(
     return asyncio.run(run())
 
 
-def test_the_program_of_30_lines_calls_its_tool_and_scores_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openai")
-    agent = program("openai_calculator", monkeypatch)
+def test_the_program_of_30_lines_calls_its_tool_and_scores_the_last_answer() -> None:
+    rollout = program("openai_calculator")
     steps = [calling("calculate", expression="67+48"), calling("calculate", expression="115/25"), "90"]
     left = iter(steps)
     asked = {"messages": [{"role": "user", "content": "67+48-25="}], "ground_truth": "90"}
-    returned, sample, events = played(agent.rollout, lambda prompt: next(left), **asked)
+    returned, sample, events = played(rollout, lambda prompt: next(left), **asked)
     assert returned == 1.0
     assert [event["error"] for event in events] == ["", "Error: not two numbers with +, - or * between them"]
     assert sample.agent is not None
@@ -81,16 +74,14 @@ def test_the_program_of_30_lines_calls_its_tool_and_scores_the_last_answer(monke
 
 
 @pytest.mark.parametrize(("second", "score"), [("7", 1.0), ("2", 0.0), ("5", 0.0)])
-def test_players_win_the_rounds_in_which_they_choose_the_same(
-    monkeypatch: pytest.MonkeyPatch, second: str, score: float
-) -> None:
-    game = program("game", monkeypatch)
+def test_players_win_the_rounds_in_which_they_choose_the_same(second: str, score: float) -> None:
+    rollout = program("game")
 
     def choose(prompt: str) -> str:
         return "7" if "2 or 7?" in prompt else second
 
     rounds = [["2", "7"], ["2", "7"]]
-    returned, sample, _ = played(game.rollout, choose, extra_info={"rounds": rounds})
+    returned, sample, _ = played(rollout, choose, extra_info={"rounds": rounds})
     assert returned == {"score": score, "valid": 0.5 if second == "5" else 1.0}
     assert sample.agent is not None
     assert len(sample.agent.branches) == 2, "each player has a conversation of its own"
@@ -108,11 +99,8 @@ def in_directories(under: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("work", "score"), [("echo 42 > answer", 1.0), ("echo 41 > answer; exit 3", 0.0)])
-def test_commands_run_in_the_rows_container_which_is_gone_in_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, score: float
-) -> None:
-    pytest.importorskip("openai")
-    swe = program("swe", monkeypatch)
+def test_commands_run_in_the_rows_container_which_is_gone_in_the_end(tmp_path: Path, work: str, score: float) -> None:
+    rollout = program("swe")
     steps = iter([calling("bash", command=work), calling("bash", command="sleep 60"), calling("bash"), "Done."])
     seen = []
 
@@ -122,8 +110,7 @@ def test_commands_run_in_the_rows_container_which_is_gone_in_the_end(
 
     info = {"image": "any", "test": "grep -q 42 answer"}
     task = {"messages": [{"role": "user", "content": "Write 42."}], "extra_info": info}
-    agent = swe.rollout
-    returned, sample, events = played(lambda *of: agent(*of, **in_directories(tmp_path)), say, **task)
+    returned, sample, events = played(lambda *of: rollout(*of, **in_directories(tmp_path)), say, **task)
     assert returned == {"score": score, "commands": 3}
     errors = ["" if score else "exit status 3", "exit status 124", "not a command"]
     assert [event.get("error") for event in events] == [*errors, None]
@@ -133,23 +120,19 @@ def test_commands_run_in_the_rows_container_which_is_gone_in_the_end(
     assert len(sample.agent.branches) == 1
 
 
-def test_at_the_limit_of_turns_what_is_done_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openai")
-    swe = program("swe", monkeypatch)
+def test_at_the_limit_of_turns_what_is_done_is_tested(tmp_path: Path) -> None:
+    rollout = program("swe")
     info = {"image": "any", "test": "test -e answer"}
     task = {"messages": [{"role": "user", "content": "Write."}], "extra_info": info}
-    agent, always = swe.rollout, calling("bash", command="touch answer")
-    returned, sample, _ = played(lambda *of: agent(*of, **in_directories(tmp_path)), lambda prompt: always, 2, **task)
+    always = calling("bash", command="touch answer")
+    returned, sample, _ = played(lambda *of: rollout(*of, **in_directories(tmp_path)), lambda prompt: always, 2, **task)
     assert returned == {"score": 1.0, "commands": 2}
     assert sample.finish == "length"
 
 
-def test_a_container_that_does_not_start_fails_the_rollout_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("openai")
-    swe = program("swe", monkeypatch)
+def test_a_container_that_does_not_start_fails_the_rollout_with_its_reason(tmp_path: Path) -> None:
+    rollout = program("swe")
     words = in_directories(tmp_path) | {"start": ["bash", "-c", "echo no such image: {image}; exit 1"]}
     task = SimpleNamespace(messages=[], extra_info={"image": "any", "test": "true"})
     with pytest.raises(RuntimeError, match="no such image: any"):
-        asyncio.run(swe.rollout(task, None, **words))
+        asyncio.run(rollout(task, None, **words))

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway, Limits, Record
+from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
 from megagrpo.agents.host_settings import program_of
+from megagrpo.agents.record import Record
 from megagrpo.agents.tool_loop import prepare, rollout
+from megagrpo.agents.turns import Limits
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order

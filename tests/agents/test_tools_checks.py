@@ -1,6 +1,5 @@
 """What is wrong with agent.tools is said before the run, and what is right is not."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,36 +9,31 @@ import pytest
 
 from megagrpo.agents.host_settings import program_of
 from megagrpo.agents.processes import environment_of
-from megagrpo.agents.tools.checks import tool_problems
+from megagrpo.agents.tools.checks import NOT_HERE, tool_problems
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.section import broken_rules
 
 OWN = Path(__file__).with_name("own_tools.py")
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    file = tmp_path / "corpus.jsonl"
-    file.write_text('{"text": "a"}\n')
-    return file
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples" / "agents"
 
 
 def problems_of(*tools: Any, **how: bool) -> list[str]:
     return [problem.where for problem in tool_problems(AgentConfig.model_validate({"tools": list(tools)}), **how)]
 
 
-def test_tools_that_can_run_have_no_problem(corpus: Path) -> None:
-    pytest.importorskip("bm25s")
+def test_tools_that_can_run_have_no_problem() -> None:
     pytest.importorskip("mcp")
     found = problems_of(
         "python",
         f"{OWN}:add",
         {"name": f"{OWN}:Counter", "arguments": {"start": 2}},
         {"name": f"{OWN}:of_task", "arguments": {"suffix": "!"}},
-        {"name": "search", "arguments": {"corpus": str(corpus), "results": 5, "k1": 1.2}},
+        {"name": f"{EXAMPLES}/bm25_search.py:Search", "arguments": {"corpus": "a.jsonl", "results": 5, "k1": 1.2}},
+        {"name": f"{EXAMPLES}/dense_search.py:Search", "arguments": {"corpus": "a.jsonl", "encoder": "absent"}},
         {"name": "server", "mcp": f"{shlex.quote(sys.executable)} server.py"},
         {"name": "other server", "mcp": "https://mcp.example.com/mcp"},
-        {"name": "massive_ds", "arguments": {"url": "http://localhost:1/search"}},
+        {"name": f"{EXAMPLES}/web.py:MassiveDs", "arguments": {"url": "http://localhost:1/search"}},
     )
     assert found == []
 
@@ -63,16 +57,11 @@ def test_tools_that_can_run_have_no_problem(corpus: Path) -> None:
         ({"name": "python", "arguments": {"imports": "numpy"}}, "arguments.imports"),
         ({"name": "python", "arguments": {"isolation": "docker"}}, "arguments.isolation"),
         ({"name": "python", "arguments": {"imports": ["no_such_module"]}}, "arguments.imports"),
-        ("search", "arguments.corpus"),
-        ({"name": "search", "arguments": {"corpus": "absent.jsonl"}}, "arguments.corpus"),
-        ({"name": "search", "arguments": {"corpus": "absent.jsonl", "kind": "splade"}}, "arguments.kind"),
-        ({"name": "search", "arguments": {"corpus": str(OWN)}}, "arguments.corpus"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "encoder": "x"}}, "arguments.encoder"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "kind": "dense", "encoder": "x", "b": 1}}, "arguments.b"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "text": "absent"}}, "arguments.corpus"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "results": 0}}, "arguments.results"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "kind": "dense"}}, "arguments.encoder"),
-        ({"name": "search", "arguments": {"corpus": "CORPUS", "index": str(OWN.parent)}}, "arguments.index"),
+        (f"{EXAMPLES}/bm25_search.py:Search", "arguments"),
+        ({"name": f"{EXAMPLES}/bm25_search.py:Search", "arguments": {"corpus": "a", "kind": "dense"}}, "arguments"),
+        ({"name": f"{EXAMPLES}/dense_search.py:Search", "arguments": {"corpus": "a.jsonl"}}, "arguments"),
+        (f"{EXAMPLES}/web.py:MassiveDs", "arguments"),
+        ({"name": f"{EXAMPLES}/web.py:Jina", "arguments": {"key": "a secret"}}, "arguments"),
         ({"name": "server", "mcp": "no-such-program --port 1"}, "mcp"),
         ({"name": "server", "mcp": "python 'unclosed"}, "mcp"),
         ({"name": "server", "mcp": ""}, "mcp"),
@@ -80,13 +69,9 @@ def test_tools_that_can_run_have_no_problem(corpus: Path) -> None:
         ({"name": "server", "mcp": "http://x", "arguments": {"headers": {"a": 1}}}, "arguments.headers.a"),
         ({"name": "server", "mcp": "http://x", "arguments": {"env": {"a": "${ABSENT_}"}}}, "arguments.env.a"),
         ({"name": "server", "mcp": "http://x", "arguments": {"headers": {"a": "$ABSENT_"}}}, "arguments.headers.a"),
-        ("massive_ds", "arguments"),
-        ({"name": "jina_browse", "arguments": {"url": "localhost"}}, "arguments.url"),
-        ({"name": "jina_browse", "arguments": {"results": "many"}}, "arguments.results"),
     ],
 )  # fmt: skip
-def test_a_tool_that_cannot_run_is_told_with_its_field(tool: Any, where: str, corpus: Path) -> None:
-    tool = json.loads(json.dumps(tool).replace("CORPUS", str(corpus)))
+def test_a_tool_that_cannot_run_is_told_with_its_field(tool: Any, where: str) -> None:
     found = problems_of("python", tool)
     expected = "agent.tools.1" + (f".{where}" if where else "")
     assert any(field == expected or (not where and field.startswith(expected)) for field in found), found
@@ -98,29 +83,28 @@ def test_two_tools_of_one_name_are_told() -> None:
     assert problems_of("python", {"name": "python", "stateful": True, "call_name": "notebook"}) == []
 
 
-def test_a_service_without_its_key_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SERPER_API_KEY", raising=False)
-    assert problems_of("serper_search") == ["agent.tools.0"]
-    monkeypatch.setenv("SERPER_API_KEY", "key")
-    assert problems_of("serper_search") == []
+@pytest.mark.parametrize("name", [name for name, needed in NOT_HERE.items() if "examples/" in needed])
+def test_a_tool_that_was_built_in_is_told_with_the_example_in_its_place(name: str) -> None:
+    tool = {"name": name, "arguments": {"corpus": "corpus.jsonl"}}
+    (problem,) = tool_problems(AgentConfig.model_validate({"tools": [tool]}))
+    file, _, made = problem.needed.partition(",")[0].partition(":")
+    assert problem.where == "agent.tools.0.name"
+    assert f"\nclass {made}" in (REPOSITORY / file).read_text("utf-8")
 
 
 def test_what_tools_read_from_the_environment_reaches_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S2_API_KEY", "a secret")
+    monkeypatch.setenv("WEATHER_KEY", "a secret")
     headers = {"headers": {"Authorization": "Bearer $WEATHER_KEY"}, "env": {"A": "${OTHER_KEY}x"}}
-    tools: list[Any] = ["s2_search", "python", {"name": "weather", "mcp": "http://x", "arguments": headers}]
+    tools: list[Any] = ["python", {"name": "weather", "mcp": "http://x", "arguments": headers}]
     agent = AgentConfig.model_validate({"tools": tools, "environment": ["MINE"]})
     program = program_of(agent)
-    assert sorted(program.environment) == ["MINE", "OTHER_KEY", "S2_API_KEY", "WEATHER_KEY"]
-    assert environment_of(program)["S2_API_KEY"] == "a secret"
+    assert sorted(program.environment) == ["MINE", "OTHER_KEY", "WEATHER_KEY"]
+    assert environment_of(program)["WEATHER_KEY"] == "a secret"
 
 
-def test_a_run_elsewhere_may_have_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+def test_a_run_elsewhere_may_have_what_is_not_here() -> None:
     tools = [
         "absent.py:f",
-        "serper_search",
-        {"name": "search", "arguments": {"corpus": "absent.jsonl", "kind": "dense", "encoder": "absent"}},
         {"name": "server", "mcp": "no-such-program"},
         {"name": "python", "arguments": {"imports": ["no_such_module"]}},
     ]
@@ -129,4 +113,4 @@ def test_a_run_elsewhere_may_have_what_is_not_here(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_state_that_a_tool_cannot_have_breaks_a_rule() -> None:
-    assert broken_rules(AgentConfig.model_validate({"tools": [{"name": "search", "stateful": True}]}))
+    assert broken_rules(AgentConfig.model_validate({"tools": [{"name": "a.py:Search", "stateful": True}]}))

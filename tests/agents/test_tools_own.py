@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.agents.tools.function_schema import read_docstring
-from megagrpo.agents.tools.load import provider
+from megagrpo.agents.tools.load import loaded, provider
 from megagrpo.agents.tools.tool import Called, Tool, answer, shortened
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.user_functions import load_function
 from tests.agents.own_tools import Counter
 
 FILE = Path(__file__).with_name("own_tools.py")
@@ -157,13 +158,18 @@ def test_a_class_has_an_object_for_each_rollout_whose_methods_run_one_after_anot
             assert first.score is not None
             assert await first.score() == {"score": 1.0, "count": 14}
 
-    from megagrpo.user_functions import load_function
-
-    loaded: Any = load_function(config.name, "agent.tools.0", RecipeError)
-    loaded.closed.clear()
+    counter: Any = load_function(config.name, "agent.tools.0", RecipeError)
+    counter.closed.clear()
     asyncio.run(run())
-    assert sorted(loaded.closed) == ["one", "other"]
+    assert sorted(counter.closed) == ["one", "other"]
     assert Counter.closed == []  # the test's own copy
+
+
+def test_a_class_method_prepare_is_called_when_a_process_loads_its_tools() -> None:
+    counter: Any = load_function(f"{FILE}:Counter", "agent.tools.0", RecipeError)
+    counter.prepared.clear()
+    asyncio.run(loaded([{"name": f"{FILE}:Counter", "arguments": {"start": 10}}, f"{FILE}:Walk", f"{FILE}:add"]))
+    assert counter.prepared == [{"start": 10}]
 
 
 def test_calls_that_wait_for_others_are_not_late() -> None:

@@ -1,9 +1,10 @@
-"""The tool `search` over real corpora: by bm25s, and by an encoder of transformers."""
+"""The search tools of examples/agents/ over real corpora: by bm25s, and by an encoder of transformers."""
 
 import asyncio
 import json
 import logging
 import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.agents.tools.corpus import MADE_FROM, Passages, Source, indexed
 from megagrpo.agents.tools.load import provider
-from megagrpo.agents.tools.search import best
 from megagrpo.agents.tools.tool import answer
-from megagrpo.errors import DataError, ModelError
+from megagrpo.errors import RecipeError
 from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.user_functions import load_function
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 ROWS = [
     {"id": "fr", "title": "France", "text": "Paris is the capital of France, on the river Seine."},
     {"id": "de", "title": "Germany", "text": "Berlin is the capital of Germany; the Spree flows through it."},
@@ -36,10 +37,15 @@ def corpus(tmp_path: Path) -> Path:
     return file
 
 
-def search(corpus: Path, *queries: str, **arguments: Any) -> list[str]:
+def example(name: str) -> Any:
+    return load_function(f"{EXAMPLES}/{name}", "agent.tools.0", RecipeError)
+
+
+def search(corpus: Path, *queries: str, file: str = "bm25_search.py", **arguments: Any) -> list[str]:
     async def run() -> list[str]:
-        config = ToolConfig(name="search", arguments={"corpus": str(corpus), **arguments})
+        config = ToolConfig(name=f"{EXAMPLES}/{file}:Search", arguments={"corpus": str(corpus), **arguments})
         made = await provider(config, "agent.tools.0")
+        sys.modules[example(f"{file}:Search").__module__]._opened.cache_clear()  # as in a process that has just begun
         async with made.session(None) as session:
             tools = {tool.name: tool for tool in session.tools}
             results = await asyncio.gather(*(answer(tools["search"], {"query": query}) for query in queries))
@@ -65,7 +71,7 @@ def test_a_corpus_of_parquet_with_columns_of_its_own_is_searched(tmp_path: Path)
     pq.write_table(pa.Table.from_pylist([{"body_text": row["text"], "heading": row["title"]} for row in ROWS]), file)
     (found,) = search(file, "Spree", text="body_text", title="heading")
     assert found == f"[1] Germany\n{ROWS[1]['text']}"
-    with pytest.raises(DataError):
+    with pytest.raises(ValueError, match="row 1 has no text in text or contents"):
         search(file, "Spree")
 
 
@@ -78,21 +84,28 @@ def test_an_index_is_made_once_and_again_when_its_corpus_changes(
         for _ in range(2):
             search(corpus, "Seine", index=str(index))
     assert sum("was made" in record.getMessage() for record in caplog.records) == 1
-    made = (index / MADE_FROM).stat().st_mtime_ns
+    made = (index / "made_from.json").stat().st_mtime_ns
     with corpus.open("a") as file:
         file.write(json.dumps({"contents": "The Amazon is a river.", "id": 5}) + "\n")
     (found,) = search(corpus, "Amazon", index=str(index))
     assert found == "[1] The Amazon is a river."
-    assert (index / MADE_FROM).stat().st_mtime_ns != made
+    assert (index / "made_from.json").stat().st_mtime_ns != made
+
+
+def test_a_directory_that_is_no_index_is_left_as_it_is(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bm25s")
+    with pytest.raises(ValueError, match="no index"):
+        search(corpus, "Seine", index=str(tmp_path))
+    assert corpus.exists()
 
 
 def _index(corpus: str, directory: str) -> None:
-    def build(made: Path, passages: Passages) -> None:
+    def build(made: Path, passages: Any) -> None:
         (made / "builds").write_text("1")
         with open(f"{directory}.log", "a") as log:
             log.write("built\n")
 
-    indexed(Path(directory), Source(Path(corpus)), {}, build)
+    example("corpus.py:indexed")(Path(directory), example("corpus.py:Corpus")(Path(corpus)), {}, build)
 
 
 def test_of_processes_that_start_together_one_makes_the_index(corpus: Path, tmp_path: Path) -> None:
@@ -104,14 +117,14 @@ def test_of_processes_that_start_together_one_makes_the_index(corpus: Path, tmp_
         process.join(60)
         assert process.exitcode == 0
     assert (tmp_path / "index.log").read_text() == "built\n"
-    assert [dict(passage) for passage in Passages(tmp_path / "index")] == ROWS
+    assert [dict(passage) for passage in example("corpus.py:Passages")(tmp_path / "index")] == ROWS
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", '{"title": "no text"}', '{"text": 5}', "{", '"text"', "\x00"])
 def test_rows_that_are_no_passages_are_told_with_their_file(tmp_path: Path, line: str) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=r"corpus\.jsonl"):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl"):
         search(file, "Seine")
     assert list(tmp_path.glob("*.index")) == []
 
@@ -128,7 +141,7 @@ def test_a_corpus_without_words_finds_nothing(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 5), max_size=30), st.integers(1, 40))
 def test_the_best_are_those_of_a_stable_sort(scores: list[int], results: int) -> None:
     expected = sorted(range(len(scores)), key=lambda number: -scores[number])[:results]
-    assert best(np.array(scores, np.float32), results) == expected
+    assert example("dense_search.py:best")(np.array(scores, np.float32), results) == expected
 
 
 @pytest.fixture(scope="module")
@@ -153,16 +166,15 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_the_nearest_passages_come_first(corpus: Path, encoder: Path, pooling: str) -> None:
     queries = [f"{row['title']}\n{row['text']}".lstrip() for row in ROWS[:3]]
-    found = search(corpus, *queries, kind="dense", encoder=str(encoder), pooling=pooling, results=1)
+    found = search(corpus, *queries, file="dense_search.py", encoder=str(encoder), pooling=pooling, results=1)
     assert found == [f"[1] {query}" for query in queries]
 
 
 def test_vectors_of_texts_in_a_batch_are_those_of_each_alone(encoder: Path) -> None:
-    from megagrpo.agents.tools.dense import Encoder
-
+    encoding = example("dense_search.py:Encoding")
     texts = ["Paris is the capital", "A cat", "Berlin is the capital of Germany; the Spree flows"]
     for pooling in ("mean", "cls", "last"):
-        made = Encoder(str(encoder), pooling, 16, "cpu")
+        made = example("dense_search.py:Encoder")(encoding(str(encoder), pooling, 16, "cpu", ""))
         together = made.vectors(texts)
         alone = np.concatenate([made.vectors([text]) for text in texts])
         np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -170,5 +182,5 @@ def test_vectors_of_texts_in_a_batch_are_those_of_each_alone(encoder: Path) -> N
 
 
 def test_a_directory_without_an_encoder_is_told(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError):
-        search(corpus, "Seine", kind="dense", encoder=str(tmp_path))
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        search(corpus, "Seine", file="dense_search.py", encoder=str(tmp_path))

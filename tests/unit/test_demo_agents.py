@@ -6,12 +6,12 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megagrpo.agents.tools.search import bm25_index, shown
 from megagrpo.data.messages import load_examples
 from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.demo import agents
@@ -19,7 +19,6 @@ from megagrpo.demo.agents import KINDS, TEST, TRAIN
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load_sft
-from megagrpo.recipe.schema.tools import SearchArguments
 from megagrpo.user_functions import load_function
 
 
@@ -75,8 +74,9 @@ def test_the_calculator_answers_what_the_warm_start_says() -> None:
 
 def test_the_search_finds_what_the_warm_start_says(prepared: Path, tmp_path: Path) -> None:
     pytest.importorskip("bm25s")
-    corpus = str(prepared / "retrieval" / "corpus.jsonl")
-    index, passages = bm25_index(SearchArguments(corpus=corpus, index=str(tmp_path / "index")))
+    example = f"{DIRECTORY.parent}/examples/agents/bm25_search.py:Search"
+    corpus, index = str(prepared / "retrieval" / "corpus.jsonl"), str(tmp_path / "index")
+    tool: Any = load_function(example, "agent.tools", RecipeError)(corpus, results=1, index=index)
     lines = (prepared / "sft_right.jsonl").read_text("utf-8").splitlines()[:200]
     rows = [row for row in map(json.loads, lines) if row["tools"] == [KINDS["retrieval"].schema]]
     assert len(rows) > 50
@@ -84,7 +84,7 @@ def test_the_search_finds_what_the_warm_start_says(prepared: Path, tmp_path: Pat
         for asked, told in pairwise(row["messages"]):
             if told["role"] == "tool":
                 arguments = json.loads(asked["tool_calls"][0]["function"]["arguments"])
-                assert shown(passages[number] for number in index.find(arguments["query"], 1)) == told["content"]
+                assert tool.search(**arguments) == told["content"]
 
 
 def test_careless_answers_take_one_call_and_are_wrong_where_two_are_needed() -> None:

@@ -140,7 +140,7 @@ def test_responses_that_were_made_with_other_settings_are_not_gone_on_with(run: 
     ("overrides", "files"),
     [
         (["agent.function=own.py:rollout"], ["own.py"]),
-        (["agent.tools=[own.py:add, {name: search, arguments: {corpus: corpus.jsonl}}]"], ["own.py", "corpus.jsonl"]),
+        (["agent.tools=[{name: own.py:Search, arguments: {corpus: corpus.jsonl}}]"], ["own.py", "corpus.jsonl"]),
         (["agent.verifiers={environment: own.py:load}"], ["own.py"]),
         (["agent.openenv={url: http://a:1, action: own.py:act, observation: told.py:told}"], ["own.py", "told.py"]),
         (["agent.tools=[python]", "agent.processes=2"], ["data.prompt_tokens_max=9"]),

@@ -52,8 +52,9 @@ NODES = {
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with neither data, models nor SGLang, but with this directory."""
-    (tmp_path / DIRECTORY.name).symlink_to(DIRECTORY)
+    """A machine with neither data, models nor SGLang, but with this directory and the examples."""
+    for directory in (DIRECTORY, DIRECTORY.parent / "examples"):
+        (tmp_path / directory.name).symlink_to(directory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
     monkeypatch.setattr(arguments, "_asked", lambda *asked: ([], []))

@@ -9,29 +9,26 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.agents.tools.corpus import MADE_FROM
-from megagrpo.agents.tools.load import BUILT_IN, arguments_of
+from megagrpo.agents.tools.load import arguments_of
 from megagrpo.agents.tools.mcp_servers import is_url, variables_in
 from megagrpo.agents.tools.own import own_tools
-from megagrpo.agents.tools.search import index_directory, source_of
-from megagrpo.agents.tools.services import SERVICES
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
-from megagrpo.recipe.schema.tools import (
-    McpArguments,
-    PythonArguments,
-    SearchArguments,
-    ServiceArguments,
-    ToolConfig,
-)
+from megagrpo.recipe.schema.tools import McpArguments, PythonArguments, ToolConfig
 from megagrpo.reward.sandbox.kinds import checked_kind
 from megagrpo.user_functions import file_problem
 
 NOT_HERE = {
     "generic_mcp": "mcp: COMMAND or URL",
     "dr_agent_mcp": "mcp: the URL of its server",
+    "search": "examples/agents/bm25_search.py:Search, or dense_search.py:Search",
+    "s2_search": "examples/agents/web.py:SemanticScholar",
+    "serper_search": "examples/agents/web.py:Serper",
+    "massive_ds": "examples/agents/web.py:MassiveDs",
+    "jina_browse": "examples/agents/web.py:Jina",
+    "crawl4ai_browse": "examples/agents/web.py:Crawl4ai",
 }
-"""open-instruct's names of tools that another field gives."""
+"""Names of tools that another field or a file of examples/ gives: open-instruct's, and `search`."""
 
 
 def tool_problems(agent: AgentConfig, *, elsewhere: bool = False) -> list[Problem]:
@@ -61,15 +58,11 @@ def _problems(config: ToolConfig, where: str, elsewhere: bool) -> Iterator[Probl
             yield from _mcp_problems(config.mcp, arguments_of(config, McpArguments, where), where, elsewhere)
         elif config.own:
             yield from _own_problems(config, where, elsewhere)
-        elif config.name not in BUILT_IN:
-            needed = NOT_HERE.get(config.name, f"FILE.py:NAME, or one of {', '.join(BUILT_IN)}")
-            yield Problem(f"{where}.name", config.name, needed, "correct it")
         elif config.name == "python":
             yield from _python_problems(arguments_of(config, PythonArguments, where), where, elsewhere)
-        elif config.name == "search":
-            yield from _search_problems(arguments_of(config, SearchArguments, where), where, elsewhere)
         else:
-            yield from _service_problems(config.name, arguments_of(config, ServiceArguments, where), where, elsewhere)
+            needed = NOT_HERE.get(config.name, "python, or FILE.py:NAME")
+            yield Problem(f"{where}.name", config.name, needed, "correct it (docs/agents_tools.md lists the tools)")
     except MegagrpoError as error:
         yield from error.problems
 
@@ -121,26 +114,3 @@ def _python_problems(given: PythonArguments, where: str, elsewhere: bool) -> Ite
     for name in given.imports:
         if find_spec(name.partition(".")[0]) is None:
             yield Problem(f"{where}.arguments.imports", name, "modules that are installed", "install it")
-
-
-def _search_problems(given: SearchArguments, where: str, elsewhere: bool) -> Iterator[Problem]:
-    source, directory = source_of(given), index_directory(given)
-    if not (elsewhere and not source.file.exists()) and (problem := source.problem(f"{where}.arguments.corpus")):
-        yield problem
-    if directory.exists() and not (directory / MADE_FROM).is_file():
-        needed = "an index, or nothing"
-        yield Problem(f"{where}.arguments.index", f"{directory}, which is no index", needed, "remove it")
-    if given.kind == "bm25" and find_spec("bm25s") is None and not elsewhere:
-        yield Problem(where, "bm25s is not installed", "bm25s 0.3", "pip install megagrpo[search]")
-    if given.encoder and not (Path(given.encoder) / "config.json").is_file() and not elsewhere:
-        without = f"{given.encoder}, without config.json"
-        yield Problem(f"{where}.arguments.encoder", without, "a model's directory", "check it")
-
-
-def _service_problems(name: str, given: ServiceArguments, where: str, elsewhere: bool) -> Iterator[Problem]:
-    service = SERVICES[name]
-    if not service.url and not given.url:
-        needed = "the URL of a server: there is no public one"
-        yield Problem(f"{where}.arguments", f"{name}, without url", needed, "add url")
-    if service.key and not os.environ.get(service.key) and not given.url and not elsewhere:
-        yield Problem(where, f"{name}, without {service.key} in the environment", "its key", "set it")

@@ -2,73 +2,65 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megagrpo.agents.tools import search
 from megagrpo.agents.tools.mcp_servers import McpServer, variables_in
 from megagrpo.agents.tools.own import OwnClass, own_tools
 from megagrpo.agents.tools.python_program import PythonTool
-from megagrpo.agents.tools.services import SERVICES, ServiceTool
 from megagrpo.agents.tools.tool import Provider, Session, Tool
 from megagrpo.errors import AgentError, Problem, RecipeError
 from megagrpo.recipe.problems import schema_problems
-from megagrpo.recipe.schema.tools import McpArguments, PythonArguments, SearchArguments, ServiceArguments, ToolConfig
+from megagrpo.recipe.schema.tools import McpArguments, PythonArguments, ToolConfig
 from megagrpo.section import Section, broken_rules
 
 Arguments = TypeVar("Arguments", bound=Section)
 log = logging.getLogger(__name__)
-BUILT_IN: Mapping[str, tuple[Callable[..., Any], type[Section]]] = {
-    "python": (PythonTool, PythonArguments),
-    "search": (search.search_tool, SearchArguments),
-    **dict.fromkeys(SERVICES, (ServiceTool, ServiceArguments)),
-}
-"""The maker of each built-in tool, called with its ToolConfig and its arguments, and the class of the arguments."""
 SLOW_SECONDS = 1.0
 """Tools that took longer to load are logged."""
 
 
 async def loaded(tools: Sequence[str | Mapping[str, Any]]) -> list[Provider]:
-    """Loads the providers of these entries. An index of a corpus is made if it is not there, which can take hours.
+    """Loads and prepares the providers of these entries.
 
-    Raises AgentError, RecipeError, DataError, ModelError, RewardError or MachineError.
+    Raises AgentError, RecipeError, RewardError or MachineError, and what a class's `prepare` raises.
     """
     configs = [ToolConfig(name=tool) if isinstance(tool, str) else ToolConfig.model_validate(tool) for tool in tools]
-    return [await provider(config, f"agent.tools.{number}") for number, config in enumerate(configs)]
+    providers = [await provider(config, f"agent.tools.{number}") for number, config in enumerate(configs)]
+    for each in providers:
+        if isinstance(each, OwnClass):
+            await each.prepare()
+    return providers
 
 
 async def provider(config: ToolConfig, where: str) -> Provider:
     """Loads the provider of one entry of agent.tools."""
     start = time.monotonic()
-    made: Any
+    made: Provider
     if config.mcp is not None:
         made = McpServer(config, arguments_of(config, McpArguments, where))
         async with made.session(None):  # what cannot be started is found before any rollout
             pass
     elif config.own:
         made = own_tools(config, where)
-    elif config.name in BUILT_IN:
-        make, arguments = BUILT_IN[config.name]
-        made = make(config, arguments_of(config, arguments, where))
+    elif config.name == "python":
+        made = PythonTool(config, arguments_of(config, PythonArguments, where))
     else:
-        raise AgentError(Problem(where, config.name, f"FILE.py:NAME, or one of {', '.join(BUILT_IN)}"))
-    if inspect.isawaitable(made):
-        made = await made
+        raise AgentError(Problem(where, config.name, "python, or FILE.py:NAME"))
     if (seconds := time.monotonic() - start) > SLOW_SECONDS:
         log.warning("the tool %s was loaded in %.1f s", config.name, seconds)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 async def offered(config: ToolConfig, where: str, environment: Mapping[str, str]) -> list[Tool]:
-    """Returns one entry's tools for display: no index is made, and no object of a user's class. An MCP server is
-    started with these environment variables, or reached, and left. Raises what `provider` raises."""
+    """Returns one entry's tools for display: no object of a user's class is made. An MCP server is started with these
+    environment variables, or reached, and left. Raises what `provider` raises."""
     if config.mcp is not None:
         server = McpServer(config, arguments_of(config, McpArguments, where), environment)
         try:
@@ -76,17 +68,11 @@ async def offered(config: ToolConfig, where: str, environment: Mapping[str, str]
                 return list(session.tools)
         finally:
             await server.close()
-    if config.name == "search":
-        return [search.described(config, nothing)]
-    made: Any = await provider(config, where)
+    made = await provider(config, where)
     if isinstance(made, OwnClass):
         return made.tools_of(made.made)
     async with made.session(None) as session:
         return list(session.tools)
-
-
-async def nothing(given: Mapping[str, Any]) -> str:
-    return ""
 
 
 def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Arguments:
@@ -103,16 +89,14 @@ def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Ar
 
 
 def variables(configs: Sequence[ToolConfig]) -> list[str]:
-    """Returns the environment variables that these tools read: keys of services, and names in MCP servers' headers and
-    env. Raises RecipeError for arguments that cannot be read."""
+    """Returns the environment variables that MCP servers' headers and env name. Raises RecipeError for arguments that
+    cannot be read."""
     found: list[str] = []
     for number, config in enumerate(configs):
         if config.mcp is not None:
             given = arguments_of(config, McpArguments, f"agent.tools.{number}")
             found += [name for text in (*given.headers.values(), *given.env.values()) for name in variables_in(text)]
-        elif config.name in SERVICES:
-            found.append(SERVICES[config.name].key)
-    return sorted({name for name in found if name})
+    return sorted(set(found))
 
 
 @asynccontextmanager

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from megagrpo.agents.tools.function_schema import FunctionSchema, function_schema
-from megagrpo.agents.tools.off_loop import OwnLoop, in_thread
 from megagrpo.agents.tools.tool import Arguments, Session, Tool, tool_of, written
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema.tools import ToolConfig
 from megagrpo.user_functions import load_function, refused_call
 
+Result = TypeVar("Result")
 TASK = "task"
 """A parameter of this name gets the rollout's task. The policy does not see it."""
 NOT_TOOLS = ("reward", "close")
@@ -52,6 +54,7 @@ class OwnFunction:
 class OwnClass:
     """A class: an object for each rollout, made with the recipe's arguments. Its public methods are tools.
 
+    `prepare()`, if it is a class method, is called once in an agent process, before any rollout begins.
     `reward()`, if there is one, is called at the end, then `close()`. If its attribute `done` is true after a turn's
     calls, the rollout ends. The methods of one object run one after another.
     """
@@ -72,6 +75,11 @@ class OwnClass:
             raise RecipeError(Problem(f"{where}.call_name", given, "null: methods have their own names", "remove it"))
         self.gate = asyncio.Semaphore(config.calls_at_once)
         self.loop = OwnLoop(config.name)
+
+    async def prepare(self) -> None:
+        """Calls the class's class method `prepare`, if it has one, with the recipe's arguments."""
+        if inspect.ismethod(prepare := getattr(self.made, "prepare", None)):
+            await in_thread(lambda: prepare(**self.config.arguments))
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
@@ -155,3 +163,57 @@ def _check(function: Callable[..., Any], fixed: Mapping[str, Any], where: str) -
         if refusal := refused_call(function, **{**fixed, **task}):
             given = f"{function.__name__}{inspect.signature(function)}: {refusal}"
             raise RecipeError(Problem(f"{where}.arguments", given, "all that it is made with", "add them"))
+
+
+# --- threads and an event loop for users' code, so that it blocks no rollout of an agent process ----------------------
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Calls the function in a thread of its own and returns its result.
+
+    The thread is not waited for if the caller is cancelled: nothing can end it, but it ends with the process. (A pool's
+    threads would be waited for at the process's end.)
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, raised: BaseException | None) -> None:
+        if future.done():
+            return
+        if raised is not None:
+            future.set_exception(raised)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result: Result | None = None
+        raised: BaseException | None = None
+        try:
+            result = function()
+        except StopIteration as error:  # a future refuses it
+            raised = RuntimeError(f"StopIteration: {error}")
+        except SystemExit as error:  # one call ends no agent process
+            raised = RuntimeError(f"SystemExit: {error}")
+        except BaseException as error:  # noqa: BLE001  (it is the caller's)
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(settle, result, raised)
+
+    threading.Thread(target=work, name="tool call", daemon=True).start()
+    return await future
+
+
+class OwnLoop:
+    """A thread with an event loop for the coroutines of one tool. A coroutine that blocks delays that tool's
+    others, and no rollout's turns."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Runs the coroutine and returns its result. Cancels it with the caller."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.section import Count, NonNegativeFloat, Seconds, Section, Tokens
+from megagrpo.section import Count, Seconds, Section
 
 Memory = Annotated[int, Field(ge=16, le=2**24)]
 
@@ -17,8 +17,8 @@ class ToolConfig(Section):
     """One tool, or all tools of an MCP server."""
 
     name: str
-    """A built-in tool (docs/agents_tools.md lists them), FILE.py:NAME of a function or class of your own, or with `mcp`
-    a name of your choice."""
+    """python, FILE.py:NAME of a function or class of your own (examples/agents/ has some for search), or with `mcp` a
+    name of your choice."""
 
     call_name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]{0,63}$")] | None = None
     """What the policy calls it. null: its own name. Not for what has several tools."""
@@ -40,8 +40,8 @@ class ToolConfig(Section):
     """Longest result that the policy gets. What is in the middle of a longer one is left out."""
 
     arguments: dict[str, Any] = {}
-    """Settings of the tool, such as corpus: FILE for search; for a function of your own, values of parameters that the
-    policy does not see."""
+    """Settings of the tool, such as memory_mib for python; for a function of your own, values of parameters that the
+    policy does not see; for a class, those that its objects are made with."""
 
     @property
     def own(self) -> bool:
@@ -68,54 +68,6 @@ class PythonArguments(Section):
     isolation: Literal["auto", "bubblewrap", "seccomp", "none"] = "auto"
 
 
-class SearchArguments(Section):
-    corpus: str
-    """A file of passages, JSONL or parquet."""
-
-    kind: Literal["bm25", "dense"] = "bm25"
-    results: Count = 3
-    """Passages for one query."""
-
-    index: str | None = None
-    """The directory of the index. null: CORPUS.KIND.index, beside the corpus."""
-
-    text: str = ""
-    """The columns; empty: the first of those that are usual."""
-    title: str = ""
-    id: str = ""
-
-    k1: NonNegativeFloat = 1.5
-    b: Annotated[float, Field(ge=0, le=1)] = 0.75
-    stopwords: bool = True
-    """Without English stop words."""
-
-    encoder: str | None = None
-    """A directory."""
-
-    pooling: Literal["mean", "cls", "last"] = "mean"
-    """How the encoder's last states become a vector."""
-
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    """What the encoder was trained to see before texts, such as "query: " and "passage: " of E5
-    (https://arxiv.org/abs/2212.03533)."""
-
-    tokens_max: Tokens = 512
-    device: str = "cpu"
-
-    def rules(self) -> Iterator[Problem]:
-        settings = {
-            "bm25": ("k1", "b", "stopwords"),
-            "dense": ("encoder", "pooling", "query_prefix", "passage_prefix", "tokens_max", "device"),
-        }
-        for kind, names in settings.items():
-            for name in names:
-                if kind != self.kind and self.given(name):
-                    yield Problem(name, f"given, with kind: {self.kind}", f"kind: {kind}", "remove it")
-        if self.kind == "dense" and not self.encoder:
-            yield Problem("encoder", "nothing", "the directory of an encoder", "give one")
-
-
 class McpArguments(Section):
     tools: list[str] | None = None
     """Only these."""
@@ -125,11 +77,3 @@ class McpArguments(Section):
 
     env: dict[str, str] = {}
     """More environment variables of the command; $NAME as in headers."""
-
-
-class ServiceArguments(Section):
-    url: Annotated[str, Field(pattern=r"^https?://.")] | None = None
-    """Another server than the public one."""
-
-    results: Count = 5
-    """Passages of a search."""
