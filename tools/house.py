@@ -30,26 +30,26 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_579,
-    ("megatron",): 4_190,
+    ("megatron",): 4_197,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_375,
+    ("checkpoint", "convert"): 2_381,
     ("rollout",): 3_064,
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_755,
-    ("recipe", "preflight", "doctor"): 6_205,
+    ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_781,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_388,
-    ("track", "report"): 6_205,
-    ("importing",): 3_690,
+    ("track", "report"): 5_771,
+    ("importing",): 3_689,
     ("commands", ""): 2_669,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=420),
-    "tests": Limits(lines=51_380, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
+    "tests": Limits(lines=51_450, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
