@@ -195,8 +195,7 @@ def test_a_config_without_the_class_that_sglang_starts_is_refused_before_it_star
 
 
 def test_options_that_megatron_refuses_together_are_refused(tmp_path: Path, refused: Refused) -> None:
-    options = "train.megatron={cpu_offloading: true, cpu_offloading_num_layers: 99}"
-    assert "Megatron refuses" in refused(make_run(tmp_path), options)
+    assert "Megatron refuses" in refused(make_run(tmp_path), "train.megatron.moe_enable_deepep=true")
 
 
 def test_a_tracker_without_its_package_is_refused(
