@@ -19,7 +19,8 @@ from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.data.cursor import Cursor
 from megagrpo.trainer.run import PhaseClock, Run
-from megagrpo.trainer.run_loop import Progress, first_progress, run_despite_losses
+from megagrpo.trainer.run_loop import Loop
+from megagrpo.trainer.setup import first_state
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -184,7 +185,7 @@ def make_run(
 
 def run_loop(
     run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None
-) -> Progress:
+) -> TrainerState:
     """The real run loop over a fake run, continued from a checkpoint's state if given. Sets have one prompt each."""
     saved = [state.step if state else 0]
 
@@ -195,8 +196,6 @@ def run_loop(
     if state:
         run.cursor.restore(state.data_cursor)
     held_out = {name: [Prompt("p0", (1, 2), "sums", "2")] for name in run.recipe.eval.sets}
-    tokenizer, files = SimpleNamespace(decode=lambda tokens: ""), SimpleNamespace(begin=lambda step, responses: None)
-    training = GrpoTraining(run, held_out, tracker, tokenizer, _the_same, {}, files)  # type: ignore[arg-type]
 
     def newest() -> Any:
         return checkpoint_of(tracker.saved[-1]) if tracker.saved else None
@@ -211,11 +210,16 @@ def run_loop(
     )
     saving.going_on_from_finite_weights = lambda lr: nullcontext()
     setup: Any = SimpleNamespace(
-        held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps, alerts=None
+        held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps, alerts=None, pending=None
     )
     for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
         setattr(setup, name, getattr(run, name))
-    return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, checkpoint_of(state)))[1]
+    setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
+    setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
+    files, starter = SimpleNamespace(begin=lambda step, responses: None), SimpleNamespace(start_again=_the_same)
+    loop = Loop(setup, GrpoTraining(run, setup, starter, {}, files))  # type: ignore[arg-type]
+    loop.run()
+    return loop.state
 
 
 def checkpoint_of(state: TrainerState | None) -> Any:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isnan
+from typing import Any
 
+from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.data.cursor import Cursor
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe import schema
 
@@ -43,3 +46,19 @@ class EarlyStopping:
         if rule.patience is not None and self.evaluations_without_best >= rule.patience:
             return f"{rule.metric} has had no new best in {self.evaluations_without_best} evaluations"
         return None
+
+
+def early_stopping(recipe: schema.AnyRecipe, state: TrainerState) -> EarlyStopping | None:
+    """Returns the recipe's rule in this state; None if it has none."""
+    rule = recipe.eval.early_stopping if isinstance(recipe, schema.Recipe) else None
+    return EarlyStopping(rule, state.best_evaluation, state.evaluations_without_best) if rule else None
+
+
+def reason_to_stop(recipe: schema.AnyRecipe, state: TrainerState, cursor: Cursor[Any]) -> str | None:
+    """Returns the reason to end the run before its length, or None. A run that solves all of its prompts ends without
+    an error: its model is evaluated, saved and exported like any other.
+    """
+    if cursor.exhausted:
+        return "every prompt is set aside (data.no_resampling_pass_rate)"
+    early = early_stopping(recipe, state)
+    return early.reason_to_stop() if early else None

@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.reward_models import RewardModels
-from megagrpo.cluster.reward_nodes import reward_pool
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.data import report as data_report
@@ -47,7 +45,6 @@ from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.run import ConsoleMode
-from megagrpo.reward.asking import Models
 from megagrpo.reward.functions import ASKING
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
@@ -59,7 +56,7 @@ from megagrpo.track.jsonl import finite
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
-from megagrpo.trainer.train import prompt_reader
+from megagrpo.trainer.train import prompt_reader, scorer_maker
 from megagrpo.types import Group, Prompt, Request
 from megagrpo.weights.families.reading import read_json
 
@@ -237,18 +234,17 @@ def _scorers(
     say: Say,
 ) -> dict[str, Scorer]:
     """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
-    own, limit = own_rewards(recipe), recipe.rollout.response_tokens_max
+    own = own_rewards(recipe)
     responses: Counter[str] = Counter()
     for one in asked:
         responses[one.held_out_set if one.held_out_set in own else ""] += len(one.requests)
-    models = Models(run_directory(recipe), judging.served())
-    score_with = partial(Scorer, check=stopping.check, say=say, pool_of=partial(reward_pool, ray), models=models)
+    score_with = scorer_maker(recipe, ray, judging, stopping.check, say)
     made: dict[str, Scorer] = {}
     for name in recipe.eval.sets:
         key = name if name in own else ""
         if key not in made:
             judged = min(JUDGED_RESPONSES, responses[key])
-            made[key] = score_with(own.get(key, recipe.reward), limit, judged_responses=judged)
+            made[key] = score_with(own.get(key, recipe.reward), judged_responses=judged)
             closing.callback(made[key].close)
     return {name: made[name if name in own else ""] for name in recipe.eval.sets}
 

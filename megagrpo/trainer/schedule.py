@@ -8,35 +8,13 @@ asynchronous     engines sample while the ranks train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
-from megagrpo.track.rollout_table import Learned
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.run import Run
+from megagrpo.trainer.run import Run, Step, TrainRun
 from megagrpo.trainer.sampling import Sampling
-from megagrpo.trainer.schedule_log import schedule_line
-from megagrpo.trainer.step import load, sample, solved_prompts, sync, train, what_was_learned
+from megagrpo.trainer.step import Trained, load, sample, set_solved_aside, sync, train, what_was_learned
 from megagrpo.trainer.step_metrics import step_metrics
-from megagrpo.types import Group
-
-
-@dataclass(frozen=True)
-class Step:
-    """The results of a step: for the trackers, and for the next step."""
-
-    metrics: dict[str, float]
-    groups: Sequence[Group]  # those that the step could train on; rows of `mismatch` are their samples
-    sampled: Sequence[Group]  # all that were sampled, `groups` among them
-    learned: Learned  # of the samples of `groups`
-    mismatch: Mismatch | None  # None: the policy was not trained
-    kl_coefficient: float  # of the next step
-    failure: MegagrpoError | None = None  # engines did not get the new weights
-    logged: dict[str, Any] | None = None  # its line of schedule.jsonl, if groups were sampled in the background
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
@@ -84,16 +62,28 @@ def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float)
     return trained_step(run, sampled, step, kl_coefficient)
 
 
-def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
-    """Trains on a step's samples, syncs the weights and collects metrics; shared by all schedules."""
-    rate = run.recipe.data.no_resampling_pass_rate
-    if rate is not None:
-        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
-
+def trained_step(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
+    """Trains on a step's samples, then brings the weights to the engines, if there are any. All schedules share it, and
+    runs on saved samples."""
+    if isinstance(run, Run):
+        set_solved_aside(run, sampled)
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
     learned = what_was_learned(run, sampled, loaded, trained)
-    failure = None
+    failure = _synced(run, step, trained) if isinstance(run, Run) else None
+    return Step(
+        metrics=step_metrics(run, sampled, loaded, trained, step, kl_coefficient),
+        tokens=sum(group.sequence_tokens for group in sampled.all),
+        kl_coefficient=trained.kl_coefficient,
+        failure=failure,
+        sampled=sampled,
+        learned=learned,
+        mismatch=trained.policy.mismatch if trained.policy else None,
+    )
+
+
+def _synced(run: Run, step: int, trained: Trained) -> MegagrpoError | None:
+    """Brings the weights to the engines, unless the run is told to stop; returns the error if they did not get them."""
     try:
         if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
             with run.clock.phase("rollout"):
@@ -103,9 +93,5 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
             if run.sampling:
                 run.sampling.advance(step)
     except (EngineError, WeightSyncError, NodeLostError) as error:
-        failure = error
-
-    metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
-    mismatch = trained.policy.mismatch if trained.policy else None
-    logged = schedule_line(step, sampled) if sampled.begun else None
-    return Step(metrics, sampled.groups, sampled.all, learned, mismatch, trained.kl_coefficient, failure, logged)
+        return error
+    return None

@@ -135,6 +135,13 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     ]
 
 
+def set_solved_aside(run: Run, sampled: Sampled) -> None:
+    """Keeps prompts that are solved often enough from being sampled again, if the recipe sets a rate."""
+    rate = run.recipe.data.no_resampling_pass_rate
+    if rate is not None:
+        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
+
+
 def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
     """Replaces groups without signal by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
     wanted = run.recipe.rollout.prompts_per_step

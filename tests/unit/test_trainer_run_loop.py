@@ -29,7 +29,8 @@ from megagrpo.errors import (
 )
 from megagrpo.track.rollout_table import Learned
 from megagrpo.track.run_lock import only_process_of
-from megagrpo.trainer import run_loop, train
+from megagrpo.trainer import train
+from megagrpo.trainer.setup import first_state
 from megagrpo.trainer.stopping import StopRequested
 from megagrpo.types import Group
 from tests import step_fakes
@@ -143,9 +144,8 @@ def test_a_run_continues_from_a_checkpoint_whose_recipe_lacks_an_evaluation(save
     watched = [f"eval={{early_stopping: {{metric: main/mean@1, patience: 2}}, {HELD_OUT}}}"]
     run = step_fakes.make_run(*watched, scores=lambda prompt: [1.0] * 4)
     state = TrainerState(2, 2, run.cursor.state(), saved, best_evaluation=0.5)
-    begun = run_loop.first_progress(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
-    assert begun.early is not None
-    assert (begun.step, begun.early.best) == (2, None)
+    begun = first_state(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
+    assert (begun.step, begun.best_evaluation) == (2, None)
 
 
 def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,7 +382,7 @@ def one_step_off(
         run.policy.update = stopped
         for step in range(first, last + 1):
             done = grpo_step(run, step, 0.0)
-            found.append((comparable(list(done.sampled)), done.metrics.get("reward/greedy")))
+            found.append((comparable(done.sampled.all), done.metrics.get("reward/greedy")))
         return found, background.sampling.pending()
 
 
