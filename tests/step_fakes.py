@@ -66,7 +66,14 @@ class FakeScorer:
     counted: Sequence[tuple[float, ...]] | None
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        return [replace(group, scores=tuple(self._of(group))) for group in groups]
+        return [
+            replace(
+                group,
+                scores=tuple(self._of(group)),
+                baseline_score=Score(self.greedy(number(group.prompt))) if group.baseline else None,
+            )
+            for group in groups
+        ]
 
     score_unshaped = score
 
@@ -74,10 +81,7 @@ class FakeScorer:
         return {}
 
     def _of(self, group: Group) -> Iterator[Score]:
-        prompt = number(group.prompt)
-        values = list(self.scores(prompt))
-        if len(group.samples) > len(values):
-            values.append(self.greedy(prompt))
+        values = list(self.scores(number(group.prompt)))
         counted = self.counted or [()] * len(values)
         for value, each in zip(values, counted, strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)

@@ -105,6 +105,8 @@ class _SavedGroup:
     text: Text
     samples: tuple[_SavedSample, ...]
     scores: tuple[_SavedScore, ...]
+    baseline: _SavedSample | None = None
+    baseline_score: _SavedScore | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
 
     Raises CheckpointError if the file cannot be written, or if a prompt's extra_info has a value of another kind.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.responses]
     branches = [branch for sample in samples if sample.agent for branch in sample.agent.branches]
     try:
         content = json.dumps({"groups": [_saved(group) for group in groups], "notes": notes or {}})
@@ -197,7 +199,7 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
         raise ValueError("a token that is neither trained nor given")
-    samples = [sample for group in saved.groups for sample in group.samples]
+    samples = [sample for group in saved.groups for sample in (*group.samples, group.baseline) if sample]
     tokens, logprobs, versions = (
         iter(_parts(arrays, name, "offsets", len(samples))) for name in ("tokens", "logprobs", "versions")
     )
@@ -219,11 +221,16 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
             text=group.text,
         )
         made = []
-        for sample in group.samples:
+        for sample in (*group.samples, group.baseline):
+            if sample is None:
+                continue
             arrays_of = next(tokens), next(logprobs), next(versions)
             agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
             made.append(Sample(group.id, sample.index, *arrays_of, sample.finish, sample.text, agent))
-        groups.append(Group(prompt, tuple(made), tuple(Score(**vars(score)) for score in group.scores)))
+        baseline = made.pop() if group.baseline else None
+        of_baseline = Score(**vars(group.baseline_score)) if group.baseline_score else None
+        scores = tuple(Score(**vars(score)) for score in group.scores)
+        groups.append(Group(prompt, tuple(made), scores, baseline, of_baseline))
     return groups
 
 
@@ -248,7 +255,11 @@ def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> Agent
 
 
 def _saved(group: Group) -> dict[str, Any]:
-    prompt = group.prompt
+    prompt, only_remax = group.prompt, dict[str, Any]()
+    if group.baseline:
+        only_remax["baseline"] = _saved_sample(group.baseline)
+    if group.baseline_score:
+        only_remax["baseline_score"] = asdict(group.baseline_score)
     return {
         "id": prompt.id,
         "data_source": prompt.data_source,
@@ -257,12 +268,15 @@ def _saved(group: Group) -> dict[str, Any]:
         "extra_info": _packed(dict(prompt.extra_info), f"extra_info of prompt {prompt.id}"),
         "messages": [_packed(dict(message), f"a message of prompt {prompt.id}") for message in prompt.messages],
         "text": prompt.text,
-        "samples": [
-            {"index": s.index, "finish": s.finish, "text": s.text, "agent": s.agent and _saved_agent(s.agent, s)}
-            for s in group.samples
-        ],
+        "samples": [_saved_sample(sample) for sample in group.samples],
         "scores": [asdict(score) for score in group.scores],
+        **only_remax,
     }
+
+
+def _saved_sample(sample: Sample) -> dict[str, Any]:
+    agent = sample.agent and _saved_agent(sample.agent, sample)
+    return {"index": sample.index, "finish": sample.finish, "text": sample.text, "agent": agent}
 
 
 def _saved_agent(agent: AgentRun, sample: Sample) -> dict[str, Any]:

@@ -7,9 +7,10 @@ The file is written before the step trains, so that a failed step can be inspect
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import Group, Prompt, Sample
+from megagrpo.types import Group, Prompt, Sample, Score
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
@@ -44,9 +45,6 @@ class Sampled:
     all: list[Group]  # everything that was sampled, `groups` included
     rounds: int = 1  # how often prompts were sampled
     left_over: int = 0  # groups with signal in the last round beyond those wanted
-    # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
-    baselines: np.ndarray | None = None
-    greedy: Sequence[Sample] = ()  # for remax: greedy response of each of `all`
     # For sampling in the background: its metrics, and the start of each of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
     begun: Sequence[Beginning] = ()
@@ -61,7 +59,8 @@ class _Notes:
     groups: tuple[Count, ...]  # indices of Sampled.groups
     rounds: Count
     left_over: Count
-    baselines: tuple[float, ...] | None
+    baselines: tuple[float, ...] | None = None
+    """Scores of the baselines of Sampled.groups, of earlier versions: groups have their own."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, ke
         groups=tuple(place[id(group)] for group in sampled.groups),
         rounds=sampled.rounds,
         left_over=sampled.left_over,
-        baselines=None if sampled.baselines is None else tuple(sampled.baselines.tolist()),
     )
     write_groups(_path(directory, step), sampled.all, asdict(notes))
     for old in saved_steps(directory):
@@ -103,11 +101,12 @@ def read_batch(directory: Path, step: int) -> Batch:
         groups = [found[index] for index in notes.groups]
     except (pydantic.ValidationError, IndexError) as error:
         raise _unusable(str(path), first_line(error)) from error
-    baselines = None if notes.baselines is None else np.array(notes.baselines, np.float64)
     unscored = any(not group.scores or not group.samples for group in found)
-    if not groups or unscored or (baselines is not None and len(baselines) != len(groups)):
+    if not groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(groups)):
         raise _unusable(str(path), "groups without samples, scores or baselines")
-    sampled = Sampled(groups, found, notes.rounds, notes.left_over, baselines)
+    for index, value in zip(notes.groups, notes.baselines or (), strict=False):
+        found[index] = replace(found[index], baseline_score=Score(None if math.isnan(value) else value))
+    sampled = Sampled([found[index] for index in notes.groups], found, notes.rounds, notes.left_over)
     return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
 
 
@@ -118,7 +117,7 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
     longest, largest = (max(column) for column in zip(*sizes, strict=True))
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
     functions, tokens_max = set(map(len, recipe.reward.lists().values())), recipe.sequence_tokens_max
-    lacking = sampled.baselines is None and bool(recipe.algorithm.greedy_responses)
+    lacking = recipe.algorithm.greedy_responses and not all(group.baseline_score for group in sampled.groups)
     problems = [
         Problem(where, given, needed, "name a run whose recipe has the same model, data, reward and lengths")
         for wrong, given, needed in (

@@ -36,11 +36,11 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import checkpoint_directory, dtype_name
 from megagrpo.recipe.load import Kind
-from megagrpo.trainer.early_stopping import early_stopping, reason_to_stop
+from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
 from megagrpo.trainer.profiling import profiled
 from megagrpo.trainer.run import Step
 from megagrpo.trainer.saving import export
-from megagrpo.trainer.setup import Read, Setup, first_state, open_run
+from megagrpo.trainer.setup import Read, Setup, first_state
 from megagrpo.trainer.stopping import StopRequested, until_stopped
 
 
@@ -98,8 +98,8 @@ def run_to_end(
     directory = checkpoint_directory(recipe).absolute()  # ranks may have other working directories
     store = CheckpointStore(directory, keep_last=kept.keep_last, keep_best=kept.keep_best)
     with until_stopped(store.newest) as stopping, ExitStack() as closing:
-        setup = open_run(checked, read, store, stopping, closing, engines_too=engines_too, last_step=last_step)
-        if setup is None:
+        setup = Setup(checked, read, store, stopping, closing, engines_too=engines_too, last_step=last_step)
+        if setup.complete:
             return 0
         with stopping.giving_up():
             where = "Ray" if recipe.cluster.address is None else "on the cluster"
@@ -287,11 +287,9 @@ class Loop(Generic[AnyTraining]):
             return
         with self.setup.stopping.giving_up(), self.setup.clock.phase("eval"):
             evaluation = self.training.evaluate(state.step, sets)
-        early = early_stopping(recipe, state)
-        if early and early.watched_set in sets:
-            early = early.after(evaluation)
-            best, without = early.best, early.evaluations_without_best
-            state = replace(state, best_evaluation=best, evaluations_without_best=without)
+        rule = early_stopping(recipe)
+        if rule and rule.metric.partition("/")[0] in sets:
+            state = after_evaluation(state, rule, evaluation)
         self.state = replace(state, evaluation={**(state.evaluation or {}), **evaluation})
 
     def _evaluation_metrics(self) -> dict[str, float]:

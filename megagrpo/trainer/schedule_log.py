@@ -20,11 +20,10 @@ import pydantic
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import nothing_sampled, parted
+from megagrpo.rollout.requests import nothing_sampled, with_baseline
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Beginning, Sampled, ranges
 from megagrpo.trainer.sampling import staleness_metrics, step_of
-from megagrpo.trainer.step import with_baselines
 from megagrpo.types import Group, Request, Sample
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     """Returns the line of a step whose groups were sampled in the background."""
     groups: list[dict[str, Any]] = []
     for place, (begun, group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
-        samples = (*group.samples, *sampled.greedy[place : place + 1])
+        samples = group.responses
         groups.append(
             {
                 "number": begun.number,
@@ -141,11 +140,10 @@ class Replayed:
         differ = sum(
             spans(sample.versions, joints_of(of_sample)) != list(of_sample)
             for each, group in zip(logged.groups, everything, strict=True)
-            for of_sample, sample in zip(each.samples, group.samples, strict=True)
+            for of_sample, sample in zip(each.samples, group.responses, strict=True)
         )
         if differ:
             self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
-        everything, greedy = parted(everything, run.recipe)
         groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
         begun = [
             Beginning(each.number, each.version, dict(enumerate(map(joints_of, each.samples))))
@@ -153,7 +151,7 @@ class Replayed:
         ]
         carried = sum(each.trained and each.version < version for each in logged.groups)
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
-        return with_baselines(Sampled(groups, everything, metrics=metrics, begun=begun), greedy)
+        return Sampled(groups, everything, metrics=metrics, begun=begun)
 
     def _sample_with(self, version: int, run: Run) -> None:
         orders: dict[tuple[int, int], Order] = {}
@@ -185,7 +183,7 @@ class Replayed:
         for place, request in enumerate(_requests(group, run)):
             sample = self._samples.pop((group.number, place), None) or nothing_sampled(request)
             samples.append(replace(sample, finish="abort") if place in group.aborted else sample)
-        return Group(run.cursor.named(group.prompt), tuple(samples))
+        return with_baseline(Group(run.cursor.named(group.prompt), tuple(samples)), run.recipe)
 
 
 def _requests(group: LoggedGroup, run: Run) -> list[Request]:

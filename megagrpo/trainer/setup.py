@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic
 
 from transformers import PreTrainedTokenizerBase
 
-from megagrpo.checkpoint.pending import Pending, pending_of
+from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
@@ -42,146 +42,102 @@ Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[An
 """Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
 
 
-@dataclass(frozen=True)
 class Setup(Generic[Kind, AnyItem]):
-    """The parts of a run that exist before its processes start."""
+    """A run before its processes start."""
 
-    checked: Preflight[Kind]
-    tokenizer: PreTrainedTokenizerBase
-    cursor: Cursor[AnyItem]
-    held_out: Mapping[str, Sequence[AnyItem]]  # by evaluation set
-    total_steps: int
-    last_step: int  # this process ends after it, or before
-    resumed: Checkpoint | None
-    state: TrainerState  # before the first step of this process
-    pending: Pending | None  # groups that no step has trained on; None: no schedule samples in the background
-    start_ray: Callable[[], Runtime]  # a second call returns the same
-    saving: Saving
-    exports: Exports
-    tracker: Tracker
-    stopping: Stopping
-    alerts: Alerts | None  # fine-tuning has none
-    clock: PhaseClock = field(default_factory=PhaseClock)
+    def __init__(
+        self,
+        checked: Preflight[Kind],
+        read: Read[AnyItem],
+        store: CheckpointStore,
+        stopping: Stopping,
+        closing: ExitStack,
+        *,
+        engines_too: bool = True,
+        last_step: int | None = None,
+    ) -> None:
+        """Locks the run's directory, finds its checkpoint, reads its data, and starts its trackers. Arguments are as of
+        `run_to_end`; ends are registered on `closing`."""
+        self.checked, self.stopping, self._store, self._closing = checked, stopping, store, closing
+        recipe, self._engines_too = checked.recipe, engines_too
+        self._ray: Runtime | None = None
+        closing.enter_context(only_process_of(run_directory(recipe)))
+        # Large checkpoints are verified by all nodes, which takes Ray; on one machine this process reads as fast.
+        if store.newest() and runtime.joins_cluster(recipe):
+            self.start_ray()
+        with stopping.giving_up(), progress("looking for a checkpoint, and verifying it"):
+            self.resumed = checkpoint_to_resume(store, recipe)
+        self.tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
+        data = read(recipe.data.train, self.tokenizer, None)
+        sets = {name: read(files, self.tokenizer, name) for name, files in recipe.eval.files_of_sets().items()}
+        self.held_out: Mapping[str, Sequence[AnyItem]] = {name: of_set.items for name, of_set in sets.items()}
+        self.cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
+        if self.resumed:
+            self.cursor.restore(self.resumed.state.data_cursor)
+        self.state = first_state(recipe, self.cursor, self.resumed)
+        """The state before the first step of this process."""
+        self.pending = pending_of(self.resumed)
+        """Groups that no step has trained on; None: no schedule samples in the background."""
+        self.total_steps = total_steps(recipe, len(self.cursor))
+        self.last_step = min(self.total_steps, last_step or self.total_steps)
+        """This process ends after it, or before."""
+        self.complete = bool(
+            self.resumed
+            and self.state.unlogged is None
+            and (self.state.step >= self.total_steps or reason_to_stop(recipe, self.state, self.cursor))
+            and (not recipe.checkpoint.export_hugging_face or exported_step(recipe) == self.state.step)
+        )
+        self.tracker = self._start_tracker({"train": data, **{f"eval {name}": of_set for name, of_set in sets.items()}})
+        self.clock, self.saving = PhaseClock(), Saving(store, self.tracker.say, self.state.step)
+        self.exports = Exports(checked, self.tokenizer, self.tracker.say)
+        closing.callback(self.exports.close)
+        self.alerts: Alerts | None = None  # fine-tuning has none
+        if isinstance(recipe, Recipe) and not self.complete:
+            self.alerts = Alerts(recipe.rollout.alerts, run_directory(recipe))
 
     @property
     def recipe(self) -> Kind:
         return self.checked.recipe
 
+    def start_ray(self) -> Runtime:
+        """Starts Ray at the first call; its nodes then verify checkpoints."""
+        if self._ray is None:
+            with self.stopping.giving_up(), self.stopping.while_ray_starts(), progress("starting Ray"):
+                devices_of = partial(plan_devices, engines_too=self._engines_too)
+                self._ray = runtime.start(self.recipe, self.stopping.check, devices_of=devices_of)
+            self._closing.callback(runtime.stop, self._ray)
+            seconds = self.recipe.cluster.step_timeout_seconds
+            self._store.verify = partial(runtime.damage_on_nodes, self._ray, seconds)
+        return self._ray
 
-def open_run(
-    checked: Preflight[Kind],
-    read: Read[AnyItem],
-    store: CheckpointStore,
-    stopping: Stopping,
-    closing: ExitStack,
-    *,
-    engines_too: bool,
-    last_step: int | None,
-) -> Setup[Kind, AnyItem] | None:
-    """Opens a run, with arguments as of `run_to_end`; returns None if the run is complete."""
-    recipe = checked.recipe
-    closing.enter_context(only_process_of(run_directory(recipe)))
-    start_ray = _ray_starter(recipe, store, stopping, closing, engines_too=engines_too)
-    # Large checkpoints are verified by all nodes, which takes Ray; on one machine this process reads as fast.
-    if store.newest() and runtime.joins_cluster(recipe):
-        start_ray()
-    with stopping.giving_up(), progress("looking for a checkpoint, and verifying it"):
-        resumed = checkpoint_to_resume(store, recipe)
-    tokenizer = load_chat_tokenizer(checked.tokenizer_directory, recipe.model.chat_template)
-    data = read(recipe.data.train, tokenizer, None)
-    evaluated = {name: read(files, tokenizer, name) for name, files in recipe.eval.files_of_sets().items()}
-    cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
-    if resumed:
-        cursor.restore(resumed.state.data_cursor)
-    state, pending = first_state(recipe, cursor, resumed), pending_of(resumed)
-    steps = total_steps(recipe, len(cursor))
-    mixtures = {"train": data, **{f"eval {name}": of_set for name, of_set in evaluated.items()}}
-    complete = bool(
-        resumed
-        and state.unlogged is None
-        and (state.step >= steps or reason_to_stop(recipe, state, cursor))
-        and (not recipe.checkpoint.export_hugging_face or exported_step(recipe) == state.step)
-    )
-    tracker = _start_tracker(closing, checked, tokenizer, mixtures, resumed, state, steps, complete=complete)
-    if complete:
-        tracker.say("the run is complete: nothing to do")
-        return None
-    exports = Exports(checked, tokenizer, tracker.say)
-    closing.callback(exports.close)
-    return Setup(
-        checked=checked,
-        tokenizer=tokenizer,
-        cursor=cursor,
-        held_out={name: of_set.items for name, of_set in evaluated.items()},
-        total_steps=steps,
-        last_step=min(steps, last_step or steps),
-        resumed=resumed,
-        state=state,
-        pending=pending,
-        start_ray=start_ray,
-        saving=Saving(store, tracker.say, state.step),
-        exports=exports,
-        tracker=tracker,
-        stopping=stopping,
-        alerts=Alerts(recipe.rollout.alerts, run_directory(recipe)) if isinstance(recipe, Recipe) else None,
-    )
-
-
-def _ray_starter(
-    recipe: AnyRecipe, store: CheckpointStore, stopping: Stopping, closing: ExitStack, *, engines_too: bool
-) -> Callable[[], Runtime]:
-    """Returns a function that starts Ray once, on devices for the recipe; its nodes then verify checkpoints."""
-
-    @cache
-    def start_ray() -> Runtime:
-        with stopping.giving_up(), stopping.while_ray_starts(), progress("starting Ray"):
-            devices_of = partial(plan_devices, engines_too=engines_too)
-            started = runtime.start(recipe, stopping.check, devices_of=devices_of)
-        closing.callback(runtime.stop, started)
-        store.verify = partial(runtime.damage_on_nodes, started, recipe.cluster.step_timeout_seconds)
-        return started
-
-    return start_ray
-
-
-def _start_tracker(
-    closing: ExitStack,
-    checked: Preflight[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    mixtures: Mapping[str, Mixture[Any]],
-    resumed: Checkpoint | None,
-    state: TrainerState,
-    steps: int,
-    *,
-    complete: bool,
-) -> Tracker:
-    """Starts the trackers, writes the reports of data and plan, and reports how the run continues."""
-    recipe, directory = checked.recipe, run_directory(checked.recipe)
-    changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
-    tracker = Tracker(
-        recipe,
-        steps,
-        state.step,
-        state.tracker_runs,
-        tokenizer=tokenizer,
-        unlogged=state.unlogged is not None,
-        changed=changed,
-        complete=complete,
-        console=checked.console,
-    )
-    closing.enter_context(tracker)
-    data_report.write(mixtures, directory)
-    critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
-    with suppress(RecipeError):  # of GPUs that are unknown to plans
-        planned = plan_of(recipe, checked.architecture, critic=critic, agent=checked.agent)
-        (directory / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
-    lines = list(data_report.lines(mixtures, "prompts" if isinstance(recipe, Recipe) else "examples"))
-    if resumed:
-        lines += [f"continuing after step {state.step} from {resumed.path}", *resumed.warnings]
-        lines += [f"changed: {line}" for line in changed]
-    for line in lines:
-        tracker.say(line)
-    return tracker
+    def _start_tracker(self, mixtures: Mapping[str, Mixture[AnyItem]]) -> Tracker:
+        """Starts the trackers, writes the reports of data and plan, and reports how the run continues."""
+        checked, recipe, state, resumed = self.checked, self.recipe, self.state, self.resumed
+        changed = changes(resumed.state.recipe, recipe.model_dump(mode="json")) if resumed else []
+        tracker = Tracker(
+            recipe,
+            self.total_steps,
+            state.step,
+            state.tracker_runs,
+            tokenizer=self.tokenizer,
+            unlogged=state.unlogged is not None,
+            changed=changed,
+            complete=self.complete,
+            console=checked.console,
+        )
+        self._closing.enter_context(tracker)
+        data_report.write(mixtures, run_directory(recipe))
+        critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
+        with suppress(RecipeError):  # of GPUs that are unknown to plans
+            planned = plan_of(recipe, checked.architecture, critic=critic, agent=checked.agent)
+            (run_directory(recipe) / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
+        lines = list(data_report.lines(mixtures, "prompts" if isinstance(recipe, Recipe) else "examples"))
+        if resumed:
+            lines += [f"continuing after step {state.step} from {resumed.path}", *resumed.warnings]
+            lines += [f"changed: {line}" for line in changed]
+        for line in (*lines, *(["the run is complete: nothing to do"] if self.complete else [])):
+            tracker.say(line)
+        return tracker
 
 
 def first_state(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | None) -> TrainerState:
@@ -193,9 +149,9 @@ def first_state(recipe: AnyRecipe, cursor: Cursor[Any], saved: Checkpoint | None
     coefficient = first_kl_coefficient(recipe, state) if isinstance(recipe, Recipe) else None
     if state is None:
         return TrainerState(0, 0, cursor.state(), settings, kl_coefficient=coefficient)
-    rule, section = early_stopping(recipe, state), state.recipe.get("eval")
+    rule, section = early_stopping(recipe), state.recipe.get("eval")
     before = section.get("early_stopping") if isinstance(section, dict) else None
-    if not (rule and isinstance(before, dict) and before.get("metric") == rule.rule.metric):
+    if not (rule and isinstance(before, dict) and before.get("metric") == rule.metric):
         state = replace(state, best_evaluation=None, evaluations_without_best=0)
     return replace(state, data_cursor=cursor.state(), recipe=settings, kl_coefficient=coefficient)
 

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megagrpo.algorithm.optimizer import learning_rate
-from megagrpo.batching.rank_batches import (
-    RankBatch,
-    TrainSequence,
-    imbalance,
-    make_rank_batches,
-    packing_efficiency,
-    padding_share,
-)
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.batching.work import Work, work_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
@@ -30,6 +23,7 @@ from megagrpo.recipe.schema.sft import HELD_OUT
 from megagrpo.trainer.run import Step
 from megagrpo.trainer.run_loop import Training, run_to_end
 from megagrpo.trainer.setup import Setup
+from megagrpo.trainer.step_metrics import packing_metrics
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
@@ -82,7 +76,6 @@ class FineTuning(Training):
                 update = self.ranks.update(batches, lr)
                 memory = self.ranks.memory_peak()
             tokens = sum(len(example.tokens) for example in examples)
-            layout = recipe.train.layout.parallel()
             metrics = {
                 "loss/tokens": update.loss.mean,
                 "grad_norm": update.grad_norm,
@@ -91,10 +84,7 @@ class FineTuning(Training):
                 "epoch": epoch,
                 "example_tokens/mean": tokens / len(examples),
                 "example_tokens/trained_share": update.loss.tokens / tokens,
-                "packing/microbatches": float(sum(len(batch.minibatches[0]) for batch in batches)),
-                "packing/efficiency": packing_efficiency(batches, layout, recipe.train.tokens_per_microbatch),
-                "packing/imbalance": imbalance(batches),
-                "packing/padding": padding_share(batches, layout, self.ranks.device_type),
+                **packing_metrics(recipe.train, batches, self.ranks.device_type),
             }
             if memory is not None:
                 metrics["memory/allocated_max/update"] = float(memory)

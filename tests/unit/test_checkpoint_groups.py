@@ -121,12 +121,17 @@ def comparable(groups: list[Group]) -> list[Any]:
     return [
         (
             repr(group.prompt),
-            group.scores,
+            (group.scores, group.baseline_score),
             [
-                *((s.prompt_id, s.index, s.finish, s.text) for s in group.samples),
-                *((a.dtype, a.tobytes()) for s in group.samples for a in (s.tokens, s.logprobs, s.versions)),
-                *(repr(replace(s.agent, branches=())) for s in group.samples if s.agent),
-                *((a.dtype, a.tobytes()) for s in group.samples for b in branches_of(s) for a in (b.tokens, b.trained)),
+                *((s.prompt_id, s.index, s.finish, s.text) for s in group.responses),
+                *((a.dtype, a.tobytes()) for s in group.responses for a in (s.tokens, s.logprobs, s.versions)),
+                *(repr(replace(s.agent, branches=())) for s in group.responses if s.agent),
+                *(
+                    (a.dtype, a.tobytes())
+                    for s in group.responses
+                    for b in branches_of(s)
+                    for a in (b.tokens, b.trained)
+                ),
             ],
         )
         for group in groups

@@ -21,6 +21,7 @@ from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_
 from megagrpo.trainer.one_half import sample_all, train_only
 from megagrpo.trainer.replay import Comparison, logged_metrics, replay
 from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.step import baselines_of
 from megagrpo.types import Group
 from tests.step_fakes import make_run, number
 from tests.tiny_run import make_run as make_recipe
@@ -72,7 +73,14 @@ def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
         *tracked(tmp_path), "algorithm.advantage.name=remax", scores=lambda p: (0.0,) * 4, greedy=greedy, shuffle=False
     )
     grpo_step(run, 1, 0.0)
-    np.testing.assert_array_equal(read_batch(tmp_path / "kept", 1).sampled.baselines, [0.0, np.nan, 0.25, np.nan])
+    kept, expected = read_batch(tmp_path / "kept", 1).sampled.groups, [0.0, np.nan, 0.25, np.nan]
+    np.testing.assert_array_equal(baselines_of(kept), expected)
+    assert [group.baseline.index for group in kept if group.baseline] == [4] * 4
+    path = tmp_path / "kept" / "batches" / "step_000001.safetensors"
+    groups, notes = read_groups(path)
+    earlier = [Group(group.prompt, group.samples, group.scores) for group in groups]
+    write_groups(path, earlier, notes | {"baselines": expected})  # as earlier versions did
+    np.testing.assert_array_equal(baselines_of(read_batch(tmp_path / "kept", 1).sampled.groups), expected)
 
 
 def test_a_run_keeps_no_batches_unless_it_is_asked_to(tmp_path: Path) -> None:

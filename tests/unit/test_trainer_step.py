@@ -25,6 +25,7 @@ from megagrpo.trainer.step import (
     ATTEMPTS,
     agent_errors,
     any_ended,
+    baselines_of,
     critic_learning_rate,
     policy_learning_rate,
     sample,
@@ -343,7 +344,7 @@ def test_for_gdpo_a_group_has_signal_if_any_function_that_counts_differs(
 
 def test_remax_scores_one_greedy_response_for_each_prompt_and_trains_on_none() -> None:
     found = sample(make_run(REMAX, scores=one_right, greedy=lambda prompt: 0.5), 1)
-    assert np.array_equal(found.baselines, [0.5] * 4)  # type: ignore[arg-type]
+    assert np.array_equal(baselines_of(found.groups), [0.5] * 4)
     assert all(len(group.samples) == 4 for group in found.all)
 
 
