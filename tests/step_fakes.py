@@ -66,14 +66,9 @@ class FakeScorer:
     counted: Sequence[tuple[float, ...]] | None
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        return [
-            replace(
-                group,
-                scores=tuple(self._of(group)),
-                baseline_score=Score(self.greedy(number(group.prompt))) if group.baseline else None,
-            )
-            for group in groups
-        ]
+        of_baseline = [Score(self.greedy(number(group.prompt))) if group.baseline else None for group in groups]
+        scored = zip(groups, map(tuple, map(self._of, groups)), of_baseline, strict=True)
+        return [replace(group, scores=scores, baseline_score=score) for group, scores, score in scored]
 
     score_unshaped = score
 
@@ -82,8 +77,7 @@ class FakeScorer:
 
     def _of(self, group: Group) -> Iterator[Score]:
         values = list(self.scores(number(group.prompt)))
-        counted = self.counted or [()] * len(values)
-        for value, each in zip(values, counted, strict=True):
+        for value, each in zip(values, self.counted or [()] * len(values), strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)
 
 
@@ -187,9 +181,7 @@ def make_run(
     )
 
 
-def run_loop(
-    run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None
-) -> TrainerState:
+def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None) -> Any:
     """The real run loop over a fake run, continued from a checkpoint's state if given. Sets have one prompt each."""
     saved = [state.step if state else 0]
 
@@ -208,19 +200,13 @@ def run_loop(
         kept = [(state.evaluation or {}).get(run.recipe.checkpoint.keep_best) for state in tracker.saved]
         return max((value for value in kept if value is not None), default=None)
 
-    nothing = lambda: None  # noqa: E731
-    saving = SimpleNamespace(
-        begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest, best=best
-    )
-    saving.going_on_from_finite_weights = lambda lr: nullcontext()
-    setup: Any = SimpleNamespace(
-        held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps, alerts=None, pending=None
-    )
-    for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
-        setattr(setup, name, getattr(run, name))
-    setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
+    saving = SimpleNamespace(begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=lambda: None)
+    saving.newest_again, saving.best, saving.going_on_from_finite_weights = newest, best, lambda lr: nullcontext()
+    setup: Any = SimpleNamespace(**vars(run), held_out=held_out, tracker=tracker, saving=saving)
+    setup.last_step, setup.alerts, setup.pending = run.total_steps, None, None
     setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
-    files, starter = SimpleNamespace(begin=lambda step, responses: None), SimpleNamespace(start_again=_the_same)
+    setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
+    files, starter = SimpleNamespace(begin=lambda *given: None), SimpleNamespace(start_again=lambda run, saved: run)
     loop = Loop(setup, GrpoTraining(run, setup, starter, {}, files))  # type: ignore[arg-type]
     loop.run()
     return loop.state
@@ -230,7 +216,3 @@ def checkpoint_of(state: TrainerState | None) -> Any:
     """With no file."""
     nowhere = Path("the newest")
     return SimpleNamespace(state=state, path=nowhere, rank_directory=nowhere / "rank") if state else None
-
-
-def _the_same(run: Any, saved: Any) -> Any:
-    return run

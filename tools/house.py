@@ -32,10 +32,10 @@ BUDGETS = {
     ("weights",): 6_579,
     ("megatron",): 4_190,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_375,
+    ("checkpoint", "convert"): 2_386,
     ("rollout",): 3_064,
     ("cluster",): 3_691,
-    ("trainer", "evaluation"): 4_755,
+    ("trainer", "evaluation"): 4_701,
     ("recipe", "preflight", "doctor"): 6_205,
     ("plan",): 5_884,
     ("data",): 3_206,
@@ -43,7 +43,7 @@ BUDGETS = {
     ("agents",): 6_125,
     ("track", "report"): 6_205,
     ("importing",): 4_981,
-    ("commands", ""): 2_669,
+    ("commands", ""): 2_676,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

@@ -199,12 +199,18 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
         raise ValueError("a token that is neither trained nor given")
-    samples = [sample for group in saved.groups for sample in (*group.samples, group.baseline) if sample]
+    whole = [sample for group in saved.groups for sample in (*group.samples, group.baseline) if sample]
     tokens, logprobs, versions = (
-        iter(_parts(arrays, name, "offsets", len(samples))) for name in ("tokens", "logprobs", "versions")
+        iter(_parts(arrays, name, "offsets", len(whole))) for name in ("tokens", "logprobs", "versions")
     )
-    count = sum(sample.agent.branches for sample in samples if sample.agent)
+    count = sum(sample.agent.branches for sample in whole if sample.agent)
     branches = iter(_branches(arrays, count))
+
+    def made(prompt_id: str, sample: _SavedSample) -> Sample:
+        arrays_of = next(tokens), next(logprobs), next(versions)
+        agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
+        return Sample(prompt_id, sample.index, *arrays_of, sample.finish, sample.text, agent)
+
     prompts = _parts(arrays, "prompt_tokens", "prompt_offsets", len(saved.groups))
     groups = []
     for group, prompt_tokens in zip(saved.groups, prompts, strict=True):
@@ -220,17 +226,11 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
             messages=tuple(map(typed_json.unpacked, group.messages)),
             text=group.text,
         )
-        made = []
-        for sample in (*group.samples, group.baseline):
-            if sample is None:
-                continue
-            arrays_of = next(tokens), next(logprobs), next(versions)
-            agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
-            made.append(Sample(group.id, sample.index, *arrays_of, sample.finish, sample.text, agent))
-        baseline = made.pop() if group.baseline else None
+        samples = [made(group.id, sample) for sample in group.samples]
+        baseline = made(group.id, group.baseline) if group.baseline else None
         of_baseline = Score(**vars(group.baseline_score)) if group.baseline_score else None
         scores = tuple(Score(**vars(score)) for score in group.scores)
-        groups.append(Group(prompt, tuple(made), scores, baseline, of_baseline))
+        groups.append(Group(prompt, tuple(samples), scores, baseline, of_baseline))
     return groups
 
 
@@ -255,11 +255,7 @@ def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> Agent
 
 
 def _saved(group: Group) -> dict[str, Any]:
-    prompt, only_remax = group.prompt, dict[str, Any]()
-    if group.baseline:
-        only_remax["baseline"] = _saved_sample(group.baseline)
-    if group.baseline_score:
-        only_remax["baseline_score"] = asdict(group.baseline_score)
+    prompt = group.prompt
     return {
         "id": prompt.id,
         "data_source": prompt.data_source,
@@ -270,7 +266,8 @@ def _saved(group: Group) -> dict[str, Any]:
         "text": prompt.text,
         "samples": [_saved_sample(sample) for sample in group.samples],
         "scores": [asdict(score) for score in group.scores],
-        **only_remax,
+        **({"baseline": _saved_sample(group.baseline)} if group.baseline else {}),
+        **({"baseline_score": asdict(group.baseline_score)} if group.baseline_score else {}),
     }
 
 

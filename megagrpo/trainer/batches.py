@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,15 +26,21 @@ from megagrpo.types import Group, Prompt, Sample, Score
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
 Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
+Number = Annotated[int, pydantic.Field(ge=0, le=10**12)]
+Span = tuple[Number, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
+"""A weight version, and how many tokens in a row it sampled for one request."""
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The start of a background-sampled group. number, version: as in admission.Admitted. joints: as in Order."""
+class LoggedGroup:
+    """A background-sampled group as schedule.jsonl has it. number, version: as in algorithm.admission.Admitted."""
 
-    number: int
-    version: int
-    joints: Mapping[int, Sequence[int]]
+    number: Number
+    version: Number
+    prompt: str
+    trained: bool  # false: dynamic sampling dropped it
+    samples: tuple[tuple[Span, ...], ...]  # of its responses
+    aborted: tuple[Number, ...]  # samples that engines gave up, by place in `samples`
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,9 @@ class Sampled:
     all: list[Group]  # everything that was sampled, `groups` included
     rounds: int = 1  # how often prompts were sampled
     left_over: int = 0  # groups with signal in the last round beyond those wanted
-    # For sampling in the background: its metrics, and the start of each of `all`.
+    # Of sampling in the background: its metrics, and the log of each of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    begun: Sequence[Beginning] = ()
+    logged: Sequence[LoggedGroup] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,23 @@ class Batch:
     sampled: Sampled
     total_steps: int
     recipe: str
+
+
+def logged_group(
+    number: int, version: int, group: Group, joints: Mapping[int, Sequence[int]], *, trained: bool
+) -> LoggedGroup:
+    """Returns what is logged of a group. joints: as in Order."""
+    responses = list(enumerate(group.responses))
+    samples = tuple(tuple(spans(sample.versions, joints.get(at, ()))) for at, sample in responses)
+    aborted = tuple(at for at, sample in responses if sample.finish == "abort")
+    return LoggedGroup(number, version, group.prompt.id, trained, samples, aborted)
+
+
+def spans(versions: np.ndarray, joints: Iterable[int]) -> list[Span]:
+    """Splits versions, int32 [tokens], into runs of equal versions, which also end at joints."""
+    inner = {int(end) for end in np.flatnonzero(np.diff(versions)) + 1} | {*joints}
+    ends = sorted({end for end in inner if 0 < end < len(versions)} | ({len(versions)} - {0}))
+    return [(int(versions[end - 1]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, keep: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megagrpo.batching.work import work_of
@@ -93,10 +94,7 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
-
-        def start_run(resumed: Checkpoint | None) -> TrainRun:
-            return start_train_run(setup.checked, setup.total_steps, ray, closing, resumed, setup.clock)
-
+        start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
         return TrainOnly(start_run(setup.resumed), source, setup, start_run)
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
@@ -106,13 +104,13 @@ def start_train_run(
     checked: Preflight[Recipe],
     steps: int,
     ray: Runtime,
-    closing: ExitStack,
-    saved: Checkpoint | None,
+    ends: ExitStack,
     clock: PhaseClock,
+    saved: Checkpoint | None,
 ) -> TrainRun:
     """Starts training ranks alone. steps: of the whole run."""
     check_files(ray, checked.recipe, read=model_and_critic(checked))
-    policy = start_policy(checked, with_absolute_directories(checked.recipe), ray, closing, saved)
+    policy = start_policy(checked, with_absolute_directories(checked.recipe), ray, ends, saved)
     return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
 
 

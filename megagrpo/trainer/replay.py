@@ -93,7 +93,7 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
         closing.callback(runtime.stop, ray)
         last = read_batch(directory, step)
         total = recipe.train.total_steps or last.total_steps
-        run = start_train_run(checked, total, ray, closing, found, PhaseClock())
+        run = start_train_run(checked, total, ray, closing, PhaseClock(), found)
         coefficient = first_kl_coefficient(recipe, state)
         for number in steps:
             batch = last if number == step else read_batch(directory, number)

@@ -26,7 +26,7 @@ from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import group_of, with_baseline
-from megagrpo.trainer.batches import Beginning, Sampled
+from megagrpo.trainer.batches import Sampled, logged_group
 from megagrpo.trainer.step import any_ended, require_agents
 from megagrpo.types import Group, Prompt, Sample
 
@@ -128,7 +128,8 @@ class Sampling:
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
-        everything = [each.group for each in (*begun, *dropped) if each.group is not None]
+        ended = [(each.admitted, each.order.joints, each.group) for each in (*begun, *dropped) if each.group]
+        everything = [group for _, _, group in ended]
         groups = everything[: len(begun)]
         version = self._admission.version
         for each in begun:
@@ -143,10 +144,11 @@ class Sampling:
             "staleness/continued": float(sum(each.order.continued for each in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
-        order = [
-            Beginning(each.admitted.number, each.admitted.version, each.order.joints) for each in (*begun, *dropped)
+        logged = [
+            logged_group(at.number, at.version, group, joints, trained=place < len(begun))
+            for place, (at, joints, group) in enumerate(ended)
         ]
-        return Sampled(groups, everything, metrics=metrics, begun=order)
+        return Sampled(groups, everything, metrics=metrics, logged=logged)
 
     def advance(self, version: int) -> None:
         """Sets the weight version with which engines sample from now on."""

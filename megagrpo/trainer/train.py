@@ -183,8 +183,16 @@ class RankStarter:
             weights.sync(version=step)
         sampling = None
         if self.in_background:
-            steps, pending = setup.total_steps, pending_of(saved)
-            sampling = Sampling(recipe, steps, setup.cursor, rollouts, scorer, self._teaches, step, pending)
+            sampling = Sampling(
+                recipe,
+                setup.total_steps,
+                setup.cursor,
+                rollouts,
+                scorer,
+                lambda group: recipe.rollout.dynamic_sampling is None or bool(with_signal([group], recipe)),
+                step,
+                pending_of(saved),
+            )
             self.ends.callback(sampling.close)
         return Run(
             recipe=recipe,
@@ -200,10 +208,6 @@ class RankStarter:
             sampling=sampling,
             replayed=replayed,
         )
-
-    def _teaches(self, group: Group) -> bool:
-        recipe = self.setup.recipe
-        return recipe.rollout.dynamic_sampling is None or bool(with_signal([group], recipe))
 
     def start_again(self, run: Run, saved: Checkpoint | None) -> Run:
         """Starts new ranks for lost ones; engines and scorer stay."""
@@ -284,7 +288,7 @@ def reported(step: int, done: Step, setup: Setup[Recipe, Prompt]) -> Step:
     run."""
     sampled, tracker = done.sampled, setup.tracker
     tracker.rollouts(step, sampled.groups, step - 1, done.learned)
-    if sampled.begun:
+    if sampled.logged:
         tracker.schedule(schedule_line(step, sampled))
     excess = report_mismatch(setup.recipe, step, done.mismatch, sampled.groups, tracker, setup.tokenizer.decode)
     return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,10 @@ from megagrpo.errors import (
     RankLostError,
     RecipeError,
 )
-from megagrpo.track.rollout_table import Learned
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer import train
 from megagrpo.trainer.setup import first_state
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.types import Group
 from tests import step_fakes
 
 STEPS = 4
@@ -63,17 +61,10 @@ class Recorder:
         self.restarts.append(metrics.get("restarts", 0.0))
         self.lines.append((step, {name: value for name, value in metrics.items() if not name.startswith(measured)}))
 
-    def evaluated(self, step: int, sets: Mapping[str, Sequence[Group]]) -> None:
-        pass
-
-    def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned) -> None:
-        pass
+    evaluated = rollouts = say = lambda self, *given: None
 
     def confirm(self) -> None:
         self.confirmed.append(self.saved[-1].step if self.saved else 0)
-
-    def say(self, line: str) -> None:
-        pass
 
     def rewind(self, step: int, *, unlogged: bool) -> None:
         self.lines = [line for line in self.lines if step and line[0] <= step - unlogged]

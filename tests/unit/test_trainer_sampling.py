@@ -331,6 +331,18 @@ def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_grou
         assert samples[at].logprobs[:count].tolist() == before.logprobs.tolist()
 
 
+def test_a_scored_group_that_an_earlier_version_saved_has_its_baseline_as_last_sample() -> None:
+    recipe = recipe_with(*ASYNC, REMAX)
+    with in_background(recipe) as run:
+        trained(run, [1])
+        run.rollouts.wait(lambda: any(group.scores for group in run.sampling.pending().groups))
+        pending = run.sampling.pending()
+    scored = [(group, *filter(None, [group.baseline_score])) for group in pending.groups]
+    earlier = [Group(group.prompt, group.responses, (*group.scores, *of_baseline)) for group, *of_baseline in scored]
+    with in_background(recipe, pending=replace(pending, groups=earlier), step=1) as again:
+        assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
+
+
 def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
     with in_background(recipe, odd) as run:
@@ -355,7 +367,7 @@ def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None
         run.sampling.set_aside(["p1", "p6"])
         steps = trained(run, [1, 2, 3])
     begun = {
-        group.prompt.id: at.number for sampled in steps for group, at in zip(sampled.all, sampled.begun, strict=True)
+        group.prompt.id: at.number for sampled in steps for group, at in zip(sampled.all, sampled.logged, strict=True)
     }
     assert begun.items() >= {"p0": 0, "p1": 1, "p5": 5, "p7": 7, "p8": 8}.items()
     assert "p6" not in begun
