@@ -35,7 +35,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_386,
     ("rollout",): 3_064,
     ("cluster",): 3_691,
-    ("trainer", "evaluation"): 4_701,
+    ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_205,
     ("plan",): 5_884,
     ("data",): 3_206,

@@ -65,8 +65,7 @@ class _Notes:
     groups: tuple[Count, ...]  # indices of Sampled.groups
     rounds: Count
     left_over: Count
-    baselines: tuple[float, ...] | None = None
-    """Scores of the baselines of Sampled.groups, of earlier versions: groups have their own."""
+    baselines: tuple[float, ...] | None = None  # scores of Sampled.groups' baselines, as earlier versions kept them
 
 
 @dataclass(frozen=True)

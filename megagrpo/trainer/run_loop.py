@@ -132,8 +132,7 @@ class Loop(Generic[AnyTraining]):
         self.setup, self.training = setup, training
         self.state, self.pending = setup.state, setup.pending
         self.restarts = 0
-        self._failure: MegagrpoError | None = None
-        """Ends the run once the step is saved."""
+        self._failure: MegagrpoError | None = None  # ends the run once the step is saved
 
     def run(self) -> None:
         """Runs all steps. After a loss of training ranks, restarts with new ones at the newest checkpoint, or at the

@@ -271,9 +271,8 @@ class Sampling:
             for sample in goes_on:
                 order.go_on_after(sample.index, sample)
             if group.scores:
-                self._of_order.pop(order).group = with_baseline(
-                    group, self._recipe
-                )  # earlier versions saved it as a sample
+                # Earlier versions saved the baseline as a sample.
+                self._of_order.pop(order).group = with_baseline(group, self._recipe)
                 self._admission.complete(number)
             elif order.complete:
                 self._completed(order)

@@ -23,43 +23,45 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
     The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told to stop
     before everything is scored; the training ranks are then as before the step.
     """
-    if run.sampling is None:
-        return synchronous(run, step, kl_coefficient)
-    if isinstance(run.recipe.schedule, SyncConfig):
-        return carrying_over(run, run.sampling, step, kl_coefficient)
-    return asynchronous(run, run.sampling, step, kl_coefficient)
-
-
-def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Runs one stage after another: the weights that the step trains sample its groups. In a replay of another run's
-    schedule, older weights sample some of them."""
-    with run.stopping.giving_up(), run.policy.released():
-        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
-        run.rollouts.release_memory()
+    with run.stopping.giving_up():
+        if run.sampling is None:
+            sampled = synchronous(run, step)
+        elif isinstance(run.recipe.schedule, SyncConfig):
+            sampled = carrying_over(run, run.sampling, run.recipe.schedule)
+        else:
+            sampled = asynchronous(run, run.sampling)
     return trained_step(run, sampled, step, kl_coefficient)
 
 
-def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
+def synchronous(run: Run, step: int) -> Sampled:
+    """Samples all of the step with the weights that it trains. In a replay of another run's schedule, older weights
+    sample some of it."""
+    with run.policy.released():
+        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
+        run.rollouts.release_memory()
+    return sampled
+
+
+def carrying_over(run: Run, sampling: Sampling, schedule: SyncConfig) -> Sampled:
     """Ends sampling when the step has its groups. Incomplete groups continue in the next step; with oversample they are
     dropped."""
-    with run.stopping.giving_up(), run.policy.released():
+    with run.policy.released():
         with run.clock.phase("rollout"):
             sampling.go_on()
             sampled = sampling.take(then_pause=True)
             sampling.pause()
-            if isinstance(schedule := run.recipe.schedule, SyncConfig) and schedule.oversample:
+            if schedule.oversample:
                 sampled = sampling.cut(sampled)
         run.rollouts.release_memory()
-    return trained_step(run, sampled, step, kl_coefficient)
+    return sampled
 
 
-def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
-    """Trains the step while engines sample, and continue to sample as they get its weights. With one_step_off they
+def asynchronous(run: Run, sampling: Sampling) -> Sampled:
+    """Takes the step's groups while engines continue to sample, also as they get its weights. With one_step_off they
     begin no more than the next step's prompts, and finish them before they get weights."""
-    with run.stopping.giving_up(), run.clock.phase("rollout"):
+    with run.clock.phase("rollout"):
         sampling.go_on()
-        sampled = sampling.take()
-    return trained_step(run, sampled, step, kl_coefficient)
+        return sampling.take()
 
 
 def trained_step(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Step:

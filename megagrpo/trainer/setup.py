@@ -74,13 +74,10 @@ class Setup(Generic[Kind, AnyItem]):
         self.cursor = Cursor(data.items, seed=recipe.seed, shuffle=recipe.data.shuffle)
         if self.resumed:
             self.cursor.restore(self.resumed.state.data_cursor)
-        self.state = first_state(recipe, self.cursor, self.resumed)
-        """The state before the first step of this process."""
-        self.pending = pending_of(self.resumed)
-        """Groups that no step has trained on; None: no schedule samples in the background."""
+        self.state = first_state(recipe, self.cursor, self.resumed)  # before the first step of this process
+        self.pending = pending_of(self.resumed)  # groups that no step has trained on
         self.total_steps = total_steps(recipe, len(self.cursor))
-        self.last_step = min(self.total_steps, last_step or self.total_steps)
-        """This process ends after it, or before."""
+        self.last_step = min(self.total_steps, last_step or self.total_steps)  # this process ends after it, or before
         self.complete = bool(
             self.resumed
             and self.state.unlogged is None

@@ -163,8 +163,7 @@ class RankStarter:
     ray: Runtime
     placed: Recipe
     in_background: bool
-    ends: ExitStack
-    """The ends of all that starts again with new ranks."""
+    ends: ExitStack  # of all that starts again with new ranks
 
     def start(
         self, saved: Checkpoint | None, engines: Callable[[], Rollouts], scorer: Scorer, replayed: Replayed | None
