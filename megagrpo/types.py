@@ -148,6 +148,13 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...] = ()
+    baseline: Sample | None = None  # the greedy response, with which remax compares the samples
+    baseline_score: Score | None = None
+
+    @property
+    def responses(self) -> tuple[Sample, ...]:
+        """Returns the samples, and after them the baseline, if there is one."""
+        return self.samples if self.baseline is None else (*self.samples, self.baseline)
 
     @property
     def sequence_tokens(self) -> int:

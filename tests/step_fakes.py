@@ -19,7 +19,8 @@ from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.data.cursor import Cursor
 from megagrpo.trainer.run import PhaseClock, Run
-from megagrpo.trainer.run_loop import Progress, first_progress, run_despite_losses
+from megagrpo.trainer.run_loop import Loop
+from megagrpo.trainer.setup import first_state
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -65,7 +66,9 @@ class FakeScorer:
     counted: Sequence[tuple[float, ...]] | None
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        return [replace(group, scores=tuple(self._of(group))) for group in groups]
+        of_baseline = [Score(self.greedy(number(group.prompt))) if group.baseline else None for group in groups]
+        scored = zip(groups, map(tuple, map(self._of, groups)), of_baseline, strict=True)
+        return [replace(group, scores=scores, baseline_score=score) for group, scores, score in scored]
 
     score_unshaped = score
 
@@ -73,12 +76,8 @@ class FakeScorer:
         return {}
 
     def _of(self, group: Group) -> Iterator[Score]:
-        prompt = number(group.prompt)
-        values = list(self.scores(prompt))
-        if len(group.samples) > len(values):
-            values.append(self.greedy(prompt))
-        counted = self.counted or [()] * len(values)
-        for value, each in zip(values, counted, strict=True):
+        values = list(self.scores(number(group.prompt)))
+        for value, each in zip(values, self.counted or [()] * len(values), strict=True):
             yield Score(value, counted=each, solved=value is not None and value >= 1)
 
 
@@ -182,9 +181,7 @@ def make_run(
     )
 
 
-def run_loop(
-    run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None
-) -> Progress:
+def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state: TrainerState | None = None) -> Any:
     """The real run loop over a fake run, continued from a checkpoint's state if given. Sets have one prompt each."""
     saved = [state.step if state else 0]
 
@@ -195,8 +192,6 @@ def run_loop(
     if state:
         run.cursor.restore(state.data_cursor)
     held_out = {name: [Prompt("p0", (1, 2), "sums", "2")] for name in run.recipe.eval.sets}
-    tokenizer, files = SimpleNamespace(decode=lambda tokens: ""), SimpleNamespace(begin=lambda step, responses: None)
-    training = GrpoTraining(run, held_out, tracker, tokenizer, _the_same, {}, files)  # type: ignore[arg-type]
 
     def newest() -> Any:
         return checkpoint_of(tracker.saved[-1]) if tracker.saved else None
@@ -205,24 +200,19 @@ def run_loop(
         kept = [(state.evaluation or {}).get(run.recipe.checkpoint.keep_best) for state in tracker.saved]
         return max((value for value in kept if value is not None), default=None)
 
-    nothing = lambda: None  # noqa: E731
-    saving = SimpleNamespace(
-        begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=nothing, newest_again=newest, best=best
-    )
-    saving.going_on_from_finite_weights = lambda lr: nullcontext()
-    setup: Any = SimpleNamespace(
-        held_out=held_out, tracker=tracker, saving=saving, last_step=run.total_steps, alerts=None
-    )
-    for name in ("recipe", "cursor", "total_steps", "stopping", "clock"):
-        setattr(setup, name, getattr(run, name))
-    return run_despite_losses(setup, training, first_progress(run.recipe, run.cursor, checkpoint_of(state)))[1]
+    saving = SimpleNamespace(begin=begin, wait=lambda: saved[-1], confirm=tracker.confirm, finish=lambda: None)
+    saving.newest_again, saving.best, saving.going_on_from_finite_weights = newest, best, lambda lr: nullcontext()
+    setup: Any = SimpleNamespace(**vars(run), held_out=held_out, tracker=tracker, saving=saving)
+    setup.last_step, setup.alerts, setup.pending = run.total_steps, None, None
+    setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
+    setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
+    files, starter = SimpleNamespace(begin=lambda *given: None), SimpleNamespace(start_again=lambda run, saved: run)
+    loop = Loop(setup, GrpoTraining(run, setup, starter, {}, files))  # type: ignore[arg-type]
+    loop.run()
+    return loop.state
 
 
 def checkpoint_of(state: TrainerState | None) -> Any:
     """With no file."""
     nowhere = Path("the newest")
     return SimpleNamespace(state=state, path=nowhere, rank_directory=nowhere / "rank") if state else None
-
-
-def _the_same(run: Any, saved: Any) -> Any:
-    return run

@@ -32,10 +32,10 @@ BUDGETS = {
     ("weights",): 6_579,
     ("megatron",): 4_197,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_381,
+    ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
     ("cluster",): 3_600,
-    ("trainer", "evaluation"): 4_755,
+    ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_781,
     ("data",): 3_206,
@@ -43,7 +43,7 @@ BUDGETS = {
     ("agents",): 5_388,
     ("track", "report"): 5_771,
     ("importing",): 3_689,
-    ("commands", ""): 2_669,
+    ("commands", ""): 2_676,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.

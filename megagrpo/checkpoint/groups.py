@@ -105,6 +105,8 @@ class _SavedGroup:
     text: Text
     samples: tuple[_SavedSample, ...]
     scores: tuple[_SavedScore, ...]
+    baseline: _SavedSample | None = None
+    baseline_score: _SavedScore | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
 
     Raises CheckpointError if the file cannot be written, or if a prompt's extra_info has a value of another kind.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.responses]
     branches = [branch for sample in samples if sample.agent for branch in sample.agent.branches]
     try:
         content = json.dumps({"groups": [_saved(group) for group in groups], "notes": notes or {}})
@@ -197,12 +199,18 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
         raise ValueError("a token that is neither trained nor given")
-    samples = [sample for group in saved.groups for sample in group.samples]
+    whole = [sample for group in saved.groups for sample in (*group.samples, group.baseline) if sample]
     tokens, logprobs, versions = (
-        iter(_parts(arrays, name, "offsets", len(samples))) for name in ("tokens", "logprobs", "versions")
+        iter(_parts(arrays, name, "offsets", len(whole))) for name in ("tokens", "logprobs", "versions")
     )
-    count = sum(sample.agent.branches for sample in samples if sample.agent)
+    count = sum(sample.agent.branches for sample in whole if sample.agent)
     branches = iter(_branches(arrays, count))
+
+    def made(prompt_id: str, sample: _SavedSample) -> Sample:
+        arrays_of = next(tokens), next(logprobs), next(versions)
+        agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
+        return Sample(prompt_id, sample.index, *arrays_of, sample.finish, sample.text, agent)
+
     prompts = _parts(arrays, "prompt_tokens", "prompt_offsets", len(saved.groups))
     groups = []
     for group, prompt_tokens in zip(saved.groups, prompts, strict=True):
@@ -218,12 +226,11 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
             messages=tuple(map(typed_json.unpacked, group.messages)),
             text=group.text,
         )
-        made = []
-        for sample in group.samples:
-            arrays_of = next(tokens), next(logprobs), next(versions)
-            agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
-            made.append(Sample(group.id, sample.index, *arrays_of, sample.finish, sample.text, agent))
-        groups.append(Group(prompt, tuple(made), tuple(Score(**vars(score)) for score in group.scores)))
+        samples = [made(group.id, sample) for sample in group.samples]
+        baseline = made(group.id, group.baseline) if group.baseline else None
+        of_baseline = Score(**vars(group.baseline_score)) if group.baseline_score else None
+        scores = tuple(Score(**vars(score)) for score in group.scores)
+        groups.append(Group(prompt, tuple(samples), scores, baseline, of_baseline))
     return groups
 
 
@@ -257,12 +264,16 @@ def _saved(group: Group) -> dict[str, Any]:
         "extra_info": _packed(dict(prompt.extra_info), f"extra_info of prompt {prompt.id}"),
         "messages": [_packed(dict(message), f"a message of prompt {prompt.id}") for message in prompt.messages],
         "text": prompt.text,
-        "samples": [
-            {"index": s.index, "finish": s.finish, "text": s.text, "agent": s.agent and _saved_agent(s.agent, s)}
-            for s in group.samples
-        ],
+        "samples": [_saved_sample(sample) for sample in group.samples],
         "scores": [asdict(score) for score in group.scores],
+        **({"baseline": _saved_sample(group.baseline)} if group.baseline else {}),
+        **({"baseline_score": asdict(group.baseline_score)} if group.baseline_score else {}),
     }
+
+
+def _saved_sample(sample: Sample) -> dict[str, Any]:
+    agent = sample.agent and _saved_agent(sample.agent, sample)
+    return {"index": sample.index, "finish": sample.finish, "text": sample.text, "agent": agent}
 
 
 def _saved_agent(agent: AgentRun, sample: Sample) -> dict[str, Any]:

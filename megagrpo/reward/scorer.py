@@ -81,19 +81,18 @@ class Scorer:
         self._models = AskingFunctions(self._asking, self._specs, models)
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns the same groups with a score for each sample as training uses it, with penalties and masks."""
+        """Returns the same groups with a score for each response as training uses it, with penalties and masks."""
         with self._lock:
-            scored = self._score_unshaped(groups)
-        return [
-            replace(
-                group,
-                scores=tuple(
-                    shaped_score(score, sample, self._reward, self._response_tokens_max)
-                    for sample, score in zip(group.samples, group.scores, strict=True)
-                ),
-            )
-            for group in scored
-        ]
+            scored = self._score_unshaped([replace(group, samples=group.responses) for group in groups])
+        found = []
+        for group, whole in zip(groups, scored, strict=True):
+            shaped = [
+                shaped_score(score, sample, self._reward, self._response_tokens_max)
+                for sample, score in zip(whole.samples, whole.scores, strict=True)
+            ]
+            baseline_score = shaped.pop() if group.baseline else None
+            found.append(replace(group, scores=tuple(shaped), baseline_score=baseline_score))
+        return found
 
     def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the same groups with the weighted sums, gates included, for an evaluation: length and finish do not

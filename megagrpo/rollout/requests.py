@@ -95,11 +95,9 @@ def group_of(prompt: Prompt, samples: Sequence[Sample], wanted: int) -> Group:
     return Group(prompt, tuple(samples))
 
 
-def parted(groups: Sequence[Group], recipe: Recipe) -> tuple[list[Group], list[Group]]:
-    """Splits off the greedy responses of training_requests: groups without them, and groups of one if there are any."""
-    if not recipe.algorithm.greedy_responses:
-        return list(groups), []
-    return (
-        [replace(group, samples=group.samples[:-1], scores=group.scores[:-1]) for group in groups],
-        [replace(group, samples=group.samples[-1:], scores=group.scores[-1:]) for group in groups],
-    )
+def with_baseline(group: Group, recipe: Recipe) -> Group:
+    """Makes the greedy response of training_requests, the last sample, the group's baseline."""
+    if not recipe.algorithm.greedy_responses or group.baseline:
+        return group
+    samples, scores, score = group.samples, group.scores, group.scores[-1] if group.scores else None
+    return Group(group.prompt, samples[:-1], scores[:-1], baseline=samples[-1], baseline_score=score)

@@ -7,9 +7,10 @@ The file is written before the step trains, so that a failed step can be inspect
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,20 +21,26 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import Group, Prompt, Sample
+from megagrpo.types import Group, Prompt, Sample, Score
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
 Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
+Number = Annotated[int, pydantic.Field(ge=0, le=10**12)]
+Span = tuple[Number, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
+"""A weight version, and how many tokens in a row it sampled for one request."""
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The start of a background-sampled group. number, version: as in admission.Admitted. joints: as in Order."""
+class LoggedGroup:
+    """A background-sampled group as schedule.jsonl has it. number, version: as in algorithm.admission.Admitted."""
 
-    number: int
-    version: int
-    joints: Mapping[int, Sequence[int]]
+    number: Number
+    version: Number
+    prompt: str
+    trained: bool  # false: dynamic sampling dropped it
+    samples: tuple[tuple[Span, ...], ...]  # of its responses
+    aborted: tuple[Number, ...]  # samples that engines gave up, by place in `samples`
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,9 @@ class Sampled:
     all: list[Group]  # everything that was sampled, `groups` included
     rounds: int = 1  # how often prompts were sampled
     left_over: int = 0  # groups with signal in the last round beyond those wanted
-    # float64 [groups], for remax: score of the greedy response to each prompt of `groups`, NaN where its reward failed
-    baselines: np.ndarray | None = None
-    greedy: Sequence[Sample] = ()  # for remax: greedy response of each of `all`
-    # For sampling in the background: its metrics, and the start of each of `all`.
+    # Of sampling in the background: its metrics, and the log of each of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
-    begun: Sequence[Beginning] = ()
+    logged: Sequence[LoggedGroup] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class _Notes:
     groups: tuple[Count, ...]  # indices of Sampled.groups
     rounds: Count
     left_over: Count
-    baselines: tuple[float, ...] | None
+    baselines: tuple[float, ...] | None = None  # scores of Sampled.groups' baselines, as earlier versions kept them
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,23 @@ class Batch:
     sampled: Sampled
     total_steps: int
     recipe: str
+
+
+def logged_group(
+    number: int, version: int, group: Group, joints: Mapping[int, Sequence[int]], *, trained: bool
+) -> LoggedGroup:
+    """Returns what is logged of a group. joints: as in Order."""
+    responses = list(enumerate(group.responses))
+    samples = tuple(tuple(spans(sample.versions, joints.get(at, ()))) for at, sample in responses)
+    aborted = tuple(at for at, sample in responses if sample.finish == "abort")
+    return LoggedGroup(number, version, group.prompt.id, trained, samples, aborted)
+
+
+def spans(versions: np.ndarray, joints: Iterable[int]) -> list[Span]:
+    """Splits versions, int32 [tokens], into runs of equal versions, which also end at joints."""
+    inner = {int(end) for end in np.flatnonzero(np.diff(versions)) + 1} | {*joints}
+    ends = sorted({end for end in inner if 0 < end < len(versions)} | ({len(versions)} - {0}))
+    return [(int(versions[end - 1]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, keep: int) -> None:
@@ -83,7 +104,6 @@ def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, ke
         groups=tuple(place[id(group)] for group in sampled.groups),
         rounds=sampled.rounds,
         left_over=sampled.left_over,
-        baselines=None if sampled.baselines is None else tuple(sampled.baselines.tolist()),
     )
     write_groups(_path(directory, step), sampled.all, asdict(notes))
     for old in saved_steps(directory):
@@ -103,11 +123,12 @@ def read_batch(directory: Path, step: int) -> Batch:
         groups = [found[index] for index in notes.groups]
     except (pydantic.ValidationError, IndexError) as error:
         raise _unusable(str(path), first_line(error)) from error
-    baselines = None if notes.baselines is None else np.array(notes.baselines, np.float64)
     unscored = any(not group.scores or not group.samples for group in found)
-    if not groups or unscored or (baselines is not None and len(baselines) != len(groups)):
+    if not groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(groups)):
         raise _unusable(str(path), "groups without samples, scores or baselines")
-    sampled = Sampled(groups, found, notes.rounds, notes.left_over, baselines)
+    for index, value in zip(notes.groups, notes.baselines or (), strict=False):
+        found[index] = replace(found[index], baseline_score=Score(None if math.isnan(value) else value))
+    sampled = Sampled([found[index] for index in notes.groups], found, notes.rounds, notes.left_over)
     return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
 
 
@@ -118,7 +139,7 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
     longest, largest = (max(column) for column in zip(*sizes, strict=True))
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
     functions, tokens_max = set(map(len, recipe.reward.lists().values())), recipe.sequence_tokens_max
-    lacking = sampled.baselines is None and bool(recipe.algorithm.greedy_responses)
+    lacking = recipe.algorithm.greedy_responses and not all(group.baseline_score for group in sampled.groups)
     problems = [
         Problem(where, given, needed, "name a run whose recipe has the same model, data, reward and lengths")
         for wrong, given, needed in (

@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.reward_models import RewardModels
-from megagrpo.cluster.reward_nodes import reward_pool
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.data import report as data_report
@@ -47,7 +45,6 @@ from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.run import ConsoleMode
-from megagrpo.reward.asking import Models
 from megagrpo.reward.functions import ASKING
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
@@ -59,8 +56,8 @@ from megagrpo.track.jsonl import finite
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
-from megagrpo.trainer.train import prompt_reader
-from megagrpo.types import Group, Prompt, Request
+from megagrpo.trainer.train import prompt_reader, scorer_maker
+from megagrpo.types import Group, Prompt
 from megagrpo.weights.families.reading import read_json
 
 PROMPTS_AT_ONCE = 64
@@ -69,15 +66,8 @@ JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One prompt of a set, and the requests for it."""
-
-    held_out_set: str
-    prompt: Prompt
-    requests: list[Request]
+Asked = Mapping[Order, tuple[str, Prompt]]
+"""Orders, each of one prompt's responses, with the name of its set."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +137,16 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         responses = list(log.there)
         # What failed, or was left out, is asked for again.
         done = {(one.set, one.prompt_id, one.index) for one in responses if one.score is not None}
-        asked = [
-            Asked(name, prompt, requests)
+        asked: Asked = {
+            Order(requests, prompt=prompt): (name, prompt)
             for name, one in recipe.eval.of_sets().items()
             for prompt, requests in zip(prompts[name], evaluation_requests(recipe, one, prompts[name]), strict=True)
-        ]
-        left = [one for one in asked if any((one.held_out_set, r.prompt_id, r.index) not in done for r in one.requests)]
+        }
+        left = {
+            order: (name, prompt)
+            for order, (name, prompt) in asked.items()
+            if any((name, request.prompt_id, request.index) not in done for request in order.requests)
+        }
         begun = f", {len(asked) - len(left)} of them done before" if len(left) < len(asked) else ""
         say(f"{subject.given}: {len(asked)} prompts{begun}")
         if left:
@@ -174,7 +168,7 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
 def _sample(
     recipe: Recipe,
     directory: Path,
-    asked: Sequence[Asked],
+    asked: Asked,
     log: ResponseLog,
     responses: list[Response],
     stopping: Stopping,
@@ -197,17 +191,16 @@ def _sample(
             rollouts = _started(ray, placed, checked, closing, say)
             scorers = _scorers(ray, placed, judging, asked, closing, stopping, say)
             judging.wait_until_ready()
-            origin = {Order(list(one.requests), prompt=one.prompt): one for one in asked}
             complete: deque[Order] = deque()
-            for order in origin:
+            for order in asked:
                 order.on_complete = complete.append
-            rollouts.add(list(origin))
-            with progress("sampling and scoring", len(origin), "prompts") as work:
-                while work.done < len(origin):
+            rollouts.add(list(asked))
+            with progress("sampling and scoring", len(asked), "prompts") as work:
+                while work.done < len(asked):
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    scored = _scored([(origin[order], order) for order in batch], scorers)
+                    scored = _scored(batch, asked, scorers)
                     log.append(scored)
                     responses += scored
                     work.advance(len(batch))
@@ -231,33 +224,30 @@ def _scorers(
     ray: Runtime,
     recipe: Recipe,
     judging: RewardModels,
-    asked: Sequence[Asked],
+    asked: Asked,
     closing: ExitStack,
     stopping: Stopping,
     say: Say,
 ) -> dict[str, Scorer]:
     """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
-    own, limit = own_rewards(recipe), recipe.rollout.response_tokens_max
-    responses: Counter[str] = Counter()
-    for one in asked:
-        responses[one.held_out_set if one.held_out_set in own else ""] += len(one.requests)
-    models = Models(run_directory(recipe), judging.served())
-    score_with = partial(Scorer, check=stopping.check, say=say, pool_of=partial(reward_pool, ray), models=models)
+    own = own_rewards(recipe)
+    keys, responses = {name: name if name in own else "" for name in recipe.eval.sets}, Counter[str]()
+    for order, (name, _) in asked.items():
+        responses[keys[name]] += len(order.requests)
+    score_with = scorer_maker(recipe, ray, judging, stopping.check, say)
     made: dict[str, Scorer] = {}
-    for name in recipe.eval.sets:
-        key = name if name in own else ""
-        if key not in made:
-            judged = min(JUDGED_RESPONSES, responses[key])
-            made[key] = score_with(own.get(key, recipe.reward), limit, judged_responses=judged)
-            closing.callback(made[key].close)
-    return {name: made[name if name in own else ""] for name in recipe.eval.sets}
+    for key in dict.fromkeys(keys.values()):
+        judged = min(JUDGED_RESPONSES, responses[key])
+        made[key] = score_with(own.get(key, recipe.reward), judged_responses=judged)
+        closing.callback(made[key].close)
+    return {name: made[key] for name, key in keys.items()}
 
 
-def _scored(batch: Sequence[tuple[Asked, Order]], scorers: Mapping[str, Scorer]) -> list[Response]:
+def _scored(batch: Sequence[Order], asked: Asked, scorers: Mapping[str, Scorer]) -> list[Response]:
     groups: dict[str, list[Group]] = {}
-    for one, order in batch:
-        group = group_of(one.prompt, order.there(), len(order.requests))
-        groups.setdefault(one.held_out_set, []).append(group)
+    for order in batch:
+        name, prompt = asked[order]
+        groups.setdefault(name, []).append(group_of(prompt, order.there(), len(order.requests)))
     return [
         response
         for name, of_set in groups.items()

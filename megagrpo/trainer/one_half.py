@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
-from megagrpo.errors import MismatchError, Problem, RunStopped, UnusableCheckpointError
+from megagrpo.errors import Problem, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.trainer.batches import (
-    Sampled,
     ranges,
     read_batch,
     require_another_directory,
@@ -25,12 +26,14 @@ from megagrpo.trainer.batches import (
     save_batch,
     saved_steps,
 )
-from megagrpo.trainer.run import PhaseClock, TrainRun
-from megagrpo.trainer.run_loop import Progress, Setup, StepDone, run_to_end
-from megagrpo.trainer.step import Loaded, Trained, load, sample, solved_prompts, train, what_was_learned
-from megagrpo.trainer.step_metrics import report_mismatch, rollout_metrics, sampling_metrics, step_metrics
+from megagrpo.trainer.run import PhaseClock, Step, TrainRun
+from megagrpo.trainer.run_loop import Training, run_to_end
+from megagrpo.trainer.schedule import trained_step
+from megagrpo.trainer.setup import Setup
+from megagrpo.trainer.step import sample, set_solved_aside
+from megagrpo.trainer.step_metrics import rollout_metrics, sampling_metrics
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.trainer.train import GrpoTraining, prompt_reader, start_training
+from megagrpo.trainer.train import GrpoTraining, model_and_critic, prompt_reader, reported, start_policy, start_training
 from megagrpo.types import Prompt
 
 # --- samples without training -----------------------------------------------------------------------------------------
@@ -45,10 +48,10 @@ def rollout_only(checked: Preflight[Recipe]) -> int:
     return run_to_end(_changed(checked, kept), prompt_reader(checked.recipe), start_training, sample_all)
 
 
-def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
+def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: TrainerState) -> TrainerState:
     """Generates, scores and saves the batches of all steps. Raises RunStopped if the run is told to stop."""
     try:
-        return _sample_steps(setup, training, progress)
+        return _sample_steps(setup, training, state)
     except StopRequested:
         training.give_up()
         batches = ranges(saved_steps(run_directory(setup.recipe)))
@@ -56,25 +59,23 @@ def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: P
         raise RunStopped(Problem("told to stop", given, fix=fix)) from None
 
 
-def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, progress: Progress) -> Progress:
+def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: TrainerState) -> TrainerState:
     run, clock = training.run, setup.clock
-    rate = run.recipe.data.no_resampling_pass_rate
     for step in range(1, setup.total_steps + 1):
         if run.cursor.exhausted:
-            setup.tracker.say(f"stopped after step {progress.step}: every prompt is set aside")
+            setup.tracker.say(f"stopped after step {state.step}: every prompt is set aside")
             break
         with setup.stopping.giving_up():
             with clock.phase("step"):
                 sampled = sample(run, step)
             with clock.phase("save_batch"):
                 save_batch(run.recipe, step, sampled, setup.total_steps, keep=setup.total_steps)
-        if rate is not None:
-            run.cursor.set_aside(solved_prompts(sampled.all, rate))
+        set_solved_aside(run, sampled)
         setup.tracker.rollouts(step, sampled.groups, run.weights.version)
         metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
         setup.tracker.log(step, metrics | clock.take())
-        progress = replace(progress, step=step)
-    return progress
+        state = replace(state, step=step)
+    return state
 
 
 # --- training on saved samples ----------------------------------------------------------------------------------------
@@ -93,38 +94,29 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
-
-        def start_run(resumed: Checkpoint | None) -> TrainRun:
-            directory = resumed.rank_directory if resumed else None
-            return start_train_run(setup.checked, setup.total_steps, ray, closing, directory, setup.clock)
-
+        start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
         return TrainOnly(start_run(setup.resumed), source, setup, start_run)
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 
 
 def start_train_run(
-    checked: Preflight[Recipe], steps: int, ray: Runtime, closing: ExitStack, saved: Path | None, clock: PhaseClock
+    checked: Preflight[Recipe],
+    steps: int,
+    ray: Runtime,
+    ends: ExitStack,
+    clock: PhaseClock,
+    saved: Checkpoint | None,
 ) -> TrainRun:
-    """Starts training ranks alone, from a checkpoint's rank directory if `saved` names one. steps: of the whole run."""
-    model = checked.model_directory.absolute()
-    critic = checked.critic_directory.absolute() if checked.critic_directory else model
-    check_files(ray, checked.recipe, read=(model, critic))
-    policy = Policy(ray, with_absolute_directories(checked.recipe), model, critic)
-    closing.callback(policy.close)
-    policy.begin(model, saved)
+    """Starts training ranks alone. steps: of the whole run."""
+    check_files(ray, checked.recipe, read=model_and_critic(checked))
+    policy = start_policy(checked, with_absolute_directories(checked.recipe), ray, ends, saved)
     return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
 
 
-def train_on(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> tuple[Loaded, Trained]:
-    """Trains step `step` on the given samples."""
-    loaded = load(run, sampled, step, kl_coefficient)
-    return loaded, train(run, loaded, step, kl_coefficient)
-
-
 @dataclass(frozen=True)
-class TrainOnly:
-    """The `Training` of a run on saved batches."""
+class TrainOnly(Training):
+    """The training of a run on saved batches."""
 
     run: TrainRun
     source: Path
@@ -135,38 +127,16 @@ class TrainOnly:
     def ranks(self) -> Policy:
         return self.run.policy
 
-    def step(self, step: int, kl_coefficient: float | None) -> StepDone:
-        recipe, tracker, coefficient = self.run.recipe, self.setup.tracker, kl_coefficient or 0.0
-        sampled = read_batch(self.source, step).sampled
-        vocabulary = self.setup.checked.architecture.vocab
-        require_fitting(sampled, recipe, vocabulary, f"step {step} of {self.source}")
+    def step(self, step: int, kl_coefficient: float | None) -> Step:
+        setup, sampled = self.setup, read_batch(self.source, step).sampled
+        vocabulary = setup.checked.architecture.vocab
+        require_fitting(sampled, self.run.recipe, vocabulary, f"step {step} of {self.source}")
         with self.run.clock.phase("step"):
-            loaded, trained = train_on(self.run, sampled, step, coefficient)
-            learned = what_was_learned(self.run, sampled, loaded, trained)
-        metrics = step_metrics(self.run, sampled, loaded, trained, step, coefficient)
-        tracker.rollouts(step, sampled.groups, step - 1, learned)
-        mismatch = trained.policy.mismatch if trained.policy else None
-        excess = report_mismatch(recipe, step, mismatch, sampled.groups, tracker, self.setup.tokenizer.decode)
-        tokens = sum(group.sequence_tokens for group in sampled.all)
-        failure = MismatchError(excess) if excess else None
-        return StepDone(metrics, tokens, kl_coefficient=trained.kl_coefficient, failure=failure)
-
-    def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
-        raise NotImplementedError("no engines: the recipe of such a run has no eval.sets")
-
-    @contextmanager
-    def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def exporting(self) -> Iterator[None]:
-        yield
+            done = trained_step(self.run, sampled, step, kl_coefficient or 0.0)
+        return reported(step, done, setup)
 
     def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
         return replace(self, run=self.start_run(saved))
-
-    def give_up(self) -> None:
-        """Does nothing: a stop here interrupts nothing that could keep the ranks from saving."""
 
 
 def _changed(checked: Preflight[Recipe], kept: dict[str, object]) -> Preflight[Recipe]:

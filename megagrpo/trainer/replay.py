@@ -18,10 +18,10 @@ from megagrpo.recipe.defaults import checkpoint_directory, plan_devices
 from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
-from megagrpo.trainer.one_half import start_train_run, train_on
+from megagrpo.trainer.one_half import start_train_run
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.run_loop import first_kl_coefficient
-from megagrpo.trainer.step_metrics import step_metrics
+from megagrpo.trainer.schedule import trained_step
+from megagrpo.trainer.setup import first_kl_coefficient
 
 NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/", "memory/", "restarts")
 """Prefixes of metrics that measure the machine, or that engines made after the step."""
@@ -62,7 +62,7 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
     track = recipe.track.model_copy(
-        update={"directory": str(place), "mlflow": None, "wandb": None, "tensorboard": False}
+        update={"directory": str(place), "mlflow": None, "wandb": None, "tensorboard": False, "rollouts": None}
     )
     checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
     checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
@@ -93,16 +93,15 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
         closing.callback(runtime.stop, ray)
         last = read_batch(directory, step)
         total = recipe.train.total_steps or last.total_steps
-        run = start_train_run(checked, total, ray, closing, found.rank_directory if found else None, PhaseClock())
+        run = start_train_run(checked, total, ray, closing, PhaseClock(), found)
         coefficient = first_kl_coefficient(recipe, state)
         for number in steps:
             batch = last if number == step else read_batch(directory, number)
             require_fitting(batch.sampled, recipe, checked.architecture.vocab, f"step {number} of {directory}")
             if batch.recipe != last.recipe:
                 say(f"step {number} was trained with {batch.recipe}, and is now trained with {last.recipe}")
-            loaded, trained = train_on(run, batch.sampled, number, coefficient)
-            metrics = step_metrics(run, batch.sampled, loaded, trained, number, coefficient)
-            coefficient = trained.kl_coefficient
+            done = trained_step(run, batch.sampled, number, coefficient)
+            metrics, coefficient = done.metrics, done.kl_coefficient or 0.0
             if number < step:
                 say(f"trained step {number}")
     if logged is None:

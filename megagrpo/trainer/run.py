@@ -1,21 +1,26 @@
-"""The objects that the stages of a step work with, and the clock of their phases."""
+"""The objects that the stages of a step work with, its results, and the clock of its phases."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.work import Work
+from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
+from megagrpo.errors import MegagrpoError
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.timeline import TIMELINE
+from megagrpo.track.rollout_writer import Learned
+from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule_log import Replayed
 from megagrpo.trainer.stopping import Stopping
@@ -80,3 +85,19 @@ class Run(TrainRun):
     """The sampling in the background; None if a step samples all of its prompts itself."""
     replayed: Replayed | None = None
     """The schedule of another run that this one repeats."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The results of a step: for the trackers, for the checkpoint and for the next step."""
+
+    metrics: dict[str, float]
+    tokens: int  # prompts and responses, or examples: for tokens_per_second
+    responses: int = 0  # generated for training
+    kl_coefficient: float | None = None  # of the next step
+    failure: MegagrpoError | None = None  # ends the run once the step is saved
+    pending: Pending | None = None  # what is sampled in the background after it
+    # Not in fine-tuning:
+    sampled: Sampled = field(default_factory=lambda: Sampled([], []))
+    learned: Learned | None = None  # of the samples of `sampled.groups`
+    mismatch: Mismatch | None = None  # of the same rows; None: the policy was not trained

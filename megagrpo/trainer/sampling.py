@@ -25,9 +25,9 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import group_of, parted
-from megagrpo.trainer.batches import Beginning, Sampled
-from megagrpo.trainer.step import any_ended, require_agents, with_baselines
+from megagrpo.rollout.requests import group_of, with_baseline
+from megagrpo.trainer.batches import Sampled, logged_group
+from megagrpo.trainer.step import any_ended, require_agents
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -128,8 +128,8 @@ class Sampling:
             self._paused = then_pause
             self._admit()
             oldest = min((each.since for each in self._begun.values()), default=None)
-        everything = [each.group for each in (*begun, *dropped) if each.group is not None]
-        everything, greedy = parted(everything, self._recipe)
+        ended = [(each.admitted, each.order.joints, each.group) for each in (*begun, *dropped) if each.group]
+        everything = [group for _, _, group in ended]
         groups = everything[: len(begun)]
         version = self._admission.version
         for each in begun:
@@ -144,10 +144,11 @@ class Sampling:
             "staleness/continued": float(sum(each.order.continued for each in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
-        order = [
-            Beginning(each.admitted.number, each.admitted.version, each.order.joints) for each in (*begun, *dropped)
+        logged = [
+            logged_group(at.number, at.version, group, joints, trained=place < len(begun))
+            for place, (at, joints, group) in enumerate(ended)
         ]
-        return with_baselines(Sampled(groups, everything, metrics=metrics, begun=order), greedy)
+        return Sampled(groups, everything, metrics=metrics, logged=logged)
 
     def advance(self, version: int) -> None:
         """Sets the weight version with which engines sample from now on."""
@@ -264,13 +265,14 @@ class Sampling:
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
         for number, version, group, goes_on, joints in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
-            order.samples = {sample.index: sample for sample in group.samples}
-            there = {sample.index for sample in (*group.samples, *goes_on)}  # what is not there begins anew
+            order.samples = {sample.index: sample for sample in group.responses}
+            there = {sample.index for sample in (*group.responses, *goes_on)}  # what is not there begins anew
             order.joints = {at: list(found) for at, found in joints.items() if at in there}
             for sample in goes_on:
                 order.go_on_after(sample.index, sample)
             if group.scores:
-                self._of_order.pop(order).group = group
+                # Earlier versions saved the baseline as a sample.
+                self._of_order.pop(order).group = with_baseline(group, self._recipe)
                 self._admission.complete(number)
             elif order.complete:
                 self._completed(order)
@@ -312,7 +314,7 @@ class Sampling:
 
     def _scored(self, complete: Sequence[Begun]) -> list[Group]:
         groups = [group_of(begun.prompt, begun.order.there(), len(begun.order.requests)) for begun in complete]
-        return self._scorer.score(groups)
+        return self._scorer.score([with_baseline(group, self._recipe) for group in groups])
 
     def _take_in(self, begun: Begun, group: Group) -> None:
         number = begun.admitted.number
@@ -339,7 +341,7 @@ def require_versions(begun: Begun, newest: int) -> None:
     if newest + 1 > last_step:
         given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
         raise EngineError(Problem(f"group {begun.admitted.number}", given, f"a step until {last_step}", fix))
-    for sample in begun.group.samples if begun.group else ():
+    for sample in begun.group.responses if begun.group else ():
         if len(sample.versions) and not (first <= sample.versions.min() and sample.versions.max() <= newest):
             given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
             needed = f"versions {first}, the newest when it began, to {newest}, the policy's"

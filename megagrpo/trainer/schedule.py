@@ -8,35 +8,13 @@ asynchronous     engines sample while the ranks train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
-from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.run import Run
+from megagrpo.trainer.run import Run, Step, TrainRun
 from megagrpo.trainer.sampling import Sampling
-from megagrpo.trainer.schedule_log import schedule_line
-from megagrpo.trainer.step import load, sample, solved_prompts, sync, train, what_was_learned
+from megagrpo.trainer.step import Trained, load, sample, set_solved_aside, sync, train, what_was_learned
 from megagrpo.trainer.step_metrics import step_metrics
-from megagrpo.types import Group
-
-
-@dataclass(frozen=True)
-class Step:
-    """The results of a step: for the trackers, and for the next step."""
-
-    metrics: dict[str, float]
-    groups: Sequence[Group]  # those that the step could train on; rows of `mismatch` are their samples
-    sampled: Sequence[Group]  # all that were sampled, `groups` among them
-    learned: Learned  # of the samples of `groups`
-    mismatch: Mismatch | None  # None: the policy was not trained
-    kl_coefficient: float  # of the next step
-    failure: MegagrpoError | None = None  # engines did not get the new weights
-    logged: dict[str, Any] | None = None  # its line of schedule.jsonl, if groups were sampled in the background
 
 
 def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
@@ -45,55 +23,69 @@ def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
     The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told to stop
     before everything is scored; the training ranks are then as before the step.
     """
-    if run.sampling is None:
-        return synchronous(run, step, kl_coefficient)
-    if isinstance(run.recipe.schedule, SyncConfig):
-        return carrying_over(run, run.sampling, step, kl_coefficient)
-    return asynchronous(run, run.sampling, step, kl_coefficient)
-
-
-def synchronous(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Runs one stage after another: the weights that the step trains sample its groups. In a replay of another run's
-    schedule, older weights sample some of them."""
-    with run.stopping.giving_up(), run.policy.released():
-        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
-        run.rollouts.release_memory()
+    with run.stopping.giving_up():
+        if run.sampling is None:
+            sampled = synchronous(run, step)
+        elif isinstance(run.recipe.schedule, SyncConfig):
+            sampled = carrying_over(run, run.sampling, run.recipe.schedule)
+        else:
+            sampled = asynchronous(run, run.sampling)
     return trained_step(run, sampled, step, kl_coefficient)
 
 
-def carrying_over(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
+def synchronous(run: Run, step: int) -> Sampled:
+    """Samples all of the step with the weights that it trains. In a replay of another run's schedule, older weights
+    sample some of it."""
+    with run.policy.released():
+        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
+        run.rollouts.release_memory()
+    return sampled
+
+
+def carrying_over(run: Run, sampling: Sampling, schedule: SyncConfig) -> Sampled:
     """Ends sampling when the step has its groups. Incomplete groups continue in the next step; with oversample they are
     dropped."""
-    with run.stopping.giving_up(), run.policy.released():
+    with run.policy.released():
         with run.clock.phase("rollout"):
             sampling.go_on()
             sampled = sampling.take(then_pause=True)
             sampling.pause()
-            if isinstance(schedule := run.recipe.schedule, SyncConfig) and schedule.oversample:
+            if schedule.oversample:
                 sampled = sampling.cut(sampled)
         run.rollouts.release_memory()
-    return trained_step(run, sampled, step, kl_coefficient)
+    return sampled
 
 
-def asynchronous(run: Run, sampling: Sampling, step: int, kl_coefficient: float) -> Step:
-    """Trains the step while engines sample, and continue to sample as they get its weights. With one_step_off they
+def asynchronous(run: Run, sampling: Sampling) -> Sampled:
+    """Takes the step's groups while engines continue to sample, also as they get its weights. With one_step_off they
     begin no more than the next step's prompts, and finish them before they get weights."""
-    with run.stopping.giving_up(), run.clock.phase("rollout"):
+    with run.clock.phase("rollout"):
         sampling.go_on()
-        sampled = sampling.take()
-    return trained_step(run, sampled, step, kl_coefficient)
+        return sampling.take()
 
 
-def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
-    """Trains on a step's samples, syncs the weights and collects metrics; shared by all schedules."""
-    rate = run.recipe.data.no_resampling_pass_rate
-    if rate is not None:
-        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
-
+def trained_step(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
+    """Trains on a step's samples, then brings the weights to the engines, if there are any. All schedules share it, and
+    runs on saved samples."""
+    if isinstance(run, Run):
+        set_solved_aside(run, sampled)
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
     learned = what_was_learned(run, sampled, loaded, trained)
-    failure = None
+    failure = _synced(run, step, trained) if isinstance(run, Run) else None
+    return Step(
+        metrics=step_metrics(run, sampled, loaded, trained, step, kl_coefficient),
+        tokens=sum(group.sequence_tokens for group in sampled.all),
+        kl_coefficient=trained.kl_coefficient,
+        failure=failure,
+        sampled=sampled,
+        learned=learned,
+        mismatch=trained.policy.mismatch if trained.policy else None,
+    )
+
+
+def _synced(run: Run, step: int, trained: Trained) -> MegagrpoError | None:
+    """Brings the weights to the engines, unless the run is told to stop; returns the error if they did not get them."""
     try:
         if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
             with run.clock.phase("rollout"):
@@ -103,9 +95,5 @@ def trained_step(run: Run, sampled: Sampled, step: int, kl_coefficient: float) -
             if run.sampling:
                 run.sampling.advance(step)
     except (EngineError, WeightSyncError, NodeLostError) as error:
-        failure = error
-
-    metrics = step_metrics(run, sampled, loaded, trained, step, kl_coefficient)
-    mismatch = trained.policy.mismatch if trained.policy else None
-    logged = schedule_line(step, sampled) if sampled.begun else None
-    return Step(metrics, sampled.groups, sampled.all, learned, mismatch, trained.kl_coefficient, failure, logged)
+        return error
+    return None

@@ -8,44 +8,27 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import pydantic
 
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import nothing_sampled, parted
+from megagrpo.rollout.requests import nothing_sampled, with_baseline
 from megagrpo.track.jsonl import SCHEDULE_FILE
-from megagrpo.trainer.batches import Beginning, Sampled, ranges
+from megagrpo.trainer.batches import LoggedGroup, Sampled, Span, logged_group, ranges
 from megagrpo.trainer.sampling import staleness_metrics, step_of
-from megagrpo.trainer.step import with_baselines
 from megagrpo.types import Group, Request, Sample
 
 if TYPE_CHECKING:
     from megagrpo.trainer.run import Run
 
 AS_LOGGED = ("staleness/continued", "cut/")
-Count = Annotated[int, pydantic.Field(ge=0, le=10**12)]
-Span = tuple[Count, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
-"""A weight version, and how many tokens in a row it sampled for one request."""
-
-
-@dataclass(frozen=True)
-class LoggedGroup:
-    """A group of a logged step. number, version: as in algorithm.admission.Admitted."""
-
-    number: Count
-    version: Count
-    prompt: str
-    trained: bool  # false: dynamic sampling dropped it
-    samples: tuple[tuple[Span, ...], ...]
-    aborted: tuple[Count, ...]  # samples that engines gave up, by place in `samples`
 
 
 @dataclass(frozen=True)
@@ -57,28 +40,8 @@ class LoggedStep:
 
 def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     """Returns the line of a step whose groups were sampled in the background."""
-    groups: list[dict[str, Any]] = []
-    for place, (begun, group) in enumerate(zip(sampled.begun, sampled.all, strict=True)):
-        samples = (*group.samples, *sampled.greedy[place : place + 1])
-        groups.append(
-            {
-                "number": begun.number,
-                "version": begun.version,
-                "prompt": group.prompt.id,
-                "trained": place < len(sampled.groups),
-                "samples": [spans(sample.versions, begun.joints.get(at, ())) for at, sample in enumerate(samples)],
-                "aborted": [at for at, sample in enumerate(samples) if sample.finish == "abort"],
-            }
-        )
     metrics = {name: value for name, value in sampled.metrics.items() if name.startswith(AS_LOGGED)}
-    return {"step": step, "metrics": metrics, "groups": groups}
-
-
-def spans(versions: np.ndarray, joints: Iterable[int]) -> list[Span]:
-    """Splits versions, int32 [tokens], into runs of equal versions, which also end at joints."""
-    inner = {int(end) for end in np.flatnonzero(np.diff(versions)) + 1} | {*joints}
-    ends = sorted({end for end in inner if 0 < end < len(versions)} | ({len(versions)} - {0}))
-    return [(int(versions[end - 1]), end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
+    return {"step": step, "metrics": metrics, "groups": list(map(asdict, sampled.logged))}
 
 
 def joints_of(of_sample: Sequence[Span]) -> list[int]:
@@ -138,22 +101,17 @@ class Replayed:
             unscored = [self._whole(each, run) for each in logged.groups]
         with run.clock.phase("reward"):
             everything = run.scorer.score(unscored)
-        differ = sum(
-            spans(sample.versions, joints_of(of_sample)) != list(of_sample)
-            for each, group in zip(logged.groups, everything, strict=True)
-            for of_sample, sample in zip(each.samples, group.samples, strict=True)
-        )
+        again, differ = [], 0
+        for each, group in zip(logged.groups, everything, strict=True):
+            joints = dict(enumerate(map(joints_of, each.samples)))
+            again.append(logged_group(each.number, each.version, group, joints, trained=each.trained))
+            differ += sum(before != now for before, now in zip(each.samples, again[-1].samples, strict=True))
         if differ:
             self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
-        everything, greedy = parted(everything, run.recipe)
         groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
-        begun = [
-            Beginning(each.number, each.version, dict(enumerate(map(joints_of, each.samples))))
-            for each in logged.groups
-        ]
         carried = sum(each.trained and each.version < version for each in logged.groups)
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
-        return with_baselines(Sampled(groups, everything, metrics=metrics, begun=begun), greedy)
+        return Sampled(groups, everything, metrics=metrics, logged=again)
 
     def _sample_with(self, version: int, run: Run) -> None:
         orders: dict[tuple[int, int], Order] = {}
@@ -185,7 +143,7 @@ class Replayed:
         for place, request in enumerate(_requests(group, run)):
             sample = self._samples.pop((group.number, place), None) or nothing_sampled(request)
             samples.append(replace(sample, finish="abort") if place in group.aborted else sample)
-        return Group(run.cursor.named(group.prompt), tuple(samples))
+        return with_baseline(Group(run.cursor.named(group.prompt), tuple(samples)), run.recipe)
 
 
 def _requests(group: LoggedGroup, run: Run) -> list[Request]:

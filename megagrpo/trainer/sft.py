@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megagrpo.algorithm.optimizer import learning_rate
-from megagrpo.batching.rank_batches import (
-    RankBatch,
-    TrainSequence,
-    imbalance,
-    make_rank_batches,
-    packing_efficiency,
-    padding_share,
-)
+from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.batching.work import Work, work_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
@@ -27,7 +20,10 @@ from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import SftRecipe
 from megagrpo.recipe.schema.sft import HELD_OUT
-from megagrpo.trainer.run_loop import Setup, StepDone, run_to_end
+from megagrpo.trainer.run import Step
+from megagrpo.trainer.run_loop import Training, run_to_end
+from megagrpo.trainer.setup import Setup
+from megagrpo.trainer.step_metrics import packing_metrics
 
 
 def sft(checked: Preflight[SftRecipe]) -> int:
@@ -56,15 +52,19 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
 
 
 @dataclass(frozen=True)
-class FineTuning:
-    """The `Training` of supervised fine-tuning."""
+class FineTuning(Training):
+    """Supervised fine-tuning."""
 
     setup: Setup[SftRecipe, Example]
-    ranks: SftRanks
+    sft_ranks: SftRanks
     work: Work  # the model's; data ranks get equal parts of it
     start_ranks: Callable[[Checkpoint | None], SftRanks]
 
-    def step(self, step: int, kl_coefficient: float | None) -> StepDone:
+    @property
+    def ranks(self) -> SftRanks:
+        return self.sft_ranks
+
+    def step(self, step: int, kl_coefficient: float | None) -> Step:
         """Takes one optimizer step on the next examples."""
         recipe, cursor, clock = self.setup.recipe, self.setup.cursor, self.setup.clock
         with clock.phase("step"):
@@ -76,7 +76,6 @@ class FineTuning:
                 update = self.ranks.update(batches, lr)
                 memory = self.ranks.memory_peak()
             tokens = sum(len(example.tokens) for example in examples)
-            layout = recipe.train.layout.parallel()
             metrics = {
                 "loss/tokens": update.loss.mean,
                 "grad_norm": update.grad_norm,
@@ -85,14 +84,11 @@ class FineTuning:
                 "epoch": epoch,
                 "example_tokens/mean": tokens / len(examples),
                 "example_tokens/trained_share": update.loss.tokens / tokens,
-                "packing/microbatches": float(sum(len(batch.minibatches[0]) for batch in batches)),
-                "packing/efficiency": packing_efficiency(batches, layout, recipe.train.tokens_per_microbatch),
-                "packing/imbalance": imbalance(batches),
-                "packing/padding": padding_share(batches, layout, self.ranks.device_type),
+                **packing_metrics(recipe.train, batches, self.ranks.device_type),
             }
             if memory is not None:
                 metrics["memory/allocated_max/update"] = float(memory)
-        return StepDone(metrics, tokens)
+        return Step(metrics, tokens)
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         """Returns mean loss and perplexity of held-out assistant tokens, with a step's number of examples at a time."""
@@ -105,17 +101,8 @@ class FineTuning:
         loss = sum(losses[1:], losses[0])
         return {"loss": loss.mean, "perplexity": loss.perplexity}
 
-    def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def exporting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def with_new_ranks(self, saved: Checkpoint | None) -> FineTuning:
-        return replace(self, ranks=self.start_ranks(saved))
-
-    def give_up(self) -> None:
-        """Does nothing: a stop here interrupts nothing that could keep the ranks from saving."""
+        return replace(self, sft_ranks=self.start_ranks(saved))
 
     def _pack(self, examples: Sequence[Example]) -> list[RankBatch]:
         sequences = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,10 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_b
 from megagrpo.errors import AgentError, EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
-from megagrpo.rollout.requests import parted
+from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, save_batch
-from megagrpo.types import Branch, Group, Prompt, Sample, Turn
+from megagrpo.types import Branch, Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
@@ -48,8 +48,8 @@ def sample(run: Run, step: int) -> Sampled:
     if recipe.rollout.dynamic_sampling:
         return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
     prompts = run.cursor.next(recipe.rollout.prompts_per_step)
-    groups, greedy = parted(score(run, generate(run, prompts, step)), recipe)
-    return with_baselines(Sampled(groups, groups), greedy)
+    groups = score(run, generate(run, prompts, step))
+    return Sampled(groups, groups)
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
@@ -58,12 +58,12 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
     """
     for _ in range(ATTEMPTS):
         with run.clock.phase("rollout"):
-            groups = run.rollouts.generate(prompts, step)
+            groups = [with_baseline(group, run.recipe) for group in run.rollouts.generate(prompts, step)]
             require_version(groups, run.weights.version)
-        sampled, greedy = parted(groups, run.recipe)
-        if any_ended(sampled) and (any_ended(greedy) or not greedy):
+        baselines = [group.baseline for group in groups if group.baseline]
+        if any_ended(groups) and (not baselines or any(map(ended, baselines))):
             return groups
-    require_agents(sampled, step)
+    require_agents(groups, step)
     limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
     given = f"engines gave up on all of them, {ATTEMPTS} times"
     fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
@@ -71,11 +71,14 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
 
 
 def any_ended(groups: Sequence[Group]) -> bool:
+    """Returns whether a sample has ended."""
+    return any(ended(sample) for group in groups for sample in group.samples)
+
+
+def ended(sample: Sample) -> bool:
     """Returns whether a response has ended; an agent's rollout counts only if it has a token and did not fail."""
-    samples = [sample for group in groups for sample in group.samples if sample.finish != "abort"]
-    return any(
-        sample.agent is None or (len(sample.tokens) and not sample.agent.counts.get("failed")) for sample in samples
-    )
+    whole = sample.agent is None or (len(sample.tokens) > 0 and not sample.agent.counts.get("failed"))
+    return sample.finish != "abort" and whole
 
 
 def require_agents(groups: Sequence[Group], step: int) -> None:
@@ -114,7 +117,7 @@ def score(run: Run, groups: Sequence[Group]) -> list[Group]:
 def require_version(groups: Sequence[Group], version: int) -> None:
     """Raises EngineError unless every token was sampled by the weights of `version`."""
     for group in groups:
-        for sample in group.samples:
+        for sample in group.responses:
             if (sample.versions != version).any():
                 given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
                 needed = f"version {version}, the policy's"
@@ -135,6 +138,13 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     ]
 
 
+def set_solved_aside(run: Run, sampled: Sampled) -> None:
+    """Keeps prompts that are solved often enough from being sampled again, if the recipe sets a rate."""
+    rate = run.recipe.data.no_resampling_pass_rate
+    if rate is not None:
+        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
+
+
 def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
     """Replaces groups without signal by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
     wanted = run.recipe.rollout.prompts_per_step
@@ -149,14 +159,6 @@ def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
         useful += with_signal(groups, run.recipe)
         rounds += 1
     return Sampled(useful[:wanted], everything, rounds, left_over=max(0, len(useful) - wanted))
-
-
-def with_baselines(sampled: Sampled, greedy: Sequence[Group]) -> Sampled:
-    """Adds the scores of greedy responses as baselines. greedy: of each of `sampled.all`, as `parted` returns them."""
-    if not greedy:
-        return sampled
-    baselines = flat_scores(greedy[: len(sampled.groups)])
-    return replace(sampled, baselines=baselines, greedy=[group.samples[0] for group in greedy])
 
 
 # --- advantages and batch ---------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
     if recipe.checkpoint.keep_batches:
         with run.clock.phase("save_batch"):
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
-    inputs = advantage_inputs(recipe, sampled.groups, sampled.baselines)
+    inputs = advantage_inputs(recipe, sampled.groups)
     rows = trainable_rows(inputs)
     if algorithm.reads_batch:
         with run.clock.phase("logprobs"):
@@ -223,8 +225,8 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     return batches
 
 
-def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndarray | None = None) -> AdvantageInputs:
-    """Returns the inputs of advantages, without those that ranks compute. baselines: float64 [groups], for remax."""
+def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:
+    """Returns the inputs of advantages, without those that ranks compute."""
     functions = [] if recipe.reward.by_source else recipe.reward.functions
     return AdvantageInputs(
         scores=flat_scores(groups),
@@ -232,7 +234,7 @@ def advantage_inputs(recipe: Recipe, groups: Sequence[Group], baselines: np.ndar
         tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
         parts=_counted_scores(groups, len(functions)) if functions else None,
         weights=np.array([function.weight for function in functions]) if functions else None,
-        baselines=baselines,
+        baselines=baselines_of(groups) if any(group.baseline_score for group in groups) else None,
     )
 
 
@@ -251,9 +253,16 @@ def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
 
 def flat_scores(groups: Sequence[Group]) -> np.ndarray:
     """Returns the scores of all rows: float64 [rows], NaN where a sample is masked."""
-    return np.array(
-        [np.nan if score.value is None else score.value for group in groups for score in group.scores], dtype=np.float64
-    )
+    return _values(score for group in groups for score in group.scores)
+
+
+def baselines_of(groups: Sequence[Group]) -> np.ndarray:
+    """Returns the scores of the groups' baselines: float64 [groups], NaN where one is masked or lacking."""
+    return _values(group.baseline_score for group in groups)
+
+
+def _values(scores: Iterable[Score | None]) -> np.ndarray:
+    return np.array([np.nan if score is None or score.value is None else score.value for score in scores], np.float64)
 
 
 def group_of_row(groups: Sequence[Group]) -> np.ndarray:

@@ -13,14 +13,14 @@ from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
-from megagrpo.recipe.schema import MismatchConfig, Recipe
+from megagrpo.recipe.schema import MismatchConfig, Recipe, TrainConfig
 from megagrpo.reward.scorer import REACHED_LIMIT
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.agent_metrics import agent_metrics
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run, TrainRun
-from megagrpo.trainer.step import Loaded, Trained, flat_scores, with_signal
+from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
     metrics = {}
     if recipe.algorithm.critic is None:  # with a critic every response teaches
         metrics["groups/with_signal_share"] = len(with_signal(sampled.all, recipe)) / len(sampled.all)
-    if sampled.baselines is not None and not np.isnan(sampled.baselines).all():
-        metrics["reward/greedy"] = float(np.nanmean(sampled.baselines))
+    if not np.isnan(baselines := baselines_of(sampled.groups)).all():
+        metrics["reward/greedy"] = float(np.nanmean(baselines))
     if recipe.rollout.dynamic_sampling:
         metrics |= {
             "groups/rounds": float(sampled.rounds),
@@ -125,12 +125,18 @@ def batch_metrics(
     recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch], device: str
 ) -> dict[str, float]:
     """Returns metrics of advantages and of how evenly microbatches are filled. advantages: float64 [rows]."""
-    micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
-    train = recipe.train
     return {
         "advantages/mean": float(advantages.mean()),
         "advantages/max": float(advantages.max()),
         "advantages/min": float(advantages.min()),
+        **packing_metrics(recipe.train, batches, device),
+    }
+
+
+def packing_metrics(train: TrainConfig, batches: Sequence[RankBatch], device: str) -> dict[str, float]:
+    """Returns metrics of how evenly microbatches are filled."""
+    micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
+    return {
         "packing/microbatches": float(len(micros)),
         "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
         "packing/imbalance": imbalance(batches),

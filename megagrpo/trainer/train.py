@@ -32,13 +32,13 @@ from megagrpo.recipe.schema import DataFileConfig, Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.reward.asking import Models
 from megagrpo.reward.scorer import Scorer
-from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import require_another_directory
-from megagrpo.trainer.run import Run
-from megagrpo.trainer.run_loop import Read, Setup, StepDone, run_to_end
+from megagrpo.trainer.run import Run, Step
+from megagrpo.trainer.run_loop import Training, run_to_end
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule import grpo_step
-from megagrpo.trainer.schedule_log import LoggedStep, Replayed, read_schedule
+from megagrpo.trainer.schedule_log import LoggedStep, Replayed, read_schedule, schedule_line
+from megagrpo.trainer.setup import Read, Setup
 from megagrpo.trainer.step import require_version, with_signal
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Group, Prompt
@@ -84,24 +84,21 @@ def start_training(
 ) -> GrpoTraining:
     """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: logged
     steps of the run whose schedule this one repeats."""
-    checked, recipe, stopping = setup.checked, setup.recipe, setup.stopping
-    model, tokenizer_directory = checked.model_directory.absolute(), checked.tokenizer_directory.absolute()
-    critic = checked.critic_directory.absolute() if checked.critic_directory else model
+    checked, recipe, say = setup.checked, setup.recipe, setup.tracker.say
+    model, critic, tokenizer = *model_and_critic(checked), checked.tokenizer_directory.absolute()
     of_rewards = {name: directory.absolute() for name, directory in checked.reward_models.items()}
-    check_files(ray, recipe, read=(model, tokenizer_directory, critic, *of_rewards.values()))
+    check_files(ray, recipe, read=(model, tokenizer, critic, *of_rewards.values()))
     placed = with_transport(with_absolute_directories(recipe), ray)
-
     engines, ranks = recipe.rollout.engines, recipe.train.layout.parallel().ranks
-    setup.tracker.say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
-
+    say(f"starting {ranks} training ranks and {engines} engines ({recipe.rollout.engine}) with {model}")
     if setup.resumed is None:
         with progress("trying reward functions on their own ground truths"):
             warnings = list(sample_warnings(setup.cursor.some(SAMPLE), recipe.reward))
         for line in warnings:
-            setup.tracker.say(line)
+            say(line)
 
     def start_engines() -> Rollouts:
-        started = Rollouts(ray, placed, model, tokenizer_directory)
+        started = Rollouts(ray, placed, model, tokenizer)
         closing.callback(started.close)
         return started
 
@@ -109,97 +106,124 @@ def start_training(
     closing.callback(judging.close)
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
     early = None if ray.shares_gpus else start_engines()
-    schedule, rollout = recipe.schedule, recipe.rollout
     # A run that is continued finishes what had begun, whatever its schedule is now.
-    samples_itself = isinstance(schedule, SyncConfig) and schedule.beyond == 0
-    in_background = not replayed and (not samples_itself or pending_of(setup.resumed) is not None)
-    judged = rollout.prompts_per_step * rollout.samples_per_prompt if in_background else 1
-    workers, models = partial(reward_pool, ray), Models(run_directory(recipe), judging.served())
-    score_with = partial(Scorer, check=stopping.check, say=setup.tracker.say, pool_of=workers, models=models)
-    scorer = score_with(recipe.reward, rollout.response_tokens_max, judged_responses=judged)
+    samples_itself = isinstance(recipe.schedule, SyncConfig) and recipe.schedule.beyond == 0
+    in_background = not replayed and (not samples_itself or setup.pending is not None)
+    judged = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt if in_background else 1
+    score_with = scorer_maker(recipe, ray, judging, setup.stopping.check, say)
+    scorer = score_with(recipe.reward, judged_responses=judged)
     closing.callback(scorer.close)
-    scorers = {name: score_with(reward, rollout.response_tokens_max) for name, reward in own_rewards(recipe).items()}
+    scorers = {name: score_with(reward) for name, reward in own_rewards(recipe).items()}
     for own in scorers.values():
         closing.callback(own.close)
-    resumed_step = setup.resumed.state.step if setup.resumed else 0
-    files = ResponseFiles(run_directory(recipe) / "evaluations", resumed_step, setup.tracker.say)
+    files = ResponseFiles(run_directory(recipe) / "evaluations", setup.state.step, say)
     closing.callback(files.close)
-    of_ranks = closing.enter_context(ExitStack())
 
-    def start_policy(saved: Checkpoint | None) -> Policy:
-        policy = Policy(ray, placed, model, critic)
-        of_ranks.callback(policy.close)
-        policy.begin(model, saved.rank_directory if saved else None)
-        policy.release()
-        return policy
+    def ready_engines() -> Rollouts:
+        rollouts = early or start_engines()
+        rollouts.wait_until_ready()
+        judging.wait_until_ready()
+        return rollouts
 
-    def bring_weights(policy: Policy, rollouts: Rollouts, saved: Checkpoint | None) -> WeightSync:
-        setup.tracker.say("bringing the weights to the engines")
-        rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
-        weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
-        of_ranks.callback(weights.close)
-        with policy.needed(["parameters"]), progress("bringing the weights to the engines"):
-            weights.check_replicas()
-            weights.sync(version=saved.state.step if saved else 0)
-        return weights
+    starter = RankStarter(setup, ray, placed, in_background, closing.enter_context(ExitStack()))
+    repeats = Replayed(replayed, say) if replayed else None
+    return GrpoTraining(starter.start(setup.resumed, ready_engines, scorer, repeats), setup, starter, scorers, files)
 
-    def start_sampling(rollouts: Rollouts, scorer: Scorer, saved: Checkpoint | None) -> Sampling | None:
-        if not in_background:
-            return None
-        sampling = Sampling(
-            recipe,
-            setup.total_steps,
-            setup.cursor,
-            rollouts,
-            scorer,
-            lambda group: rollout.dynamic_sampling is None or bool(with_signal([group], recipe)),
-            step=saved.state.step if saved else 0,
-            pending=pending_of(saved),
-        )
-        of_ranks.callback(sampling.close)
-        return sampling
 
-    def start_again(run: Run, saved: Checkpoint | None) -> Run:
-        if run.sampling:
-            run.sampling.drop()
-        of_ranks.close()
-        run.rollouts.release_memory()  # ranks that start take the memory that is free
-        policy = start_policy(saved)
-        weights = bring_weights(policy, run.rollouts, saved)
-        sampling = start_sampling(run.rollouts, run.scorer, saved)
-        return replace(run, policy=policy, weights=weights, sampling=sampling)
+def model_and_critic(checked: Preflight[Recipe]) -> tuple[Path, Path]:
+    """Returns the directories of the policy's model and the critic's, which is the same if the recipe names none."""
+    return checked.model_directory.absolute(), (checked.critic_directory or checked.model_directory).absolute()
 
-    policy = start_policy(setup.resumed)
-    rollouts = early or start_engines()
-    rollouts.wait_until_ready()
-    judging.wait_until_ready()
-    weights = bring_weights(policy, rollouts, setup.resumed)
-    run = Run(
-        sampling=start_sampling(rollouts, scorer, setup.resumed),
-        replayed=Replayed(replayed, setup.tracker.say) if replayed else None,
-        recipe=recipe,
-        total_steps=setup.total_steps,
-        cursor=setup.cursor,
-        rollouts=rollouts,
-        scorer=scorer,
-        policy=policy,
-        weights=weights,
-        clock=setup.clock,
-        work=work_of(checked.architecture),
-        stopping=stopping,
-    )
-    return GrpoTraining(run, setup.held_out, setup.tracker, setup.tokenizer, start_again, scorers, files)
+
+def scorer_maker(
+    recipe: Recipe, ray: Runtime, judging: RewardModels, check: Callable[[], None], say: Callable[[str], None]
+) -> Callable[..., Scorer]:
+    """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
+    limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), judging.served())
+    workers = partial(reward_pool, ray)
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
+
+
+def start_policy(
+    checked: Preflight[Recipe], placed: Recipe, ray: Runtime, ends: ExitStack, saved: Checkpoint | None
+) -> Policy:
+    """Starts training ranks, from a saved state or from the model. placed: the recipe as ranks get it."""
+    model, critic = model_and_critic(checked)
+    policy = Policy(ray, placed, model, critic)
+    ends.callback(policy.close)
+    policy.begin(model, saved.rank_directory if saved else None)
+    return policy
 
 
 @dataclass(frozen=True)
-class GrpoTraining:
-    """The `Training` of GRPO and PPO."""
+class RankStarter:
+    """A starter of training ranks and of all that depends on them: at first, and again after a loss."""
+
+    setup: Setup[Recipe, Prompt]
+    ray: Runtime
+    placed: Recipe
+    in_background: bool
+    ends: ExitStack  # of all that starts again with new ranks
+
+    def start(
+        self, saved: Checkpoint | None, engines: Callable[[], Rollouts], scorer: Scorer, replayed: Replayed | None
+    ) -> Run:
+        """Starts the ranks, then brings their weights to the engines, for which `engines` waits."""
+        setup, recipe, step = self.setup, self.setup.recipe, saved.state.step if saved else 0
+        policy = start_policy(setup.checked, self.placed, self.ray, self.ends, saved)
+        policy.release()
+        rollouts = engines()
+        setup.tracker.say("bringing the weights to the engines")
+        rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
+        weights = WeightSync(policy, rollouts, self.placed, setup.tracker.say)
+        self.ends.callback(weights.close)
+        with policy.needed(["parameters"]), progress("bringing the weights to the engines"):
+            weights.check_replicas()
+            weights.sync(version=step)
+        sampling = None
+        if self.in_background:
+            sampling = Sampling(
+                recipe,
+                setup.total_steps,
+                setup.cursor,
+                rollouts,
+                scorer,
+                lambda group: recipe.rollout.dynamic_sampling is None or bool(with_signal([group], recipe)),
+                step,
+                pending_of(saved),
+            )
+            self.ends.callback(sampling.close)
+        return Run(
+            recipe=recipe,
+            total_steps=setup.total_steps,
+            policy=policy,
+            clock=setup.clock,
+            work=work_of(setup.checked.architecture),
+            cursor=setup.cursor,
+            rollouts=rollouts,
+            scorer=scorer,
+            weights=weights,
+            stopping=setup.stopping,
+            sampling=sampling,
+            replayed=replayed,
+        )
+
+    def start_again(self, run: Run, saved: Checkpoint | None) -> Run:
+        """Starts new ranks for lost ones; engines and scorer stay."""
+        if run.sampling:
+            run.sampling.drop()
+        self.ends.close()
+        run.rollouts.release_memory()  # ranks that start take the memory that is free
+        return self.start(saved, lambda: run.rollouts, run.scorer, run.replayed)
+
+
+@dataclass(frozen=True)
+class GrpoTraining(Training):
+    """The training of GRPO and PPO."""
 
     run: Run
-    held_out: Mapping[str, Sequence[Prompt]]  # by evaluation set
-    tracker: Tracker
-    tokenizer: PreTrainedTokenizerBase
-    start_again: Callable[[Run, Checkpoint | None], Run]
+    setup: Setup[Recipe, Prompt]
+    starter: RankStarter
     scorers: Mapping[str, Scorer]
     """By evaluation set: scorers of the sets with reward functions of their own."""
     files: ResponseFiles
@@ -209,27 +233,18 @@ class GrpoTraining:
     def ranks(self) -> Policy:
         return self.run.policy
 
-    def step(self, step: int, kl_coefficient: float | None) -> StepDone:
+    def step(self, step: int, kl_coefficient: float | None) -> Step:
         run = self.run
         with run.clock.phase("step"):
             done = grpo_step(run, step, kl_coefficient or 0.0)
-        self.tracker.rollouts(step, done.groups, step - 1, done.learned)
-        if done.logged:
-            self.tracker.schedule(done.logged)
-        excess = report_mismatch(run.recipe, step, done.mismatch, done.groups, self.tracker, self.tokenizer.decode)
-        return StepDone(
-            done.metrics,
-            tokens=sum(group.sequence_tokens for group in done.sampled),
-            responses=sum(len(group.samples) for group in done.sampled),
-            kl_coefficient=done.kl_coefficient,
-            failure=done.failure or (MismatchError(excess) if excess else None),
-            pending=run.sampling.pending() if run.sampling else None,
-        )
+        responses = sum(len(group.samples) for group in done.sampled.all)
+        pending = run.sampling.pending() if run.sampling else None
+        return replace(reported(step, done, self.setup), responses=responses, pending=pending)
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         run, metrics, responses, scored = self.run, dict[str, float](), list[Response](), dict[str, list[Group]]()
         run.policy.release()  # until the next step's update: the engines keep their memory for its responses
-        sampled = run.rollouts.generate_for_evaluation({name: self.held_out[name] for name in sets})
+        sampled = run.rollouts.generate_for_evaluation({name: self.setup.held_out[name] for name in sets})
         for name, groups in sampled.items():
             require_version(groups, run.weights.version)
             scorer = self.scorers.get(name, run.scorer)
@@ -240,7 +255,7 @@ class GrpoTraining:
             metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
             responses += of_set
         self.files.begin(step, responses)
-        self.tracker.evaluated(step, scored)
+        self.setup.tracker.evaluated(step, scored)
         return metrics
 
     @contextmanager
@@ -260,8 +275,19 @@ class GrpoTraining:
             yield
 
     def with_new_ranks(self, saved: Checkpoint | None) -> GrpoTraining:
-        return replace(self, run=self.start_again(self.run, saved))
+        return replace(self, run=self.starter.start_again(self.run, saved))
 
     def give_up(self) -> None:
         self.run.weights.give_up()
         self.run.rollouts.give_up()  # engines may hold memory that saving needs
+
+
+def reported(step: int, done: Step, setup: Setup[Recipe, Prompt]) -> Step:
+    """Reports a step's samples, schedule and mismatch. Returns the step, which has failed if the mismatch ends the
+    run."""
+    sampled, tracker = done.sampled, setup.tracker
+    tracker.rollouts(step, sampled.groups, step - 1, done.learned)
+    if sampled.logged:
+        tracker.schedule(schedule_line(step, sampled))
+    excess = report_mismatch(setup.recipe, step, done.mismatch, sampled.groups, tracker, setup.tokenizer.decode)
+    return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))

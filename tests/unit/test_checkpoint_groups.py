@@ -99,6 +99,8 @@ GROUPS = [
             Score(None, error="ValueError: \ud800", masked=""),
             Score(-math.inf, masked="cut off", counted=()),
         ),
+        sample("train:1", 3, 5),
+        Score(0.5),
     ),
     Group(Prompt("train:2", (), "gsm8k", ""), ()),
     Group(Prompt("train:3", (1,), "gsm8k", "x"), (sample("train:3", 3, 4, "abort"),)),
@@ -121,15 +123,16 @@ def comparable(groups: list[Group]) -> list[Any]:
     return [
         (
             repr(group.prompt),
-            group.scores,
+            (group.scores, group.baseline_score, group.baseline is None),
             [
-                *((s.prompt_id, s.index, s.finish, s.text) for s in group.samples),
-                *((a.dtype, a.tobytes()) for s in group.samples for a in (s.tokens, s.logprobs, s.versions)),
-                *(repr(replace(s.agent, branches=())) for s in group.samples if s.agent),
-                *((a.dtype, a.tobytes()) for s in group.samples for b in branches_of(s) for a in (b.tokens, b.trained)),
+                *((s.prompt_id, s.index, s.finish, s.text) for s in of),
+                *((a.dtype, a.tobytes()) for s in of for a in (s.tokens, s.logprobs, s.versions)),
+                *(repr(replace(s.agent, branches=())) for s in of if s.agent),
+                *((a.dtype, a.tobytes()) for s in of for b in branches_of(s) for a in (b.tokens, b.trained)),
             ],
         )
         for group in groups
+        for of in [group.responses]
     ]
 
 

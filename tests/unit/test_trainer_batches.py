@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import PreflightError, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
 from megagrpo.trainer.one_half import sample_all, train_only
 from megagrpo.trainer.replay import Comparison, logged_metrics, replay
-from megagrpo.trainer.run_loop import Progress
 from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.step import baselines_of
 from megagrpo.types import Group
 from tests.step_fakes import make_run, number
 from tests.tiny_run import make_run as make_recipe
@@ -49,8 +50,8 @@ def test_the_newest_batches_are_kept_whole(tmp_path: Path) -> None:
     assert saved_steps(directory) == [3, 4]
     for step in (3, 4):
         batch = read_batch(directory, step)
-        assert comparable(batch.sampled.all) == comparable(list(steps[step - 1].sampled))
-        assert comparable(batch.sampled.groups) == comparable(list(steps[step - 1].groups))
+        assert comparable(batch.sampled.all) == comparable(steps[step - 1].sampled.all)
+        assert comparable(batch.sampled.groups) == comparable(steps[step - 1].sampled.groups)
         assert (batch.total_steps, batch.recipe) == (10, "recipe.0.yaml")
 
 
@@ -72,7 +73,14 @@ def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
         *tracked(tmp_path), "algorithm.advantage.name=remax", scores=lambda p: (0.0,) * 4, greedy=greedy, shuffle=False
     )
     grpo_step(run, 1, 0.0)
-    np.testing.assert_array_equal(read_batch(tmp_path / "kept", 1).sampled.baselines, [0.0, np.nan, 0.25, np.nan])
+    kept, expected = read_batch(tmp_path / "kept", 1).sampled.groups, [0.0, np.nan, 0.25, np.nan]
+    np.testing.assert_array_equal(baselines_of(kept), expected)
+    assert [group.baseline.index for group in kept if group.baseline] == [4] * 4
+    path = tmp_path / "kept" / "batches" / "step_000001.safetensors"
+    groups, notes = read_groups(path)
+    earlier = [Group(group.prompt, group.samples, group.scores) for group in groups]
+    write_groups(path, earlier, notes | {"baselines": expected})  # as earlier versions did
+    np.testing.assert_array_equal(baselines_of(read_batch(tmp_path / "kept", 1).sampled.groups), expected)
 
 
 def test_a_run_keeps_no_batches_unless_it_is_asked_to(tmp_path: Path) -> None:
@@ -157,12 +165,12 @@ def test_samples_without_training_are_saved_step_by_step_until_the_run_is_told_t
     setup: Any = SimpleNamespace(recipe=run.recipe, total_steps=3, stopping=run.stopping, clock=run.clock)
     setup.tracker = tracker
     training: Any = SimpleNamespace(run=run, give_up=lambda: None)
-    assert sample_all(setup, training, Progress(None, {})).step == 3
+    assert sample_all(setup, training, TrainerState(0, 0, {}, {})).step == 3
     assert [step for step, _ in said] == saved_steps(tmp_path / "kept") == [1, 2, 3]
     assert not run.policy.calls, "nothing was trained"
     run.stopping.signal = signal.SIGTERM
     with pytest.raises(RunStopped, match="batches of steps 1 to 3 are saved"):
-        sample_all(setup, training, Progress(None, {}))
+        sample_all(setup, training, TrainerState(0, 0, {}, {}))
 
 
 def test_logged_metrics_are_the_last_whole_line_of_the_step_without_what_measures_the_machine(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from megagrpo.preflight.evaluation import check_recipe
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import SHARED
+from megagrpo.rollout.pool import Order
 from megagrpo.section import broken_rules
-from megagrpo.trainer import evaluate
+from megagrpo.trainer import evaluate, train
 from megagrpo.trainer.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
 from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
@@ -226,9 +227,9 @@ def test_functions_that_fail_are_judged_by_the_responses_of_their_own_sets(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(evaluate, "Scorer", Recorded)
+    monkeypatch.setattr(train, "Scorer", Recorded)
     prompt = Prompt("a:1", (1,), "s", "2")
-    asked = [evaluate.Asked("a", prompt, [None] * 2)] * 400 + [evaluate.Asked("b", prompt, [None])] * 30  # type: ignore[list-item]
+    asked = {Order([None] * 2): ("a", prompt) for _ in range(400)} | {Order([None]): ("b", prompt) for _ in range(30)}
     judging = SimpleNamespace(served=dict)
     with ExitStack() as closing:
         evaluate._scorers(None, recipe, judging, asked, closing, Stopping(), print)  # type: ignore[arg-type]

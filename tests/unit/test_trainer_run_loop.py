@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,10 @@ from megagrpo.errors import (
     RankLostError,
     RecipeError,
 )
-from megagrpo.track.rollout_writer import Learned
 from megagrpo.track.run_lock import only_process_of
-from megagrpo.trainer import run_loop, train
+from megagrpo.trainer import train
+from megagrpo.trainer.setup import first_state
 from megagrpo.trainer.stopping import StopRequested
-from megagrpo.types import Group
 from tests import step_fakes
 
 STEPS = 4
@@ -62,17 +61,10 @@ class Recorder:
         self.restarts.append(metrics.get("restarts", 0.0))
         self.lines.append((step, {name: value for name, value in metrics.items() if not name.startswith(measured)}))
 
-    def evaluated(self, step: int, sets: Mapping[str, Sequence[Group]]) -> None:
-        pass
-
-    def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned) -> None:
-        pass
+    evaluated = rollouts = say = lambda self, *given: None
 
     def confirm(self) -> None:
         self.confirmed.append(self.saved[-1].step if self.saved else 0)
-
-    def say(self, line: str) -> None:
-        pass
 
     def rewind(self, step: int, *, unlogged: bool) -> None:
         self.lines = [line for line in self.lines if step and line[0] <= step - unlogged]
@@ -143,9 +135,8 @@ def test_a_run_continues_from_a_checkpoint_whose_recipe_lacks_an_evaluation(save
     watched = [f"eval={{early_stopping: {{metric: main/mean@1, patience: 2}}, {HELD_OUT}}}"]
     run = step_fakes.make_run(*watched, scores=lambda prompt: [1.0] * 4)
     state = TrainerState(2, 2, run.cursor.state(), saved, best_evaluation=0.5)
-    begun = run_loop.first_progress(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
-    assert begun.early is not None
-    assert (begun.step, begun.early.best) == (2, None)
+    begun = first_state(run.recipe, run.cursor, step_fakes.checkpoint_of(state))
+    assert (begun.step, begun.best_evaluation) == (2, None)
 
 
 def test_a_run_told_to_stop_still_ends_with_the_mismatch_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.sampling import OF_CUT_AGENTS, Sampling
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.schedule_log import Replayed, read_schedule, schedule_line
+from megagrpo.trainer.step import baselines_of
 from megagrpo.types import Group, Prompt, Request, Sample
 from tests.step_fakes import FakeScorer, checkpoint_of, make_run, number
 from tests.tiny_run import recipe_with
@@ -207,8 +208,7 @@ def in_background(
     if pending:
         cursor.restore(pending.cursor)
     engines.version = step
-    greedy = (0.5,) * recipe.algorithm.greedy_responses
-    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt, *greedy), lambda prompt: 0.0, None)
+    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt), lambda prompt: 0.5, None)
     sampling = Sampling(recipe, STEPS, cursor, engines, scorer, teaches, step, pending)  # type: ignore[arg-type]
     whole = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
 
@@ -271,8 +271,7 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
             found = replayed.sample(again, step)
             assert comparable(found.groups) == comparable(sampled.groups)
             assert comparable(found.all) == comparable(sampled.all)
-            assert (found.baselines is None) != remax
-            assert np.array_equal(found.baselines, sampled.baselines)
+            assert np.isfinite(baselines_of(found.groups)).all() == remax
             assert json.dumps(schedule_line(step, found)) == lines[step - 1]
             assert found.metrics.items() <= sampled.metrics.items()
     assert not said
@@ -332,6 +331,18 @@ def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_grou
         assert samples[at].logprobs[:count].tolist() == before.logprobs.tolist()
 
 
+def test_a_scored_group_that_an_earlier_version_saved_has_its_baseline_as_last_sample() -> None:
+    recipe = recipe_with(*ASYNC, REMAX)
+    with in_background(recipe) as run:
+        trained(run, [1])
+        run.rollouts.wait(lambda: any(group.scores for group in run.sampling.pending().groups))
+        pending = run.sampling.pending()
+    scored = [(group, *filter(None, [group.baseline_score])) for group in pending.groups]
+    earlier = [Group(group.prompt, group.responses, (*group.scores, *of_baseline)) for group, *of_baseline in scored]
+    with in_background(recipe, pending=replace(pending, groups=earlier), step=1) as again:
+        assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
+
+
 def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
     with in_background(recipe, odd) as run:
@@ -356,7 +367,7 @@ def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None
         run.sampling.set_aside(["p1", "p6"])
         steps = trained(run, [1, 2, 3])
     begun = {
-        group.prompt.id: at.number for sampled in steps for group, at in zip(sampled.all, sampled.begun, strict=True)
+        group.prompt.id: at.number for sampled in steps for group, at in zip(sampled.all, sampled.logged, strict=True)
     }
     assert begun.items() >= {"p0": 0, "p1": 1, "p5": 5, "p7": 7, "p8": 8}.items()
     assert "p6" not in begun
@@ -382,7 +393,7 @@ def one_step_off(
         run.policy.update = stopped
         for step in range(first, last + 1):
             done = grpo_step(run, step, 0.0)
-            found.append((comparable(list(done.sampled)), done.metrics.get("reward/greedy")))
+            found.append((comparable(done.sampled.all), done.metrics.get("reward/greedy")))
         return found, background.sampling.pending()
 
 

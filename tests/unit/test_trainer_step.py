@@ -19,11 +19,13 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import EngineError, NodeLostError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.schedule import Step, grpo_step
+from megagrpo.trainer.run import Step
+from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.step import (
     ATTEMPTS,
     agent_errors,
     any_ended,
+    baselines_of,
     critic_learning_rate,
     policy_learning_rate,
     sample,
@@ -272,8 +274,8 @@ def test_rows_whose_greedy_response_has_no_score_are_left_out() -> None:
 def test_dynamic_sampling_trains_on_what_it_has_and_says_what_it_took() -> None:
     run, done = stepped("rollout.dynamic_sampling={rounds_max: 2}", scores=only_prompt_one_differs)
     assert run.policy.rows == [0, 1, 2]  # of the only group that is left
-    assert [group.prompt.id for group in done.groups] == ["p1"]
-    assert len(done.sampled) == 8
+    assert [group.prompt.id for group in done.sampled.groups] == ["p1"]
+    assert len(done.sampled.all) == 8
     found = {name: done.metrics[f"groups/{name}"] for name in ("rounds", "sampled", "left_over", "missing")}
     assert found == {"rounds": 2, "sampled": 8, "left_over": 0, "missing": 3}
 
@@ -342,7 +344,7 @@ def test_for_gdpo_a_group_has_signal_if_any_function_that_counts_differs(
 
 def test_remax_scores_one_greedy_response_for_each_prompt_and_trains_on_none() -> None:
     found = sample(make_run(REMAX, scores=one_right, greedy=lambda prompt: 0.5), 1)
-    assert np.array_equal(found.baselines, [0.5] * 4)  # type: ignore[arg-type]
+    assert np.array_equal(baselines_of(found.groups), [0.5] * 4)
     assert all(len(group.samples) == 4 for group in found.all)
 
 
@@ -372,9 +374,9 @@ def test_a_resumed_run_samples_the_same_prompts(resumed_after: int) -> None:
     whole, first, second = (
         make_run(*overrides, scores=lambda prompt: [1.0, 1.0, 1.0, float(prompt % 3 == 0)]) for _ in range(3)
     )
-    expected = [ids(grpo_step(whole, step, 0.0).sampled) for step in range(1, 6)]
-    found = [ids(grpo_step(first, step, 0.0).sampled) for step in range(1, resumed_after + 1)]
+    expected = [ids(grpo_step(whole, step, 0.0).sampled.all) for step in range(1, 6)]
+    found = [ids(grpo_step(first, step, 0.0).sampled.all) for step in range(1, resumed_after + 1)]
     second.cursor.restore(json.loads(json.dumps(first.cursor.state())))
-    found += [ids(grpo_step(second, step, 0.0).sampled) for step in range(resumed_after + 1, 6)]
+    found += [ids(grpo_step(second, step, 0.0).sampled.all) for step in range(resumed_after + 1, 6)]
     assert found == expected
     assert second.cursor.set_aside_count == whole.cursor.set_aside_count > 0
