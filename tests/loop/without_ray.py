@@ -52,9 +52,9 @@ class Actor:
         self.threads = {name: ThreadPoolExecutor(1, f"{described.class_name} {name or ''}") for name in names}
 
     def __getattr__(self, name: str) -> Any:
-        return Remote(partial(self.call, getattr(self.object, name)))
+        return Remote(partial(self._call, getattr(self.object, name)))
 
-    def call(self, method: Any, *arguments: Any) -> Any:
+    def _call(self, method: Any, *arguments: Any) -> Any:
         returns = getattr(method, "__ray_num_returns__", 1)
         threads = self.threads[getattr(method, "__ray_concurrency_group__", None)]
         found = [Ref() for _ in range(returns)]
