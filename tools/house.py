@@ -30,7 +30,7 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_579,
-    ("megatron",): 4_197,
+    ("megatron",): 4_196,
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
@@ -40,7 +40,7 @@ BUDGETS = {
     ("plan",): 5_781,
     ("data",): 3_206,
     ("reward",): 8_575,
-    ("agents",): 5_388,
+    ("agents",): 5_389,
     ("track", "report"): 5_771,
     ("importing",): 3_689,
     ("commands", ""): 2_676,

@@ -39,6 +39,8 @@ class Search:
         b: float = 0.75,
         stopwords: bool = True,
     ) -> None:
+        if results < 1:
+            raise ValueError(f"results is {results}: at least 1 is needed")
         directory = Path(index or f"{corpus}.bm25.index")
         with _opening:
             self._scores, self._passages = _opened(directory, Corpus(Path(corpus), text, title, id), k1, b, stopwords)
@@ -72,7 +74,10 @@ class Search:
 @cache
 def _opened(directory: Path, corpus: Corpus, k1: float, b: float, stopwords: bool) -> tuple[Any, Passages]:
     """Returns the index of the corpus, made if it is not there."""
-    import bm25s
+    try:
+        import bm25s
+    except ImportError:
+        raise ValueError("bm25s is not installed: pip install megagrpo[search]") from None
 
     def build(made: Path, passages: Passages) -> None:
         scores = bm25s.BM25(k1=k1, b=b)

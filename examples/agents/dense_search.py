@@ -6,7 +6,8 @@
 
 An encoder of transformers turns passages and queries into vectors. A query is compared with all passages: some 1.5 s
 for a million passages of 384 dimensions on one core. The index is made when agent processes start, and kept: float16
-vectors, 2 bytes a dimension and passage, memory-mapped, so that processes share their memory.
+vectors, 2 bytes a dimension and passage, memory-mapped, so that processes share their memory. The file imports torch,
+in the driver as well, which reads it for the tools' schemas.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Search:
         tokens_max: int = 512,
         device: str = "cpu",
     ) -> None:
+        if results < 1 or pooling not in ("mean", "cls", "last"):
+            raise ValueError(f"results is {results}, pooling {pooling}: at least 1 and mean, cls or last are needed")
         directory = Path(index or f"{corpus}.dense.index")
         settings = Encoding(encoder, pooling, tokens_max, device, passage_prefix)
         with _opening:

@@ -42,6 +42,8 @@ class Service:
     def __init__(self, url: str = "", results: int = 5) -> None:
         self._url, self._results = (url or self.URL).rstrip("/"), results
         self._key = os.environ.get(self.KEY, "")
+        if results < 1:
+            raise ValueError(f"{type(self).__name__}: results is {results}, and at least 1 is needed")
         if not self._url.startswith(("http://", "https://")):
             raise ValueError(f"{type(self).__name__}: give the url of a server, http:// or https://")
         if self.KEY and not self._key and not url:
@@ -105,6 +107,8 @@ def given(text: str) -> str:
 
 
 class SemanticScholar(Service):
+    """Snippets of papers, by Semantic Scholar."""
+
     KEY, URL = "S2_API_KEY", "https://api.semanticscholar.org"
 
     async def s2_search(self, query: str) -> str:
@@ -122,6 +126,8 @@ class SemanticScholar(Service):
 
 
 class Serper(Service):
+    """Google's results, by Serper."""
+
     KEY, URL = "SERPER_API_KEY", "https://google.serper.dev"
 
     async def serper_search(self, query: str) -> str:
@@ -155,6 +161,8 @@ class OwnServer(Service):
 
 
 class MassiveDs(OwnServer):
+    """Passages of a retrieval server, as MassiveDS has it."""
+
     async def massive_ds(self, query: str) -> str:
         """Searches a collection of documents.
 
@@ -170,6 +178,8 @@ class MassiveDs(OwnServer):
 
 
 class Jina(Service):
+    """Web pages as Markdown, by Jina's reader."""
+
     KEY, URL = "JINA_API_KEY", "https://r.jina.ai"
 
     async def jina_browse(self, url: str) -> str:
@@ -192,6 +202,8 @@ class Jina(Service):
 
 
 class Crawl4ai(OwnServer):
+    """Web pages as Markdown, by a server of Crawl4AI."""
+
     KEY = "CRAWL4AI_API_KEY"
 
     async def crawl4ai_browse(self, url: str) -> str:

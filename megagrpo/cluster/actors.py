@@ -78,7 +78,7 @@ def interface_of(address: str) -> str | None:
 
 
 def ask(actor: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
-    """Asks a RankActor to call a method of its rank, whose name Ray shows in process titles, task lists and errors."""
+    """Calls a method of a RankActor's rank. Ray shows the method's name in process titles, task lists and errors."""
     return actor.call.options(name=f"RankActor.{method}").remote(method, *arguments)
 
 

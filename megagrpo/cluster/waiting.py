@@ -201,11 +201,11 @@ def wait_for(
 
 
 def wait_until_started(
-    starting: Mapping[str, ray.ObjectRef[Any]], of: str, timeout_seconds: float, watch: NodeWatch
+    starting: Mapping[str, ray.ObjectRef[Any]], what: str, timeout_seconds: float, watch: NodeWatch
 ) -> None:
-    """Waits, with a bar, until these actors have started. Raises EngineError naming those that have not in time."""
+    """Waits until these actors have started, with a bar that names `what`. Raises EngineError naming late ones."""
     seconds, error = timeout_seconds, EngineError
-    with progress(f"starting {of}", len(starting)) as work:
+    with progress(f"starting {what}", len(starting)) as work:
         wait_for(starting, doing="starting", timeout_seconds=seconds, error=error, watch=watch, work=work)
 
 

@@ -203,7 +203,6 @@ def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "attention_softmax_in_fp32": True,
         # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
         "calculate_per_token_loss": True,
     }

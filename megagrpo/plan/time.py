@@ -163,8 +163,8 @@ class Sampling:
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
 
     def pace(self, running: float, context: float) -> tuple[float, float, float]:
-        """Returns the seconds in which each of `running` responses gets a token, after `context` tokens in the mean:
-        to decode it, to read other conversations' turns, and to wait for tools or a place."""
+        """Returns three times in seconds in which each of `running` responses gets a token, after `context` tokens in
+        the mean: decoding, reading other conversations' turns, and waiting for tools or a place."""
         if self.turns:
             return self.turns.pace(self.engine, running, context)
         return self.engine.decode_seconds(running, context), 0.0, 0.0

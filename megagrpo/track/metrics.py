@@ -74,7 +74,7 @@ def as_markdown() -> str:
         "MLflow allows no `@` in a name: there `eval/gsm8k/mean@1` is `eval/gsm8k/mean_at_1`.",
         "In `metrics.jsonl` a value that is not a finite number is `null`.",
         "",
-        "Written by `python -m megagrpo.track.metrics` from `megagrpo/track/metrics.py`.",
+        "Written by `python -m megagrpo.track.metrics` from `megagrpo/track/metrics.yaml`.",
     ]
     return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines)) + "\n"
 

@@ -8,6 +8,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from megagrpo.agents.tools.function_schema import FunctionSchema, function_schema
@@ -79,7 +80,7 @@ class OwnClass:
     async def prepare(self) -> None:
         """Calls the class's class method `prepare`, if it has one, with the recipe's arguments."""
         if inspect.ismethod(prepare := getattr(self.made, "prepare", None)):
-            await in_thread(lambda: prepare(**self.config.arguments))
+            await _called(self.loop, partial(prepare, **self.config.arguments))
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
