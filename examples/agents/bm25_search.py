@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from corpus import Corpus, Passages, indexed, shown, whole
+from corpus import Corpus, CorpusSearch, Passages, indexed, whole
 
 WORD = r"(?u)\b\w+\b"
 _opening = threading.Lock()
 
 
-class Search:
+class Search(CorpusSearch):
     """The tool: Lucene's BM25, by bm25s (https://arxiv.org/abs/2407.03618).
 
     Words are runs of letters and digits, lower case, without English stop words unless `stopwords` is false. `text`,
@@ -46,23 +46,7 @@ class Search:
             self._scores, self._passages = _opened(directory, Corpus(Path(corpus), text, title, id), k1, b, stopwords)
         self._results, self._stopwords = results, stopwords
 
-    @classmethod
-    def prepare(cls, **arguments: Any) -> None:
-        """Makes the index, once in an agent process, before any rollout begins."""
-        cls(**arguments)
-
-    def search(self, query: str) -> str:
-        """Searches a collection of documents and returns the passages that fit the query best.
-
-        Args:
-            query: The search query.
-        """
-        if not query.strip():
-            raise ValueError("give a query")  # the policy reads this
-        return shown(self._passages[number] for number in self._found(query))
-
     def _found(self, query: str) -> list[int]:
-        """Returns the numbers of passages, best first."""
         known = [word for word in _words([query], self._stopwords)[0] if word in self._scores.vocab_dict]
         if not known:
             return []

@@ -94,6 +94,31 @@ class Passages:
         return (self[number] for number in range(len(self)))
 
 
+class CorpusSearch:
+    """A tool that searches the passages of a corpus. A subclass opens its index and finds their numbers."""
+
+    _passages: Passages
+
+    @classmethod
+    def prepare(cls, **arguments: Any) -> None:
+        """Makes the index, once in an agent process, before any rollout begins."""
+        cls(**arguments)
+
+    def search(self, query: str) -> str:
+        """Searches a collection of documents and returns the passages that fit the query best.
+
+        Args:
+            query: The search query.
+        """
+        if not query.strip():
+            raise ValueError("give a query")  # the policy reads this
+        return shown(self._passages[number] for number in self._found(query))
+
+    def _found(self, query: str) -> Iterable[int]:
+        """Returns the numbers of passages, best first."""
+        raise NotImplementedError
+
+
 def indexed(
     directory: Path, corpus: Corpus, settings: Mapping[str, Any], build: Callable[[Path, Passages], None]
 ) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from corpus import Corpus, Passages, indexed, shown, whole
+from corpus import Corpus, CorpusSearch, Passages, indexed, whole
 
 log = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -34,7 +35,7 @@ ROWS_AT_ONCE = 262_144
 _opening = threading.Lock()
 
 
-class Search:
+class Search(CorpusSearch):
     """The tool. `encoder` is the directory of a model that transformers can load.
 
     `query_prefix` and `passage_prefix` are what the encoder was trained to see before texts, such as "query: " and
@@ -65,21 +66,8 @@ class Search:
             self._index, self._passages = _opened(directory, Corpus(Path(corpus), text, title, id), settings)
         self._results, self._prefix = results, query_prefix
 
-    @classmethod
-    def prepare(cls, **arguments: Any) -> None:
-        """Makes the index, once in an agent process, before any rollout begins."""
-        cls(**arguments)
-
-    def search(self, query: str) -> str:
-        """Searches a collection of documents and returns the passages that fit the query best.
-
-        Args:
-            query: The search query.
-        """
-        if not query.strip():
-            raise ValueError("give a query")  # the policy reads this
-        scores = self._index.scores(self._prefix + query)
-        return shown(self._passages[number] for number in best(scores, self._results))
+    def _found(self, query: str) -> Iterable[int]:
+        return best(self._index.scores(self._prefix + query), self._results)
 
 
 @dataclass(frozen=True)
