@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -29,6 +29,18 @@ Temperature = Annotated[float, Field(ge=TEMPERATURE_MIN, le=TEMPERATURE_MAX)]
 
 FILE_AND_FUNCTION = r"^.+\.py:[A-Za-z_]\w*$"
 """A user's own method, as FILE.py:FUNCTION."""
+
+
+def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested mappings from dotted paths."""
+    tree: dict[str, Any] = {}
+    for path, value in fields.items():
+        *above, last = path.split(".")
+        section = tree
+        for key in above:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return tree
 
 
 class Section(BaseModel):

@@ -15,11 +15,11 @@ from megagrpo.errors import Problem
 from megagrpo.importing.options import unknown_in
 from megagrpo.importing.rows import NotKnownError
 from megagrpo.importing.shell_words import UNKNOWN
-from megagrpo.importing.translate import Field, Kind, Outcome, Translation, tree_of
+from megagrpo.importing.translate import Field, Kind, Outcome, Translation
 from megagrpo.recipe.problems import schema_problems
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import to_text
-from megagrpo.section import broken_rules
+from megagrpo.section import broken_rules, tree_of
 
 COMMENT_AT, WIDTH = 44, 120
 SECRET = re.compile(r"(api_key|wandb_key|password|secret|auth_token|hf_token)$")

@@ -26,6 +26,7 @@ from megagrpo.importing.rows import (
 )
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe
+from megagrpo.section import tree_of
 
 Kind = Literal["translated", "same", "missing", "unknown"]
 """same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
@@ -155,18 +156,6 @@ def translate(framework: Framework, configuration: Configuration, name: str) -> 
     outcomes = [_outcome(given[option].line, option, given[option].value, answers[option], kept) for option in given]
     fields = [Field(path, value, ", ".join(written.sources[path])) for path, value in _in_order(kept)]
     return Translation(framework, configuration, fields, outcomes, [*configuration.notes, *written.notes])
-
-
-def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested mappings from dotted paths."""
-    tree: dict[str, Any] = {}
-    for path, value in fields.items():
-        *above, last = path.split(".")
-        section = tree
-        for key in above:
-            section = section.setdefault(key, {})
-        section[last] = value
-    return tree
 
 
 def _answer(framework: Framework, options: Options, option: str) -> Write | Together | Outcome:

@@ -13,7 +13,7 @@ from megagrpo.plan.parameters import total_parameters
 from megagrpo.recipe.model_rules import divisors
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
-from megagrpo.section import Section
+from megagrpo.section import Section, tree_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.sglang import CUTS_ATTENTION_IN_GROUPS
 
@@ -189,14 +189,7 @@ def placed(values: Values, *, colocated: bool) -> Values:
 
 def changed(recipe: AnyRecipe, values: Values) -> AnyRecipe:
     """Returns the recipe with other values in some fields. Each is legal by itself; rules are not checked."""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *above, field = path.split(".")
-        section = tree
-        for key in above:
-            section = section.setdefault(key, {})
-        section[field] = value
-    return _updated(recipe, tree)
+    return _updated(recipe, tree_of(values))
 
 
 def _updated(section: Kind, tree: Mapping[str, Any]) -> Kind:
