@@ -17,11 +17,11 @@ import numpy as np
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.data.cursor import Cursor
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
 from megagrpo.trainer.setup import first_state
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with

@@ -103,7 +103,7 @@ def evaluate(asked: argparse.Namespace) -> int:
         needed = "one, or two to compare"
         raise PreflightError(Problem("megagrpo eval: MODEL", f"{len(models)}: {' '.join(models)}", needed, "name one"))
     with progress("loading libraries"), importing():
-        from megagrpo.trainer.evaluate import evaluate as run
+        from megagrpo.evaluation.evaluate import evaluate as run
 
     return run(models, asked.recipe, overrides, asked.output, asked.api_key_variable, asked.console)
 

@@ -12,7 +12,9 @@ from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.runtime import Runtime, check_files
+from megagrpo.cluster.stopping import StopRequested
 from megagrpo.cluster.train_ranks import Policy
+from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import Problem, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.recipe.defaults import run_directory, with_absolute_directories
@@ -32,8 +34,7 @@ from megagrpo.trainer.schedule import trained_step
 from megagrpo.trainer.setup import Setup
 from megagrpo.trainer.step import sample, set_solved_aside
 from megagrpo.trainer.step_metrics import rollout_metrics, sampling_metrics
-from megagrpo.trainer.stopping import StopRequested
-from megagrpo.trainer.train import GrpoTraining, model_and_critic, prompt_reader, reported, start_policy, start_training
+from megagrpo.trainer.train import GrpoTraining, model_and_critic, reported, start_policy, start_training
 from megagrpo.types import Prompt
 
 # --- samples without training -----------------------------------------------------------------------------------------

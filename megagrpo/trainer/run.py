@@ -11,6 +11,7 @@ from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.work import Work
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
@@ -23,7 +24,6 @@ from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule_log import Replayed
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
 SHOWN_AS = {

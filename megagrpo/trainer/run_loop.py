@@ -17,6 +17,7 @@ from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.stopping import StopRequested, until_stopped
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.mixture import AnyItem
 from megagrpo.errors import (
@@ -41,7 +42,6 @@ from megagrpo.trainer.profiling import profiled
 from megagrpo.trainer.run import Step
 from megagrpo.trainer.saving import export
 from megagrpo.trainer.setup import Read, Setup, first_state
-from megagrpo.trainer.stopping import StopRequested, until_stopped
 
 
 class Training(ABC):

@@ -15,6 +15,7 @@ from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
@@ -35,7 +36,6 @@ from megagrpo.trainer.early_stopping import early_stopping, reason_to_stop
 from megagrpo.trainer.exports import Exports
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.saving import Saving, checkpoint_to_resume, exported_step
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.weights.families import read_architecture
 
 Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]

@@ -8,19 +8,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.reward_models import RewardModels
-from megagrpo.cluster.reward_nodes import reward_pool
+from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync, with_transport
-from megagrpo.data.mixture import Mixture
-from megagrpo.data.prompts import load_prompts
+from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import MismatchError, Problem, RecipeError
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseFiles, responses_of
@@ -28,9 +25,8 @@ from megagrpo.preflight.data_check import SAMPLE, sample_warnings
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, run_directory, with_absolute_directories
-from megagrpo.recipe.schema import DataFileConfig, Recipe
+from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
-from megagrpo.reward.asking import Models
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.batches import require_another_directory
 from megagrpo.trainer.run import Run, Step
@@ -38,7 +34,7 @@ from megagrpo.trainer.run_loop import Training, run_to_end
 from megagrpo.trainer.sampling import Sampling
 from megagrpo.trainer.schedule import grpo_step
 from megagrpo.trainer.schedule_log import LoggedStep, Replayed, read_schedule, schedule_line
-from megagrpo.trainer.setup import Read, Setup
+from megagrpo.trainer.setup import Setup
 from megagrpo.trainer.step import require_version, with_signal
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Group, Prompt
@@ -47,19 +43,6 @@ from megagrpo.types import Group, Prompt
 def train(checked: Preflight[Recipe]) -> int:
     """Runs the recipe to its end, as `run_to_end` says."""
     return run_to_end(checked, prompt_reader(checked.recipe), start_training)
-
-
-def prompt_reader(recipe: Recipe) -> Read[Prompt]:
-    """Returns the reader of a recipe's prompts: each row must be of a source that a reward function is for."""
-
-    def read(
-        files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None
-    ) -> Mixture[Prompt]:
-        reward = own_rewards(recipe).get(held_out_set or "", recipe.reward)
-        held_out = None if held_out_set else [file for found in recipe.eval.files_of_sets().values() for file in found]
-        return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out)
-
-    return read
 
 
 def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
@@ -110,7 +93,7 @@ def start_training(
     samples_itself = isinstance(recipe.schedule, SyncConfig) and recipe.schedule.beyond == 0
     in_background = not replayed and (not samples_itself or setup.pending is not None)
     judged = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt if in_background else 1
-    score_with = scorer_maker(recipe, ray, judging, setup.stopping.check, say)
+    score_with = scorer_maker(recipe, ray, judging.served(), setup.stopping.check, say)
     scorer = score_with(recipe.reward, judged_responses=judged)
     closing.callback(scorer.close)
     scorers = {name: score_with(reward) for name, reward in own_rewards(recipe).items()}
@@ -133,15 +116,6 @@ def start_training(
 def model_and_critic(checked: Preflight[Recipe]) -> tuple[Path, Path]:
     """Returns the directories of the policy's model and the critic's, which is the same if the recipe names none."""
     return checked.model_directory.absolute(), (checked.critic_directory or checked.model_directory).absolute()
-
-
-def scorer_maker(
-    recipe: Recipe, ray: Runtime, judging: RewardModels, check: Callable[[], None], say: Callable[[str], None]
-) -> Callable[..., Scorer]:
-    """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
-    limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), judging.served())
-    workers = partial(reward_pool, ray)
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
 
 
 def start_policy(

@@ -15,8 +15,12 @@ import pytest
 import yaml
 
 from megagrpo.cli import main
+from megagrpo.cluster import reward_nodes
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.errors import DataError, EngineError, PreflightError
-from megagrpo.evaluation.comparison import compare
+from megagrpo.evaluation import evaluate
+from megagrpo.evaluation.comparison import compare, prompts_of_both
+from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.evaluation import check_recipe
@@ -25,9 +29,6 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import SHARED
 from megagrpo.rollout.pool import Order
 from megagrpo.section import broken_rules
-from megagrpo.trainer import evaluate, train
-from megagrpo.trainer.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 from tests.tiny_run import ROW, make_run
 
@@ -227,7 +228,7 @@ def test_functions_that_fail_are_judged_by_the_responses_of_their_own_sets(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(train, "Scorer", Recorded)
+    monkeypatch.setattr(reward_nodes, "Scorer", Recorded)
     prompt = Prompt("a:1", (1,), "s", "2")
     asked = {Order([None] * 2): ("a", prompt) for _ in range(400)} | {Order([None]): ("b", prompt) for _ in range(30)}
     judging = SimpleNamespace(served=dict)
@@ -261,7 +262,7 @@ def test_two_models_are_compared_on_the_prompts_of_both() -> None:
     assert found.difference == pytest.approx(6 / 11)
     assert found.low <= found.difference <= found.high
     assert found.p_value == pytest.approx(2 / 2**6), "six prompts changed, all for the better"
-    assert evaluate._prompts_of_both(first[:9], second) == {"first": 9, "second": 12, "both": 8}
+    assert prompts_of_both(first[:9], second) == {"first": 9, "second": 12, "both": 8}
     same = compare(first, first, 1)
     assert {(one.difference, one.p_value) for one in same} == {(0.0, 1.0)}
     assert comparison_table("sums", same).row_count == len(same)
