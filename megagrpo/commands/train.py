@@ -110,8 +110,8 @@ def evaluate(asked: argparse.Namespace) -> int:
 
 def replay(asked: argparse.Namespace) -> int:
     from megagrpo.preflight.preflight import preflight
-    from megagrpo.trainer.replay import load_replay
-    from megagrpo.trainer.replay import replay as replay_step
+    from megagrpo.trainer.one_half import load_replay
+    from megagrpo.trainer.one_half import replay as replay_step
 
     ready = preflight(load_replay(asked.directory, asked.step, asked.overrides), engines_too=False)
     return 0 if replay_step(ready, asked.directory, asked.step, print) else EXIT_DIFFERENT

@@ -134,9 +134,8 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         _require_same(directory, _settings(recipe, subject, prompts))
         log = ResponseLog(directory / "responses.jsonl")
         closing.callback(log.close)
-        responses = list(log.there)
         # What failed, or was left out, is asked for again.
-        done = {(one.set, one.prompt_id, one.index) for one in responses if one.score is not None}
+        done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
         asked: Asked = {
             Order(requests, prompt=prompt): (name, prompt)
             for name, one in recipe.eval.of_sets().items()
@@ -150,10 +149,10 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         begun = f", {len(asked) - len(left)} of them done before" if len(left) < len(asked) else ""
         say(f"{subject.given}: {len(asked)} prompts{begun}")
         if left:
-            _sample(subject.recipe(recipe, directory), directory, left, log, responses, stopping, say)
+            _sample(subject.recipe(recipe, directory), directory, left, log, stopping, say)
         shutil.rmtree(directory / "model", ignore_errors=True)
         # A prompt that was asked for again has responses twice.
-        kept = {(one.set, one.prompt_id, one.index): one for one in responses}
+        kept = {(one.set, one.prompt_id, one.index): one for one in log.responses}
         of_sets = {name: [one for one in kept.values() if one.set == name] for name in prompts}
         metrics = {
             name: evaluation_metrics(of_sets[name], one.samples_per_prompt)
@@ -165,15 +164,7 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         return Evaluated(subject.given, of_sets, metrics)
 
 
-def _sample(
-    recipe: Recipe,
-    directory: Path,
-    asked: Asked,
-    log: ResponseLog,
-    responses: list[Response],
-    stopping: Stopping,
-    say: Say,
-) -> None:
+def _sample(recipe: Recipe, directory: Path, asked: Asked, log: ResponseLog, stopping: Stopping, say: Say) -> None:
     """Generates and scores the responses; appends a prompt to the log once all of its responses are scored."""
     checked = check_model(recipe)
     track = recipe.track.model_copy(update={"directory": str(directory.parent)})
@@ -200,9 +191,7 @@ def _sample(
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    scored = _scored(batch, asked, scorers)
-                    log.append(scored)
-                    responses += scored
+                    log.append(_scored(batch, asked, scorers))
                     work.advance(len(batch))
 
 

@@ -166,20 +166,20 @@ class ResponseFiles:
 
 
 class ResponseLog:
-    """A file of responses that grows as they arrive. `there`: responses of an earlier process. A line that was cut off
-    when that process was killed is removed."""
+    """A file of responses that grows as they arrive, and the responses in it. A line that was cut off when an earlier
+    process was killed is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Reads `there`. Raises DataError, naming the line, if a line is not a response."""
+        """Reads the responses of earlier processes. Raises DataError, naming the line, if a line is not a response."""
         self._file = path.open("a+b")
         self._file.seek(0)
-        self.there: list[Response] = []
+        self.responses: list[Response] = []
         whole = 0
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                self.there.append(from_line(line))
+                self.responses.append(from_line(line))
             except ValueError as error:
                 self._file.close()
                 fix = f"remove {path.parent}: it is evaluated anew"
@@ -191,6 +191,7 @@ class ResponseLog:
         """Appends responses: they are in the file when it returns."""
         self._file.writelines(map(to_line, responses))
         self._file.flush()
+        self.responses += responses
 
     def close(self) -> None:
         self._file.close()

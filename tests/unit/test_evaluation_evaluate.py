@@ -21,6 +21,7 @@ from megagrpo.errors import DataError, EngineError, PreflightError
 from megagrpo.evaluation import evaluate
 from megagrpo.evaluation.comparison import compare, prompts_of_both
 from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
+from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.evaluation import check_recipe
@@ -195,13 +196,12 @@ def test_what_failed_is_asked_for_again_and_over_long_prompts_are_told(
     (run.parent / "held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (ROW, ROW, long)))
     recipe, asked, said = load(run, [SETS]).recipe, [], []
 
-    def sample(recipe: Recipe, directory: Path, left: list[Any], log: ResponseLog, responses: list[Response], *_: Any):
+    def sample(recipe: Recipe, directory: Path, left: list[Any], log: ResponseLog, *_: Any):
         asked.append([one.prompt.id for one in left])
         found = [response(one.prompt.id, 1.0) for one in left]
         if len(asked) == 1:
             found[0] = replace(found[0], score=None, solved=False, error="the engine gave up")
         log.append(found)
-        responses += found
 
     monkeypatch.setattr(evaluate, "_sample", sample)
     for _ in range(3):
@@ -244,10 +244,10 @@ def test_a_log_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     log.close()
     path.write_bytes(path.read_bytes()[:-9])
     log = ResponseLog(path)
-    assert log.there == [response("a", 1.0)]
+    assert log.responses == [response("a", 1.0)]
     log.append([response("b", 0.0)])
     log.close()
-    assert ResponseLog(path).there == [response("a", 1.0), response("b", 0.0)]
+    assert ResponseLog(path).responses == [response("a", 1.0), response("b", 0.0)]
     path.write_text("{}\n")
     with pytest.raises(DataError, match="line 1"):
         ResponseLog(path)
@@ -269,8 +269,6 @@ def test_two_models_are_compared_on_the_prompts_of_both() -> None:
 
 
 def test_a_table_has_a_row_for_every_metric_and_a_column_for_every_source(run: Path) -> None:
-    from megagrpo.evaluation.metrics import evaluation_metrics
-
     held_out = load(run, [SETS]).recipe.eval.of_sets()["sums"]
     metrics = evaluation_metrics([response("a", 1.0), response("b", 0.0)], 1)
     table = metrics_table(held_out, 2, ["s"], metrics)
