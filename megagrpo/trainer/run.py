@@ -83,9 +83,9 @@ class Run(TrainRun):
 
 
 class SampleSource(Protocol):
-    """The samples of a run's steps, and what a step tells those who make them.
+    """A source of the samples that steps train on.
 
-    Kinds: Live (schedule.py), Background (sampling.py), Logged (schedule_log.py), Saved (one_half.py).
+    Its kinds: Live (schedule.py), Background (sampling.py), Logged (schedule_log.py), Saved (one_half.py).
     """
 
     def next(self, step: int) -> Sampled:

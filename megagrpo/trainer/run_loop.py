@@ -36,13 +36,12 @@ from megagrpo.errors import (
 )
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name, run_directory
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.timeline import TIMELINE, write_chrome_trace
 from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
 from megagrpo.trainer.run import Step
-from megagrpo.trainer.saving import export
 from megagrpo.trainer.setup import Read, Setup, first_state
 
 
@@ -120,9 +119,7 @@ def run_to_end(
         if kept.export_hugging_face:
             training = loop.training
             with stopping.giving_up(), training.exporting(), progress("exporting the model"):
-                dtype = dtype_name(recipe, ray.device)
-                exported = export(training.ranks, checked, setup.tokenizer, loop.state.step, dtype)
-            setup.exports.start_command(exported)
+                setup.exports.write_final(training.ranks, loop.state.step)
     return 0
 
 

@@ -33,9 +33,9 @@ from megagrpo.track.sink import PLAN_FILE
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.alerts import Alerts
 from megagrpo.trainer.early_stopping import early_stopping, reason_to_stop
-from megagrpo.trainer.exports import Exports
+from megagrpo.trainer.exports import Exports, exported_step
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.saving import Saving, checkpoint_to_resume, exported_step
+from megagrpo.trainer.saving import Saving, checkpoint_to_resume
 from megagrpo.weights.families import read_architecture
 
 Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
