@@ -17,11 +17,12 @@ import numpy as np
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.batching.work import TOKENS
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.data.cursor import Cursor
 from megagrpo.trainer.run import PhaseClock, Run
 from megagrpo.trainer.run_loop import Loop
+from megagrpo.trainer.schedule import Live
 from megagrpo.trainer.setup import first_state
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.trainer.train import GrpoTraining
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.tiny_run import recipe_with
@@ -206,8 +207,11 @@ def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state
     setup.last_step, setup.alerts, setup.pending = run.total_steps, None, None
     setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
     setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
-    files, starter = SimpleNamespace(begin=lambda *given: None), SimpleNamespace(start_again=lambda run, saved: run)
-    loop = Loop(setup, GrpoTraining(run, setup, starter, {}, files))  # type: ignore[arg-type]
+    files, starter = (
+        SimpleNamespace(begin=lambda *given: None),
+        SimpleNamespace(again=lambda run, source, saved: (run, source)),
+    )
+    loop = Loop(setup, GrpoTraining(setup, run, Live(run), starter, {}, files))  # type: ignore[arg-type]
     loop.run()
     return loop.state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -14,7 +15,11 @@ from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import end_actors, node_names, on_node
 from megagrpo.errors import MegagrpoError, Problem, RewardError
+from megagrpo.recipe.defaults import run_directory
+from megagrpo.recipe.schema import Recipe
+from megagrpo.reward.asking import Models, Served
 from megagrpo.reward.functions import FunctionSpec, Outcome, Task
+from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.workers import Limits, LoadedFunction, RewardPool, WorkerPool
 
 PARTS_PER_NODE = 4
@@ -33,6 +38,19 @@ def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], workers: int, l
     if len(counts) < 2:
         return WorkerPool(specs, workers, limits)
     return RewardNodes(specs, counts[0], dict(zip(others, counts[1:], strict=False)), limits)
+
+
+def scorer_maker(
+    recipe: Recipe,
+    runtime: Runtime,
+    served: Mapping[str, Served],
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> Callable[..., Scorer]:
+    """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
+    limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), served)
+    workers = partial(reward_pool, runtime)
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
 
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:

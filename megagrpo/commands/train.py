@@ -103,15 +103,15 @@ def evaluate(asked: argparse.Namespace) -> int:
         needed = "one, or two to compare"
         raise PreflightError(Problem("megagrpo eval: MODEL", f"{len(models)}: {' '.join(models)}", needed, "name one"))
     with progress("loading libraries"), importing():
-        from megagrpo.trainer.evaluate import evaluate as run
+        from megagrpo.evaluation.evaluate import evaluate as run
 
     return run(models, asked.recipe, overrides, asked.output, asked.api_key_variable, asked.console)
 
 
 def replay(asked: argparse.Namespace) -> int:
     from megagrpo.preflight.preflight import preflight
-    from megagrpo.trainer.replay import load_replay
-    from megagrpo.trainer.replay import replay as replay_step
+    from megagrpo.trainer.one_half import load_replay
+    from megagrpo.trainer.one_half import replay as replay_step
 
     ready = preflight(load_replay(asked.directory, asked.step, asked.overrides), engines_too=False)
     return 0 if replay_step(ready, asked.directory, asked.step, print) else EXIT_DIFFERENT

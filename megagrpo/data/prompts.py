@@ -25,7 +25,8 @@ from megagrpo.data.rows import AnyRow, Row, SchemaOf, counted, prompt_schema, re
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.progress import progress
-from megagrpo.recipe.schema import DataFileConfig
+from megagrpo.recipe.defaults import own_rewards
+from megagrpo.recipe.schema import DataFileConfig, Recipe
 from megagrpo.recipe.schema.data import DataConfig
 from megagrpo.tokenizer import encode, identity
 from megagrpo.types import Prompt
@@ -151,6 +152,22 @@ def _contents(batch: pa.RecordBatch) -> list[bytes]:
 
 
 PROMPT_FORM: Form[Prompt] = Form(PROMPT_COLUMNS, _prompt, _contents)
+
+
+def prompt_reader(
+    recipe: Recipe,
+) -> Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, str | None], Mixture[Prompt]]:
+    """Returns the reader of a recipe's files: of an evaluation set, whose name it gets, or those to train on (None).
+    Each row must be of a source that a reward function is for."""
+
+    def read(
+        files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None
+    ) -> Mixture[Prompt]:
+        reward = own_rewards(recipe).get(held_out_set or "", recipe.reward)
+        held_out = None if held_out_set else [file for found in recipe.eval.files_of_sets().values() for file in found]
+        return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out)
+
+    return read
 
 
 def load_prompts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,17 @@ class Difference:
     test: str
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two models, by set, and the number of prompts of each. Its fields are those of
+    comparison.json."""
+
+    models: Sequence[str]
+    recipe: str
+    sets: Mapping[str, Sequence[Difference]]
+    prompts: Mapping[str, Mapping[str, int]]
+
+
 def compare(first: Sequence[Response], second: Sequence[Response], samples_per_prompt: int) -> list[Difference]:
     """Compares each metric of one set. Leaves out a metric that no prompt has a value for, because rewards failed."""
     values = [prompt_values(responses, samples_per_prompt) for responses in (first, second)]
@@ -47,3 +58,9 @@ def compare(first: Sequence[Response], second: Sequence[Response], samples_per_p
         means = mean_first, mean_second, float(differences.mean())
         found.append(Difference(name, pairs.shape[1], *means, float(low), float(high), p_value, test))
     return found
+
+
+def prompts_of_both(first: Sequence[Response], second: Sequence[Response]) -> dict[str, int]:
+    """Counts the prompts of each model and of both: a tokenizer may make some too long for a model."""
+    ids = [{one.prompt_id for one in responses} for responses in (first, second)]
+    return {"first": len(ids[0]), "second": len(ids[1]), "both": len(ids[0] & ids[1])}

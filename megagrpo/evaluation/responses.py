@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megagrpo.errors import DataError, Problem, first_line
+from megagrpo.track.jsonl import finite
 from megagrpo.types import Group
 
 FILE_NAME = re.compile(r"step_(\d{6,})\.jsonl")
@@ -88,18 +90,32 @@ def from_line(line: bytes) -> Response:
     return Response(**values)
 
 
-def write_responses(path: Path, responses: Sequence[Response]) -> None:
-    """Writes a file that appears whole, once all of it is on disk. Raises OSError; an older file is then as it was."""
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that appears whole at `path`, once all of it is on disk. Raises OSError; an older file is then as it
+    was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
-            file.writelines(map(to_line, responses))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_responses(path: Path, responses: Iterable[Response]) -> None:
+    """Writes a line for each response, by `replacing`."""
+    with replacing(path) as file:
+        file.writelines(map(to_line, responses))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes readable JSON, by `replacing`; NaN and infinity become null."""
+    with replacing(path) as file:
+        file.write(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def read_responses(path: Path) -> Iterator[Response]:
@@ -150,20 +166,20 @@ class ResponseFiles:
 
 
 class ResponseLog:
-    """A file of responses that grows as they arrive. `there`: responses of an earlier process. A line that was cut off
-    when that process was killed is removed."""
+    """A file of responses that grows as they arrive, and the responses in it. A line that was cut off when an earlier
+    process was killed is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Reads `there`. Raises DataError, naming the line, if a line is not a response."""
+        """Reads the responses of earlier processes. Raises DataError, naming the line, if a line is not a response."""
         self._file = path.open("a+b")
         self._file.seek(0)
-        self.there: list[Response] = []
+        self.responses: list[Response] = []
         whole = 0
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                self.there.append(from_line(line))
+                self.responses.append(from_line(line))
             except ValueError as error:
                 self._file.close()
                 fix = f"remove {path.parent}: it is evaluated anew"
@@ -175,6 +191,7 @@ class ResponseLog:
         """Appends responses: they are in the file when it returns."""
         self._file.writelines(map(to_line, responses))
         self._file.flush()
+        self.responses += responses
 
     def close(self) -> None:
         self._file.close()

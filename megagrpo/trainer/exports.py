@@ -1,7 +1,8 @@
-"""Hugging Face models that a run exports while training continues, and the user's command on each."""
+"""Hugging Face models that a run exports, at its end and while training continues, and the user's command on each."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,12 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import CheckpointError, MegagrpoError
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import dtype_name, run_directory
+from megagrpo.recipe.defaults import adapter_directory, dtype_name, export_directory, run_directory
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.trainer.saving import complete_export
-from megagrpo.weights.files.export import Export, begin_export
+from megagrpo.track.jsonl import read_json
+from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
+from megagrpo.weights.files.export import Export, begin_adapter_export, begin_export, finish_export
 from megagrpo.weights.plan import make_plan
 
+EXPORTED_BY = "megagrpo.json"
 SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 """Names of environment variables that are withheld from a command."""
 
@@ -36,6 +39,28 @@ class Exports:
         self._thread = ThreadPoolExecutor(1, "exports")
         self._job: Future[Path] | None = None
         self._commands: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def write_final(self, ranks: TrainRanks, step: int) -> None:
+        """Writes the policy as a Hugging Face model, and starts the command on it. Raises CheckpointError.
+
+        Every rank writes its own boxes; nothing is gathered. Adapters are merged into its weights, and also written as
+        PEFT files beside it.
+        """
+        checked, recipe, lora = self._checked, self._checked.recipe, self._checked.recipe.train.lora
+        dtype = dtype_name(recipe, ranks.device_type)
+        if lora is not None:
+            matrices = adapted_matrices(checked.architecture, lora.targets)
+            config, tensors = (
+                peft_config(matrices, lora.rank, lora.alpha, recipe.model.path),
+                adapter_tensors(matrices, lora.rank),
+            )
+            adapter = begin_adapter_export(adapter_directory(recipe), tensors, config, dtype)
+            ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
+            finish_export(adapter)
+        begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
+        ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
+        self._complete(begun, step)
+        self.start_command(begun.directory)
 
     def begin(self, ranks: TrainRanks, step: int) -> None:
         """Copies the policy, whose parameters are on the device, to the ranks' host memory; a thread then writes it."""
@@ -57,8 +82,17 @@ class Exports:
         except MegagrpoError:
             shutil.rmtree(export.partial, ignore_errors=True)
             raise
-        complete_export(export, self._checked.recipe, self._tokenizer, step)
+        self._complete(export, step)
         return export.directory
+
+    def _complete(self, export: Export, step: int) -> None:
+        """Completes a model whose weights every rank has written, and names it. Raises CheckpointError or OSError."""
+        recipe = self._checked.recipe
+        if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
+            self._tokenizer.save_pretrained(export.partial)
+        name = json.dumps({"run": recipe.name, "step": step})
+        (export.partial / EXPORTED_BY).write_text(f"{name}\n", encoding="utf-8")
+        finish_export(export)
 
     def report(self) -> None:
         """Starts the command on a complete export, and reports the commands that have failed."""
@@ -100,6 +134,11 @@ class Exports:
         self._thread.shutdown()
         for log, process in self._commands.items():
             self._say(f"checkpoint.after_export still runs as process {process.pid}, with its output in {log}")
+
+
+def exported_step(recipe: AnyRecipe) -> int | None:
+    """Returns the step whose weights are in the run's export directory; None if there is no export."""
+    return read_json(export_directory(recipe) / EXPORTED_BY).get("step")
 
 
 def _start(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:

@@ -1,24 +1,30 @@
-"""One half of a run: sampling without training, or training on the saved samples of another run."""
+"""One half of a run: sampling without training, or training on saved samples, of another run or of the run itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megagrpo.batching.work import work_of
-from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime, check_files
-from megagrpo.cluster.train_ranks import Policy
+from megagrpo.cluster.stopping import StopRequested
+from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import Problem, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import Preflight
-from megagrpo.recipe.defaults import run_directory, with_absolute_directories
+from megagrpo.recipe.defaults import checkpoint_directory, plan_devices, run_directory, with_absolute_directories
+from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
+from megagrpo.track.jsonl import step_entries
 from megagrpo.trainer.batches import (
+    Sampled,
     ranges,
     read_batch,
     require_another_directory,
@@ -26,17 +32,27 @@ from megagrpo.trainer.batches import (
     save_batch,
     saved_steps,
 )
-from megagrpo.trainer.run import PhaseClock, Step, TrainRun
-from megagrpo.trainer.run_loop import Training, run_to_end
-from megagrpo.trainer.schedule import trained_step
-from megagrpo.trainer.setup import Setup
-from megagrpo.trainer.step import sample, set_solved_aside
+from megagrpo.trainer.run import PhaseClock, SampleSource, TrainRun
+from megagrpo.trainer.run_loop import run_to_end
+from megagrpo.trainer.schedule import Live, grpo_step
+from megagrpo.trainer.setup import Setup, first_kl_coefficient
 from megagrpo.trainer.step_metrics import rollout_metrics, sampling_metrics
-from megagrpo.trainer.stopping import StopRequested
-from megagrpo.trainer.train import GrpoTraining, model_and_critic, prompt_reader, reported, start_policy, start_training
+from megagrpo.trainer.train import GrpoTraining, PolicyTraining, model_and_critic, start_policy, start_training
 from megagrpo.types import Prompt
 
+NOT_COMPARED = ("seconds/", "tokens_per_second", "time", "eval/", "engines/", "trainer/", "memory/", "restarts")
+"""Prefixes of metrics that measure the machine, or that engines made after the step."""
+REPLAY = "replay"
+
 # --- samples without training -----------------------------------------------------------------------------------------
+
+
+class Untrained(Live):
+    """The samples of all steps by the first weights: the ranks wait in host memory until the run ends."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
 
 
 def rollout_only(checked: Preflight[Recipe]) -> int:
@@ -45,40 +61,63 @@ def rollout_only(checked: Preflight[Recipe]) -> int:
     Training ranks start as in a whole run: engines get their weights from them. Raises as `run_to_end` does.
     """
     kept = {"resume": "never", "export_hugging_face": False, "keep_best": None}
-    return run_to_end(_changed(checked, kept), prompt_reader(checked.recipe), start_training, sample_all)
+    start = partial(start_training, source_of=lambda run, _: Untrained(run))
+    return run_to_end(_changed(checked, kept), prompt_reader(checked.recipe), start, sample_all)
 
 
 def sample_all(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: TrainerState) -> TrainerState:
     """Generates, scores and saves the batches of all steps. Raises RunStopped if the run is told to stop."""
+    run, steps = training.run, setup.total_steps
     try:
-        return _sample_steps(setup, training, state)
+        for step in range(1, steps + 1):
+            if run.cursor.exhausted:
+                setup.tracker.say(f"stopped after step {state.step}: every prompt is set aside")
+                break
+            with run.clock.phase("step"):
+                sampled = training.source.next(step)
+            with run.clock.phase("save_batch"):
+                save_batch(run.recipe, step, sampled, steps, keep=steps)
+            setup.tracker.rollouts(step, sampled.groups, run.weights.version)
+            metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
+            setup.tracker.log(step, metrics | run.clock.take())
+            state = replace(state, step=step)
     except StopRequested:
         training.give_up()
         batches = ranges(saved_steps(run_directory(setup.recipe)))
         given, fix = f"the batches of {batches} are saved", "start the same command again: it samples all steps anew"
         raise RunStopped(Problem("told to stop", given, fix=fix)) from None
-
-
-def _sample_steps(setup: Setup[Recipe, Prompt], training: GrpoTraining, state: TrainerState) -> TrainerState:
-    run, clock = training.run, setup.clock
-    for step in range(1, setup.total_steps + 1):
-        if run.cursor.exhausted:
-            setup.tracker.say(f"stopped after step {state.step}: every prompt is set aside")
-            break
-        with setup.stopping.giving_up():
-            with clock.phase("step"):
-                sampled = sample(run, step)
-            with clock.phase("save_batch"):
-                save_batch(run.recipe, step, sampled, setup.total_steps, keep=setup.total_steps)
-        set_solved_aside(run, sampled)
-        setup.tracker.rollouts(step, sampled.groups, run.weights.version)
-        metrics = rollout_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
-        setup.tracker.log(step, metrics | clock.take())
-        state = replace(state, step=step)
     return state
 
 
 # --- training on saved samples ----------------------------------------------------------------------------------------
+
+
+class Saved(SampleSource):
+    """The samples in the batches that a run has kept. Nothing samples for later steps."""
+
+    def __init__(self, directory: Path, checked: Preflight[Recipe]) -> None:
+        self._directory, self._checked = directory, checked
+        self.recipe = ""
+        """Name of the file with the recipe that the newest batch was trained with."""
+
+    def next(self, step: int) -> Sampled:
+        batch, checked = read_batch(self._directory, step), self._checked
+        require_fitting(batch.sampled, checked.recipe, checked.architecture.vocab, f"step {step} of {self._directory}")
+        self.recipe = batch.recipe
+        return batch.sampled
+
+    def sync(self, version: int, *, changed: bool) -> None:
+        """Does nothing: there are no engines."""
+
+
+@dataclass(frozen=True)
+class TrainOnly(PolicyTraining):
+    """The training of a run on saved batches."""
+
+    start_run: Callable[[Checkpoint | None], TrainRun]
+
+    def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
+        return replace(self, run=self.start_run(saved))
 
 
 def train_only(checked: Preflight[Recipe], source: Path) -> int:
@@ -95,7 +134,7 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
         start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
-        return TrainOnly(start_run(setup.resumed), source, setup, start_run)
+        return TrainOnly(setup, start_run(setup.resumed), Saved(source, setup.checked), start_run)
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 
@@ -114,33 +153,103 @@ def start_train_run(
     return TrainRun(checked.recipe, steps, policy, clock, work_of(checked.architecture))
 
 
-@dataclass(frozen=True)
-class TrainOnly(Training):
-    """The training of a run on saved batches."""
-
-    run: TrainRun
-    source: Path
-    setup: Setup[Recipe, Prompt]
-    start_run: Callable[[Checkpoint | None], TrainRun]
-
-    @property
-    def ranks(self) -> Policy:
-        return self.run.policy
-
-    def step(self, step: int, kl_coefficient: float | None) -> Step:
-        setup, sampled = self.setup, read_batch(self.source, step).sampled
-        vocabulary = setup.checked.architecture.vocab
-        require_fitting(sampled, self.run.recipe, vocabulary, f"step {step} of {self.source}")
-        with self.run.clock.phase("step"):
-            done = trained_step(self.run, sampled, step, kl_coefficient or 0.0)
-        return reported(step, done, setup)
-
-    def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
-        return replace(self, run=self.start_run(saved))
-
-
 def _changed(checked: Preflight[Recipe], kept: dict[str, object]) -> Preflight[Recipe]:
     """Returns `checked` with a recipe without evaluations, and with the settings `kept` of its `checkpoint`."""
     recipe = checked.recipe
     checkpoint = recipe.checkpoint.model_copy(update=kept)
     return replace(checked, recipe=recipe.model_copy(update={"eval": EvalConfig(), "checkpoint": checkpoint}))
+
+
+# --- a step of a run, trained again -----------------------------------------------------------------------------------
+
+
+def compared(logged: Mapping[str, float], again: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """Returns the names of metrics that differ, and a table of those that both have, in lines. Both are without
+    NOT_COMPARED."""
+    both = sorted(logged.keys() & again.keys())
+    different = [name for name in both if not _same(logged[name], again[name])]
+    wide = max(map(len, both), default=0)
+    lines = [f"{'metric':{wide}}  {'logged':>14}  {'trained again':>14}  difference"]
+    for name in both:
+        difference = f"{again[name] - logged[name]:+.3g}" if name in different else ""
+        lines.append(f"{name:{wide}}  {logged[name]:14.8g}  {again[name]:14.8g}  {difference}".rstrip())
+    differ = f"{len(different)} of {len(both)} metrics differ"
+    lines.append(differ if different else f"all {len(both)} metrics are equal, bit for bit")
+    not_compared = "not compared: seconds, idle shares, tokens_per_second, evaluations"
+    lines.append(", ".join([not_compared, *sorted(logged.keys() ^ again.keys())]))
+    return different, lines
+
+
+def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedRecipe[Recipe]:
+    """Loads the recipe that trained this step of the run in `directory`, with overrides. It writes logs of training
+    ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
+    loaded = load(directory / read_batch(directory, step).recipe, overrides)
+    recipe, place = loaded.recipe, directory.absolute()
+    track = recipe.track.model_copy(
+        update={"directory": str(place), "mlflow": None, "wandb": None, "tensorboard": False, "rollouts": None}
+    )
+    checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
+    checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
+    return replace(loaded, recipe=recipe.model_copy(update={"name": REPLAY, "track": track, "checkpoint": checkpoint}))
+
+
+def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable[[str], None]) -> bool:
+    """Trains the steps after the newest checkpoint before `step`, up to `step`, of the run in `directory` again.
+
+    Reports the step's metrics beside those that the run has logged. Writes only to REPLAY in the run's directory.
+    Returns True if no metric differs. Raises MegagrpoError.
+    """
+    recipe = checked.recipe
+    found = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
+    state = found.state if found else None
+    steps = range(state.step + 1 if state else 1, step + 1)
+    if absent := sorted(set(steps) - set(saved_steps(directory))):
+        given = f"the newest checkpoint before it is {f'of step {state.step}' if state else 'none'}"
+        fix = "train with a checkpoint.keep_batches of at least checkpoint.every_steps, or replay another step"
+        where = f"{directory}: step {step} cannot be replayed"
+        raise UnusableCheckpointError(Problem(where, given, f"the batches of {ranges(absent)}, too", fix))
+    logged = logged_metrics(directory, step)
+    say(f"step {step} of {directory}, from {found.path if found else checked.model_directory}")
+    for line in found.warnings if found else ():
+        say(line)
+    with ExitStack() as closing:
+        ray = runtime.start(recipe, devices_of=partial(plan_devices, engines_too=False))
+        closing.callback(runtime.stop, ray)
+        last = read_batch(directory, step)
+        total = recipe.train.total_steps or last.total_steps
+        run = start_train_run(checked, total, ray, closing, PhaseClock(), found)
+        source, coefficient = Saved(directory, checked), first_kl_coefficient(recipe, state)
+        for number in steps:
+            done = grpo_step(run, source, number, coefficient)
+            metrics, coefficient = done.metrics, done.kl_coefficient or 0.0
+            if source.recipe != last.recipe:
+                say(f"step {number} was trained with {source.recipe}, and is now trained with {last.recipe}")
+            if number < step:
+                say(f"trained step {number}")
+    different, lines = compared(logged, metrics)
+    if not logged:
+        say(f"the run has logged no step {step}: it may have ended in it")
+        lines = [f"{name}: {value:.8g}" for name, value in sorted(metrics.items())]
+    for line in lines:
+        say(line)
+    return not different
+
+
+def logged_metrics(directory: Path, step: int) -> dict[str, float]:
+    """Reads the line of this step in metrics.jsonl, without NOT_COMPARED; null becomes NaN. {}: no such line."""
+    path = directory / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        needed = "the directory of a run, such as runs/NAME"
+        raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), needed)) from error
+    found = [entry for entry in step_entries(lines) if entry["step"] == step]
+    return {
+        name: math.nan if value is None else float(value)
+        for name, value in (found[-1].items() if found else ())
+        if name != "step" and not name.startswith(NOT_COMPARED) and isinstance(value, int | float | None)
+    }
+
+
+def _same(logged: float, again: float) -> bool:
+    return logged == again or (math.isnan(logged) and not math.isfinite(again))

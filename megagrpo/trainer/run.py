@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.work import Work
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.data.cursor import Cursor
@@ -21,9 +23,6 @@ from megagrpo.reward.scorer import Scorer
 from megagrpo.timeline import TIMELINE
 from megagrpo.track.rollout_writer import Learned
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.sampling import Sampling
-from megagrpo.trainer.schedule_log import Replayed
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 
 SHOWN_AS = {
@@ -81,10 +80,29 @@ class Run(TrainRun):
     scorer: Scorer
     weights: WeightSync
     stopping: Stopping
-    sampling: Sampling | None = None
-    """The sampling in the background; None if a step samples all of its prompts itself."""
-    replayed: Replayed | None = None
-    """The schedule of another run that this one repeats."""
+
+
+class SampleSource(Protocol):
+    """A source of the samples that steps train on.
+
+    Its kinds: Live (schedule.py), Background (sampling.py), Logged (schedule_log.py), Saved (one_half.py).
+    """
+
+    def next(self, step: int) -> Sampled:
+        """Returns the samples of `step` with their scores. Raises StopRequested if the run is told to stop before that;
+        the training ranks are then as before the step."""
+
+    def sync(self, version: int, *, changed: bool) -> None:
+        """Brings the policy's weights to the engines, if there are any and the run is not told to stop. changed: the
+        step has changed them."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns metrics of sampling, scoring and syncs since the last call."""
+        return {}
+
+    def pending(self) -> Pending | None:
+        """Returns the samples of later steps, for a checkpoint."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ class Step:
     responses: int = 0  # generated for training
     kl_coefficient: float | None = None  # of the next step
     failure: MegagrpoError | None = None  # ends the run once the step is saved
-    pending: Pending | None = None  # what is sampled in the background after it
+    pending: Pending | None = None  # as SampleSource has it after the step
     # Not in fine-tuning:
     sampled: Sampled = field(default_factory=lambda: Sampled([], []))
     learned: Learned | None = None  # of the samples of `sampled.groups`

@@ -6,9 +6,10 @@ train.py, one_half.py and sft.py define the differences: how a run reads its dat
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from math import isfinite, isnan
 from typing import Any, Generic, Self, TypeVar
@@ -17,6 +18,7 @@ from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.stopping import StopRequested, until_stopped
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.mixture import AnyItem
 from megagrpo.errors import (
@@ -34,14 +36,13 @@ from megagrpo.errors import (
 )
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
-from megagrpo.recipe.defaults import checkpoint_directory, dtype_name
+from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.load import Kind
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.timeline import TIMELINE, write_chrome_trace
 from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
-from megagrpo.trainer.profiling import profiled
 from megagrpo.trainer.run import Step
-from megagrpo.trainer.saving import export
 from megagrpo.trainer.setup import Read, Setup, first_state
-from megagrpo.trainer.stopping import StopRequested, until_stopped
 
 
 class Training(ABC):
@@ -118,9 +119,7 @@ def run_to_end(
         if kept.export_hugging_face:
             training = loop.training
             with stopping.giving_up(), training.exporting(), progress("exporting the model"):
-                dtype = dtype_name(recipe, ray.device)
-                exported = export(training.ranks, checked, setup.tokenizer, loop.state.step, dtype)
-            setup.exports.start_command(exported)
+                setup.exports.write_final(training.ranks, loop.state.step)
     return 0
 
 
@@ -341,6 +340,33 @@ class Loop(Generic[AnyTraining]):
             if step % every == 0 and not self._failure:
                 with setup.clock.phase("export"), self.training.saving(step, goes_on=goes_on):
                     setup.exports.begin(self.training.ranks, step)
+
+
+@contextmanager
+def profiled(recipe: AnyRecipe, ranks: TrainRanks, step: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Records `step`, taken inside the context, if the recipe names it (docs/profiling.md). The run continues if a
+    profile cannot be written; a step that raises has none."""
+    settings = recipe.train.profile
+    if settings is None or step not in settings.steps:
+        yield
+        return
+    directory = run_directory(recipe).absolute() / "profile" / f"step_{step:06d}"
+    ranks.begin_profile(settings.ranks, settings.memory)
+    began = time.monotonic()
+    TIMELINE.begin()
+    try:
+        yield
+    finally:
+        spans = TIMELINE.take()
+    problems = ranks.end_profile(settings.ranks, directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_chrome_trace(directory / "timeline.json", spans, began)
+    except OSError as error:
+        problems.append(str(error))
+    for problem in problems:
+        say(f"warning: the profile of step {step} is not whole: {problem}")
+    say(f"profile of step {step}: open the files of {directory} at https://ui.perfetto.dev (docs/profiling.md)")
 
 
 def _ended_diverged(taken: int, last: int) -> RankError:

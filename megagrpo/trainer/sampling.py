@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,17 +17,17 @@ import numpy as np
 from megagrpo.algorithm.admission import Admission, Admitted
 from megagrpo.algorithm.cut_off import cut_metrics
 from megagrpo.checkpoint.pending import Pending
-from megagrpo.cluster.rollouts import Rollouts, require_alive
-from megagrpo.data.cursor import Cursor
+from megagrpo.cluster.rollouts import require_alive
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.schedule import SyncConfig
-from megagrpo.reward.scorer import Scorer
+from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import group_of, with_baseline
 from megagrpo.trainer.batches import Sampled, logged_group
-from megagrpo.trainer.step import any_ended, require_agents
+from megagrpo.trainer.run import Run
+from megagrpo.trainer.schedule import EngineSource
+from megagrpo.trainer.step import any_ended, none_ended, sync, with_signal
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -48,26 +48,22 @@ class Begun:
     """With scores, once it is complete."""
 
 
-class Sampling:
-    """The groups in progress. Prompts begin once `go_on` is called. Methods are for the thread that trains.
+class Background(EngineSource):
+    """Groups that are in progress while others train. Prompts begin once `go_on` is called. Methods are for the thread
+    that trains; they raise the errors of engines and rewards.
 
-    `take` raises the errors of engines and rewards.
+    sync, with carry_over or oversample   sampling ends when a step has its groups; the others continue in the next
+                                          step, or are dropped (oversample)
+    async, one_step_off                   engines sample while the ranks train, also as they get weights. With
+                                          one_step_off they begin no more than the next step's prompts, and finish them
+                                          before they get weights
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        steps: int,
-        cursor: Cursor[Prompt],
-        rollouts: Rollouts,
-        scorer: Scorer,
-        teaches: Callable[[Group], bool],
-        step: int = 0,
-        pending: Pending | None = None,
-    ) -> None:
-        """Starts the scoring thread. steps: of the whole run. teaches: whether a step may train on a scored group;
-        another group replaces one that it may not. step, pending: of the checkpoint resumed from."""
-        self._cursor, self._rollouts, self._scorer, self._teaches = cursor, rollouts, scorer, teaches
+    def __init__(self, run: Run, step: int = 0, pending: Pending | None = None) -> None:
+        """Starts the scoring thread. step, pending: of the checkpoint resumed from."""
+        super().__init__(run)
+        recipe, rollouts = run.recipe, run.rollouts
+        self._cursor, self._rollouts, self._scorer = run.cursor, rollouts, run.scorer
         self._recipe, self._per_step = recipe, recipe.rollout.prompts_per_step
         self._changed = rollouts.changed
         """Guards all that follows."""
@@ -83,7 +79,7 @@ class Sampling:
             per_step=self._per_step,
             max_staleness=recipe.schedule.max_staleness,
             at_once=recipe.prompts_at_once,
-            steps=steps,
+            steps=run.total_steps,
             step=step,
             number=pending.next_number if pending else step * self._per_step,
             spare=recipe.schedule.oversample if isinstance(recipe.schedule, SyncConfig) else 0,
@@ -93,7 +89,25 @@ class Sampling:
         self._thread = threading.Thread(target=self._score, name="scores samples", daemon=True)
         self._thread.start()
 
-    # --- what the schedule asks ---------------------------------------------------------------------------------------
+    def sample(self, step: int) -> Sampled:
+        clock, schedule = self.run.clock, self._recipe.schedule
+        if not isinstance(schedule, SyncConfig):
+            with clock.phase("rollout"):
+                self.go_on()
+                return self.take()
+        with self.alone(), clock.phase("rollout"):
+            self.go_on()
+            sampled = self.take(then_pause=True)
+            self.pause()
+            return self.cut(sampled) if schedule.oversample else sampled
+
+    def sync(self, version: int, *, changed: bool) -> None:
+        if isinstance(self._recipe.schedule, OneStepOffConfig):
+            with self.run.clock.phase("rollout"):
+                self._rollouts.wait(lambda: not self._incomplete())  # also before a stop: what was sampled is saved
+        if not self.run.stopping.requested:
+            sync(self.run, version, changed=changed)
+            self.advance(version)
 
     def go_on(self) -> None:
         """Starts prompts as admission allows, and resumes those that `pause` withdrew."""
@@ -135,10 +149,7 @@ class Sampling:
         for each in begun:
             require_versions(each, version)
         if not any_ended(groups):
-            require_agents(groups, version + 1)
-            given, needed = "engines gave up on all of them", "one that ends in time"
-            fix = "raise rollout.timeout_seconds"
-            raise EngineError(Problem(f"responses of step {version + 1}", given, needed, fix))
+            raise none_ended(groups, version + 1, self._recipe)
         metrics = staleness_metrics(groups, version) | {
             "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
             "staleness/continued": float(sum(each.order.continued for each in begun)),
@@ -156,12 +167,7 @@ class Sampling:
             self._admission.advance(version)
             self._admit()
 
-    def finish(self) -> None:
-        """Waits until all prompts that have begun are sampled."""
-        self._rollouts.wait(lambda: not self._incomplete())
-
     def drop(self) -> None:
-        """Cancels the requests of all incomplete groups."""
         with self._changed:
             self._paused = True
             self._rollouts.drop([begun.order for begun in self._incomplete()])
@@ -195,7 +201,6 @@ class Sampling:
         return replace(sampled, metrics={**sampled.metrics, **metrics})
 
     def set_aside(self, ids: Iterable[str]) -> None:
-        """Keeps prompts of these ids from beginning again."""
         with self._changed:
             self._cursor.set_aside(ids)
             kept = deque(prompt for prompt in self._drawn if not self._cursor.is_set_aside(prompt.id))
@@ -204,7 +209,6 @@ class Sampling:
             self._drawn = kept
 
     def pending(self) -> Pending:
-        """Returns the groups in progress, and the data cursor behind them."""
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
             groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
@@ -321,7 +325,7 @@ class Sampling:
         if number not in self._begun:
             return  # it was cut meanwhile
         begun.group = group
-        if not self._teaches(group):
+        if self._recipe.rollout.dynamic_sampling and not with_signal([group], self._recipe):
             self._admission.drop(number)
             del self._begun[number]
             self._dropped.append(begun)

@@ -1,8 +1,7 @@
-"""A run's checkpoints and its final model, written and read by all ranks together."""
+"""A run's checkpoints, written and read by all ranks together."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,22 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from megagrpo.checkpoint.pending import PENDING, Pending, write_pending
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, Problem, RecipeError
-from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
-from megagrpo.recipe.defaults import adapter_directory, export_directory
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.weights.files.adapters import adapted_matrices, adapter_tensors, peft_config
-from megagrpo.weights.files.export import Export, begin_adapter_export, begin_export, finish_export
-from megagrpo.weights.plan import make_plan
-
-EXPORTED_BY = "megagrpo.json"
 
 
 def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoint | None:
@@ -172,40 +162,3 @@ class Saving:
         if not self._said:
             self._said = True
             self._say(f"warning: a checkpoint could not be saved, the one before stays: {self._failure}")
-
-
-def export(
-    ranks: TrainRanks, checked: Preflight[AnyRecipe], tokenizer: PreTrainedTokenizerBase, step: int, dtype: str
-) -> Path:
-    """Writes the policy as a Hugging Face model. Every rank writes its own boxes; nothing is gathered.
-
-    Adapters are merged into its weights, and also written as PEFT files beside it. Raises CheckpointError.
-    """
-    recipe, lora = checked.recipe, checked.recipe.train.lora
-    if lora is not None:
-        matrices = adapted_matrices(checked.architecture, lora.targets)
-        config = peft_config(matrices, lora.rank, lora.alpha, recipe.model.path)
-        adapter = begin_adapter_export(adapter_directory(recipe), adapter_tensors(matrices, lora.rank), config, dtype)
-        ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
-        finish_export(adapter)
-    begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
-    ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
-    complete_export(begun, recipe, tokenizer, step)
-    return export_directory(recipe)
-
-
-def complete_export(begun: Export, recipe: AnyRecipe, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
-    """Completes a model whose weights every rank has written, and names it. Raises CheckpointError or OSError."""
-    if recipe.model.tokenizer or recipe.model.chat_template:  # else begin_export has copied the model's own files
-        tokenizer.save_pretrained(begun.partial)
-    (begun.partial / EXPORTED_BY).write_text(json.dumps({"run": recipe.name, "step": step}) + "\n", encoding="utf-8")
-    finish_export(begun)
-
-
-def exported_step(recipe: AnyRecipe) -> int | None:
-    """Returns the step whose weights are in the run's export directory; None if there is no export."""
-    try:
-        written = json.loads((export_directory(recipe) / EXPORTED_BY).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return written.get("step") if isinstance(written, dict) else None

@@ -1,99 +1,108 @@
-"""The order of a step's stages: which waits for which, whose memory is free meanwhile, and what a stop gives up.
+"""The order of a step's stages, which is the same for every source of samples; and the source of the plain schedule.
 
-synchronous      sample all, train, sync
-carrying_over    the same, but sampling ends when the step has its groups; the others continue in the next step, or are
-                 dropped (oversample)
-asynchronous     engines sample while the ranks train
+A schedule is a source: its `next` decides what samples while the ranks train, whose memory is free meanwhile, and what
+a stop gives up.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
-from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.run import Run, Step, TrainRun
-from megagrpo.trainer.sampling import Sampling
-from megagrpo.trainer.step import Trained, load, sample, set_solved_aside, sync, train, what_was_learned
+from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
+from megagrpo.trainer.step import load, sample, solved_prompts, sync, train, what_was_learned
 from megagrpo.trainer.step_metrics import step_metrics
 
 
-def grpo_step(run: Run, step: int, kl_coefficient: float) -> Step:
-    """Runs step `step` (the first is 1), in the order of the recipe's schedule.
+def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: float) -> Step:
+    """Runs step `step` (the first is 1) on the samples of `source`, which then samples with weight version `step`.
 
-    The weight version afterwards is `step`, unless the run is told to stop. Raises StopRequested if it is told to stop
-    before everything is scored; the training ranks are then as before the step.
+    Raises StopRequested if the run is told to stop before the samples are there. Engines that do not get the weights
+    are the step's failure.
     """
-    with run.stopping.giving_up():
-        if run.sampling is None:
-            sampled = synchronous(run, step)
-        elif isinstance(run.recipe.schedule, SyncConfig):
-            sampled = carrying_over(run, run.sampling, run.recipe.schedule)
-        else:
-            sampled = asynchronous(run, run.sampling)
-    return trained_step(run, sampled, step, kl_coefficient)
-
-
-def synchronous(run: Run, step: int) -> Sampled:
-    """Samples all of the step with the weights that it trains. In a replay of another run's schedule, older weights
-    sample some of it."""
-    with run.policy.released():
-        sampled = run.replayed.sample(run, step) if run.replayed else sample(run, step)
-        run.rollouts.release_memory()
-    return sampled
-
-
-def carrying_over(run: Run, sampling: Sampling, schedule: SyncConfig) -> Sampled:
-    """Ends sampling when the step has its groups. Incomplete groups continue in the next step; with oversample they are
-    dropped."""
-    with run.policy.released():
-        with run.clock.phase("rollout"):
-            sampling.go_on()
-            sampled = sampling.take(then_pause=True)
-            sampling.pause()
-            if schedule.oversample:
-                sampled = sampling.cut(sampled)
-        run.rollouts.release_memory()
-    return sampled
-
-
-def asynchronous(run: Run, sampling: Sampling) -> Sampled:
-    """Takes the step's groups while engines continue to sample, also as they get its weights. With one_step_off they
-    begin no more than the next step's prompts, and finish them before they get weights."""
-    with run.clock.phase("rollout"):
-        sampling.go_on()
-        return sampling.take()
-
-
-def trained_step(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Step:
-    """Trains on a step's samples, then brings the weights to the engines, if there are any. All schedules share it, and
-    runs on saved samples."""
-    if isinstance(run, Run):
-        set_solved_aside(run, sampled)
+    sampled = source.next(step)
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
     learned = what_was_learned(run, sampled, loaded, trained)
-    failure = _synced(run, step, trained) if isinstance(run, Run) else None
+    failure: MegagrpoError | None = None
+    try:
+        source.sync(step, changed=trained.changed)
+    except (EngineError, WeightSyncError, NodeLostError) as error:
+        failure = error
     return Step(
-        metrics=step_metrics(run, sampled, loaded, trained, step, kl_coefficient),
+        metrics=step_metrics(run, sampled, loaded, trained, step, kl_coefficient) | source.metrics(),
         tokens=sum(group.sequence_tokens for group in sampled.all),
         kl_coefficient=trained.kl_coefficient,
         failure=failure,
+        pending=source.pending(),
         sampled=sampled,
         learned=learned,
         mismatch=trained.policy.mismatch if trained.policy else None,
     )
 
 
-def _synced(run: Run, step: int, trained: Trained) -> MegagrpoError | None:
-    """Brings the weights to the engines, unless the run is told to stop; returns the error if they did not get them."""
-    try:
-        if run.sampling and isinstance(run.recipe.schedule, OneStepOffConfig):
-            with run.clock.phase("rollout"):
-                run.sampling.finish()  # also before a stop: what was sampled is saved
-        if not run.stopping.requested:
-            sync(run, version=step, changed=trained.changed)
-            if run.sampling:
-                run.sampling.advance(step)
-    except (EngineError, WeightSyncError, NodeLostError) as error:
-        return error
-    return None
+class EngineSource(SampleSource):
+    """Samples that the run's engines make, and that its reward functions score."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @abstractmethod
+    def sample(self, step: int) -> Sampled:
+        """Returns the samples of `step` with their scores."""
+
+    def next(self, step: int) -> Sampled:
+        with self.run.stopping.giving_up():
+            sampled = self.sample(step)
+        rate = self.run.recipe.data.no_resampling_pass_rate
+        if rate is not None:
+            self.set_aside(solved_prompts(sampled.all, rate))
+        return sampled
+
+    def set_aside(self, ids: Iterable[str]) -> None:
+        """Keeps prompts of these ids from being sampled again."""
+        self.run.cursor.set_aside(ids)
+
+    def sync(self, version: int, *, changed: bool) -> None:
+        if not self.run.stopping.requested:
+            sync(self.run, version, changed=changed)
+
+    def metrics(self) -> dict[str, float]:
+        run = self.run
+        idle, seconds = run.rollouts.idle()
+        metrics = {
+            **run.scorer.take_metrics(),
+            "engines/serving": float(run.rollouts.serving),
+            "weights/sync_bytes": float(run.weights.received_bytes),
+            "engines/idle_seconds": idle,
+            "engines/idle_share": idle / seconds if seconds else 0.0,
+        }
+        if run.recipe.agent is not None:
+            metrics["agent/processes_restarted"] = float(run.rollouts.agents_restarted())
+        if run.recipe.data.no_resampling_pass_rate is not None:
+            metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
+        return metrics
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Gives the engines the memory of the ranks, which wait, and then gives it back."""
+        with self.run.policy.released():
+            yield
+            self.run.rollouts.release_memory()
+
+    def drop(self) -> None:
+        """Cancels all that is sampled for later steps."""
+
+    def close(self) -> None:
+        """Ends the threads that sample for later steps."""
+
+
+class Live(EngineSource):
+    """The samples of a step, all by the weights that it trains, before it trains them."""
+
+    def sample(self, step: int) -> Sampled:
+        with self.alone():
+            return sample(self.run, step)

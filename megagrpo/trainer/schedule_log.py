@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pydantic
 
@@ -22,11 +22,11 @@ from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import nothing_sampled, with_baseline
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import LoggedGroup, Sampled, Span, logged_group, ranges
+from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import staleness_metrics, step_of
+from megagrpo.trainer.schedule import EngineSource
+from megagrpo.trainer.step import score
 from megagrpo.types import Group, Request, Sample
-
-if TYPE_CHECKING:
-    from megagrpo.trainer.run import Run
 
 AS_LOGGED = ("staleness/continued", "cut/")
 
@@ -77,11 +77,12 @@ def _unusable(where: str, given: str, needed: str) -> UnusableCheckpointError:
     return UnusableCheckpointError(Problem(where, given, needed, fix))
 
 
-class Replayed:
-    """A replay in place of Sampling. Before a step trains, engines sample all tokens that its weights sampled in the
-    repeated run, of any group; they idle while it trains."""
+class Logged(EngineSource):
+    """The samples of a run whose schedule is repeated. Before a step trains, engines sample all tokens that its weights
+    sampled in the repeated run, of any group; they idle while it trains."""
 
-    def __init__(self, logged: Sequence[LoggedStep], say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, logged: Sequence[LoggedStep], say: Callable[[str], None]) -> None:
+        super().__init__(run)
         self._steps, self._say = logged, say
         self._due: defaultdict[int, list[tuple[LoggedGroup, int, int]]] = defaultdict(list)
         """By version: the group, the sample's place in it, and the index of the span that the version samples."""
@@ -93,14 +94,13 @@ class Replayed:
         self._samples: dict[tuple[int, int], Sample] = {}
         """Samples so far, by group number and place."""
 
-    def sample(self, run: Run, step: int) -> Sampled:
-        """Generates the groups of `step`, and returns them with scores."""
+    def sample(self, step: int) -> Sampled:
         logged, version = self._steps[step - 1], step - 1
-        with run.clock.phase("rollout"):
-            self._sample_with(version, run)
-            unscored = [self._whole(each, run) for each in logged.groups]
-        with run.clock.phase("reward"):
-            everything = run.scorer.score(unscored)
+        with self.alone():
+            with self.run.clock.phase("rollout"):
+                self._sample_with(version)
+                unscored = list(map(self._whole, logged.groups))
+            everything = score(self.run, unscored)
         again, differ = [], 0
         for each, group in zip(logged.groups, everything, strict=True):
             joints = dict(enumerate(map(joints_of, each.samples)))
@@ -113,7 +113,9 @@ class Replayed:
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
         return Sampled(groups, everything, metrics=metrics, logged=again)
 
-    def _sample_with(self, version: int, run: Run) -> None:
+    def _sample_with(self, version: int) -> None:
+        """Generates all tokens that this version sampled: of each response one span after the other."""
+        rollouts = self.run.rollouts
         orders: dict[tuple[int, int], Order] = {}
         requests: dict[int, list[Request]] = {}
         later = []
@@ -125,27 +127,26 @@ class Replayed:
             if begun is not None and begun.finish == "stop":  # sooner than in the run
                 continue
             if group.number not in requests:
-                requests[group.number] = _requests(group, run)
+                requests[group.number] = self._requests(group)
             request = replace(requests[group.number][place], begun=begun)
             if index < len(of_sample) - 1 or place in group.aborted:  # then come other weights, or the end
                 tokens = sum(count for _, count in of_sample[: index + 1])
                 request = replace(request, sampling=replace(request.sampling, max_tokens=tokens))
             orders[group.number, place] = Order([request])
-        run.rollouts.add(list(orders.values()))
-        run.rollouts.wait(lambda: all(order.complete for order in orders.values()))
+        rollouts.add(list(orders.values()))
+        rollouts.wait(lambda: all(order.complete for order in orders.values()))
         self._samples |= {at: order.samples[0] for at, order in orders.items()}
         if later:
             self._due[version] = later
-            self._sample_with(version, run)
+            self._sample_with(version)
 
-    def _whole(self, group: LoggedGroup, run: Run) -> Group:
+    def _whole(self, group: LoggedGroup) -> Group:
         samples = []
-        for place, request in enumerate(_requests(group, run)):
+        for place, request in enumerate(self._requests(group)):
             sample = self._samples.pop((group.number, place), None) or nothing_sampled(request)
             samples.append(replace(sample, finish="abort") if place in group.aborted else sample)
-        return with_baseline(Group(run.cursor.named(group.prompt), tuple(samples)), run.recipe)
+        return with_baseline(Group(self.run.cursor.named(group.prompt), tuple(samples)), self.run.recipe)
 
-
-def _requests(group: LoggedGroup, run: Run) -> list[Request]:
-    prompt = run.cursor.named(group.prompt)
-    return run.rollouts.order(prompt, step_of(group.number, run.recipe)).requests
+    def _requests(self, group: LoggedGroup) -> list[Request]:
+        run = self.run
+        return run.rollouts.order(run.cursor.named(group.prompt), step_of(group.number, run.recipe)).requests

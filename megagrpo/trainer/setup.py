@@ -15,6 +15,7 @@ from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
@@ -32,10 +33,9 @@ from megagrpo.track.sink import PLAN_FILE
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.alerts import Alerts
 from megagrpo.trainer.early_stopping import early_stopping, reason_to_stop
-from megagrpo.trainer.exports import Exports
+from megagrpo.trainer.exports import Exports, exported_step
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.saving import Saving, checkpoint_to_resume, exported_step
-from megagrpo.trainer.stopping import Stopping
+from megagrpo.trainer.saving import Saving, checkpoint_to_resume
 from megagrpo.weights.families import read_architecture
 
 Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]

@@ -2,8 +2,8 @@
 
     sample -> score -> advantages and load_batch -> train -> sync
 
-A stage takes the run and what earlier stages returned. It doesn't know when it runs or what runs beside it: schedule.py
-decides that. Rows are the samples of a step's groups, group by group.
+A stage takes the run and what earlier stages returned. It doesn't know when it runs or what runs beside it: the source
+of the samples decides that (schedule.py). Rows are the samples of a step's groups, group by group.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, save_batch
+from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.types import Branch, Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
-    from megagrpo.trainer.run import Run, TrainRun
 
 ATTEMPTS = 3
 """Attempts at a step's responses while engines give up on every one."""
@@ -63,11 +63,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
         baselines = [group.baseline for group in groups if group.baseline]
         if any_ended(groups) and (not baselines or any(map(ended, baselines))):
             return groups
-    require_agents(groups, step)
-    limit = f"rollout.timeout_seconds ({run.recipe.rollout.timeout_seconds:g})"
-    given = f"engines gave up on all of them, {ATTEMPTS} times"
-    fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
-    raise EngineError(Problem(f"responses of step {step}", given, f"one that ends within {limit}", fix))
+    raise none_ended(groups, step, run.recipe, ATTEMPTS)
 
 
 def any_ended(groups: Sequence[Group]) -> bool:
@@ -81,12 +77,16 @@ def ended(sample: Sample) -> bool:
     return sample.finish != "abort" and whole
 
 
-def require_agents(groups: Sequence[Group], step: int) -> None:
-    """Raises AgentError if agents are to blame that none of these groups' rollouts has ended."""
+def none_ended(groups: Sequence[Group], step: int, recipe: Recipe, attempts: int = 1) -> AgentError | EngineError:
+    """Returns the error of a step in which no response has ended: because of its agents, or of the engines."""
     if why := agent_errors(groups):
         given, needed = f"agents failed in all of them: {why}", "one that ends, with tokens of the policy"
         fix = "look at logs/agents_*.log; for context_length_exceeded, raise agent.tokens_max"
-        raise AgentError(Problem(f"rollouts of step {step}", given, needed, fix))
+        return AgentError(Problem(f"rollouts of step {step}", given, needed, fix))
+    limit = f"rollout.timeout_seconds ({recipe.rollout.timeout_seconds:g})"
+    given = f"engines gave up on all of them{f', {attempts} times' * (attempts > 1)}"
+    fix = "raise it, lower rollout.response_tokens_max, or give the engines more of the machine"
+    return EngineError(Problem(f"responses of step {step}", given, f"one that ends within {limit}", fix))
 
 
 def agent_errors(groups: Sequence[Group]) -> str:
@@ -136,13 +136,6 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     return [
         group.prompt.id for group in groups if sum(score.solved for score in group.scores) / len(group.samples) >= rate
     ]
-
-
-def set_solved_aside(run: Run, sampled: Sampled) -> None:
-    """Keeps prompts that are solved often enough from being sampled again, if the recipe sets a rate."""
-    rate = run.recipe.data.no_resampling_pass_rate
-    if rate is not None:
-        (run.sampling or run.cursor).set_aside(solved_prompts(sampled.all, rate))
 
 
 def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:

@@ -19,7 +19,7 @@ from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.agent_metrics import agent_metrics
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.run import Run, TrainRun
+from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
 from megagrpo.types import Group, Prompt, Sample
 
@@ -33,18 +33,8 @@ TOKENS_AFTER = 4
 def step_metrics(
     run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
-    """Returns all metrics of a step but its phases' seconds. kl_coefficient: that of this step."""
+    """Returns the metrics of a step's samples and updates. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
-    if isinstance(run, Run):
-        idle, seconds = run.rollouts.idle()
-        metrics |= run.scorer.take_metrics()
-        metrics["engines/serving"] = float(run.rollouts.serving)
-        metrics["weights/sync_bytes"] = float(run.weights.received_bytes)
-        metrics |= {"engines/idle_seconds": idle, "engines/idle_share": idle / seconds if seconds else 0.0}
-        if run.recipe.agent is not None:
-            metrics["agent/processes_restarted"] = float(run.rollouts.agents_restarted())
-        if run.recipe.data.no_resampling_pass_rate is not None:
-            metrics["prompts/set_aside"] = float(run.cursor.set_aside_count)
     if loaded.batches:
         metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
     if trained.critic is not None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.reward_models import RewardModels
-from megagrpo.cluster.reward_nodes import reward_pool
+from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync, with_transport
-from megagrpo.data.mixture import Mixture
-from megagrpo.data.prompts import load_prompts
+from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import MismatchError, Problem, RecipeError
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseFiles, responses_of
@@ -28,38 +24,27 @@ from megagrpo.preflight.data_check import SAMPLE, sample_warnings
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, run_directory, with_absolute_directories
-from megagrpo.recipe.schema import DataFileConfig, Recipe
+from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
-from megagrpo.reward.asking import Models
 from megagrpo.reward.scorer import Scorer
 from megagrpo.trainer.batches import require_another_directory
-from megagrpo.trainer.run import Run, Step
+from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
 from megagrpo.trainer.run_loop import Training, run_to_end
-from megagrpo.trainer.sampling import Sampling
-from megagrpo.trainer.schedule import grpo_step
-from megagrpo.trainer.schedule_log import LoggedStep, Replayed, read_schedule, schedule_line
-from megagrpo.trainer.setup import Read, Setup
-from megagrpo.trainer.step import require_version, with_signal
+from megagrpo.trainer.sampling import Background
+from megagrpo.trainer.schedule import EngineSource, Live, grpo_step
+from megagrpo.trainer.schedule_log import Logged, read_schedule, schedule_line
+from megagrpo.trainer.setup import Setup
+from megagrpo.trainer.step import require_version
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Group, Prompt
+
+SourceOf = Callable[[Run, Checkpoint | None], EngineSource]
+"""Makes the source of a run's samples. Gets the checkpoint that the run is continued from."""
 
 
 def train(checked: Preflight[Recipe]) -> int:
     """Runs the recipe to its end, as `run_to_end` says."""
     return run_to_end(checked, prompt_reader(checked.recipe), start_training)
-
-
-def prompt_reader(recipe: Recipe) -> Read[Prompt]:
-    """Returns the reader of a recipe's prompts: each row must be of a source that a reward function is for."""
-
-    def read(
-        files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None
-    ) -> Mixture[Prompt]:
-        reward = own_rewards(recipe).get(held_out_set or "", recipe.reward)
-        held_out = None if held_out_set else [file for found in recipe.eval.files_of_sets().values() for file in found]
-        return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out)
-
-    return read
 
 
 def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
@@ -75,15 +60,18 @@ def replay_schedule(checked: Preflight[Recipe], source: Path) -> int:
     checkpoint = recipe.checkpoint.model_copy(update={"resume": "never"})
     cluster = recipe.cluster.model_copy(update={"restarts_max": 0})
     recipe = recipe.model_copy(update={"checkpoint": checkpoint, "cluster": cluster})
-    start = partial(start_training, replayed=logged)
+
+    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> GrpoTraining:
+        return start_training(setup, ray, closing, lambda run, _: Logged(run, logged, setup.tracker.say))
+
     return run_to_end(replace(checked, recipe=recipe), prompt_reader(recipe), start, last_step=len(logged))
 
 
 def start_training(
-    setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, replayed: Sequence[LoggedStep] = ()
+    setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack, source_of: SourceOf | None = None
 ) -> GrpoTraining:
-    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. replayed: logged
-    steps of the run whose schedule this one repeats."""
+    """Starts training ranks, engines and rewards, and brings the policy's weights to the engines. source_of: None: the
+    source of the recipe's schedule."""
     checked, recipe, say = setup.checked, setup.recipe, setup.tracker.say
     model, critic, tokenizer = *model_and_critic(checked), checked.tokenizer_directory.absolute()
     of_rewards = {name: directory.absolute() for name, directory in checked.reward_models.items()}
@@ -105,43 +93,35 @@ def start_training(
     judging = RewardModels(ray, placed, of_rewards)
     closing.callback(judging.close)
     # Engines start while the ranks do, except on shared GPUs: a starting engine takes the memory that is free there.
-    early = None if ray.shares_gpus else start_engines()
+    rollouts = None if ray.shares_gpus else start_engines()
     # A run that is continued finishes what had begun, whatever its schedule is now.
     samples_itself = isinstance(recipe.schedule, SyncConfig) and recipe.schedule.beyond == 0
-    in_background = not replayed and (not samples_itself or setup.pending is not None)
+    in_background = source_of is None and (not samples_itself or setup.pending is not None)
     judged = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt if in_background else 1
-    score_with = scorer_maker(recipe, ray, judging, setup.stopping.check, say)
+    score_with = scorer_maker(recipe, ray, judging.served(), setup.stopping.check, say)
     scorer = score_with(recipe.reward, judged_responses=judged)
-    closing.callback(scorer.close)
     scorers = {name: score_with(reward) for name, reward in own_rewards(recipe).items()}
-    for own in scorers.values():
-        closing.callback(own.close)
+    for one in (scorer, *scorers.values()):
+        closing.callback(one.close)
     files = ResponseFiles(run_directory(recipe) / "evaluations", setup.state.step, say)
     closing.callback(files.close)
 
-    def ready_engines() -> Rollouts:
-        rollouts = early or start_engines()
-        rollouts.wait_until_ready()
-        judging.wait_until_ready()
-        return rollouts
+    def schedule_of(run: Run, saved: Checkpoint | None) -> EngineSource:
+        step = saved.state.step if saved else 0
+        return Background(run, step, pending_of(saved)) if in_background else Live(run)
 
-    starter = RankStarter(setup, ray, placed, in_background, closing.enter_context(ExitStack()))
-    repeats = Replayed(replayed, say) if replayed else None
-    return GrpoTraining(starter.start(setup.resumed, ready_engines, scorer, repeats), setup, starter, scorers, files)
+    starter = RankStarter(setup, ray, placed, source_of or schedule_of, closing.enter_context(ExitStack()))
+    policy = starter.policy(setup.resumed)
+    rollouts = rollouts or start_engines()
+    rollouts.wait_until_ready()
+    judging.wait_until_ready()
+    run, source = starter.run(setup.resumed, policy, rollouts, scorer)
+    return GrpoTraining(setup, run, source, starter, scorers, files)
 
 
 def model_and_critic(checked: Preflight[Recipe]) -> tuple[Path, Path]:
     """Returns the directories of the policy's model and the critic's, which is the same if the recipe names none."""
     return checked.model_directory.absolute(), (checked.critic_directory or checked.model_directory).absolute()
-
-
-def scorer_maker(
-    recipe: Recipe, ray: Runtime, judging: RewardModels, check: Callable[[], None], say: Callable[[str], None]
-) -> Callable[..., Scorer]:
-    """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
-    limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), judging.served())
-    workers = partial(reward_pool, ray)
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
 
 
 def start_policy(
@@ -162,17 +142,20 @@ class RankStarter:
     setup: Setup[Recipe, Prompt]
     ray: Runtime
     placed: Recipe
-    in_background: bool
+    source_of: SourceOf
     ends: ExitStack  # of all that starts again with new ranks
 
-    def start(
-        self, saved: Checkpoint | None, engines: Callable[[], Rollouts], scorer: Scorer, replayed: Replayed | None
-    ) -> Run:
-        """Starts the ranks, then brings their weights to the engines, for which `engines` waits."""
-        setup, recipe, step = self.setup, self.setup.recipe, saved.state.step if saved else 0
-        policy = start_policy(setup.checked, self.placed, self.ray, self.ends, saved)
+    def policy(self, saved: Checkpoint | None) -> Policy:
+        """Starts the ranks, which leave their memory to engines."""
+        policy = start_policy(self.setup.checked, self.placed, self.ray, self.ends, saved)
         policy.release()
-        rollouts = engines()
+        return policy
+
+    def run(
+        self, saved: Checkpoint | None, policy: Policy, rollouts: Rollouts, scorer: Scorer
+    ) -> tuple[Run, EngineSource]:
+        """Brings the ranks' weights to the engines, and begins to sample."""
+        setup, step = self.setup, saved.state.step if saved else 0
         setup.tracker.say("bringing the weights to the engines")
         rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
         weights = WeightSync(policy, rollouts, self.placed, setup.tracker.say)
@@ -180,21 +163,8 @@ class RankStarter:
         with policy.needed(["parameters"]), progress("bringing the weights to the engines"):
             weights.check_replicas()
             weights.sync(version=step)
-        sampling = None
-        if self.in_background:
-            sampling = Sampling(
-                recipe,
-                setup.total_steps,
-                setup.cursor,
-                rollouts,
-                scorer,
-                lambda group: recipe.rollout.dynamic_sampling is None or bool(with_signal([group], recipe)),
-                step,
-                pending_of(saved),
-            )
-            self.ends.callback(sampling.close)
-        return Run(
-            recipe=recipe,
+        run = Run(
+            recipe=setup.recipe,
             total_steps=setup.total_steps,
             policy=policy,
             clock=setup.clock,
@@ -204,42 +174,59 @@ class RankStarter:
             scorer=scorer,
             weights=weights,
             stopping=setup.stopping,
-            sampling=sampling,
-            replayed=replayed,
         )
+        source = self.source_of(run, saved)
+        self.ends.callback(source.close)
+        return run, source
 
-    def start_again(self, run: Run, saved: Checkpoint | None) -> Run:
+    def again(self, run: Run, source: EngineSource, saved: Checkpoint | None) -> tuple[Run, EngineSource]:
         """Starts new ranks for lost ones; engines and scorer stay."""
-        if run.sampling:
-            run.sampling.drop()
+        source.drop()
         self.ends.close()
         run.rollouts.release_memory()  # ranks that start take the memory that is free
-        return self.start(saved, lambda: run.rollouts, run.scorer, run.replayed)
+        return self.run(saved, self.policy(saved), run.rollouts, run.scorer)
 
 
 @dataclass(frozen=True)
-class GrpoTraining(Training):
-    """The training of GRPO and PPO."""
+class PolicyTraining(Training):
+    """The training of a policy on the samples of a source."""
 
-    run: Run
     setup: Setup[Recipe, Prompt]
-    starter: RankStarter
-    scorers: Mapping[str, Scorer]
-    """By evaluation set: scorers of the sets with reward functions of their own."""
-    files: ResponseFiles
-    """Files of the responses that evaluations sampled."""
+    run: TrainRun
+    source: SampleSource
 
     @property
     def ranks(self) -> Policy:
         return self.run.policy
 
     def step(self, step: int, kl_coefficient: float | None) -> Step:
-        run = self.run
-        with run.clock.phase("step"):
-            done = grpo_step(run, step, kl_coefficient or 0.0)
-        responses = sum(len(group.samples) for group in done.sampled.all)
-        pending = run.sampling.pending() if run.sampling else None
-        return replace(reported(step, done, self.setup), responses=responses, pending=pending)
+        """Takes a step; reports its samples, schedule and mismatch. It has failed if the mismatch ends the run."""
+        setup, tracker = self.setup, self.setup.tracker
+        with self.run.clock.phase("step"):
+            done = grpo_step(self.run, self.source, step, kl_coefficient or 0.0)
+        groups = done.sampled.groups
+        tracker.rollouts(step, groups, step - 1, done.learned)
+        if done.sampled.logged:
+            tracker.schedule(schedule_line(step, done.sampled))
+        excess = report_mismatch(setup.recipe, step, done.mismatch, groups, tracker, setup.tokenizer.decode)
+        return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))
+
+
+@dataclass(frozen=True)
+class GrpoTraining(PolicyTraining):
+    """The training of GRPO and PPO."""
+
+    run: Run
+    source: EngineSource
+    starter: RankStarter
+    scorers: Mapping[str, Scorer]
+    """By evaluation set: scorers of the sets with reward functions of their own."""
+    files: ResponseFiles
+    """Files of the responses that evaluations sampled."""
+
+    def step(self, step: int, kl_coefficient: float | None) -> Step:
+        done = super().step(step, kl_coefficient)
+        return replace(done, responses=sum(len(group.samples) for group in done.sampled.all))
 
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         run, metrics, responses, scored = self.run, dict[str, float](), list[Response](), dict[str, list[Group]]()
@@ -275,19 +262,9 @@ class GrpoTraining(Training):
             yield
 
     def with_new_ranks(self, saved: Checkpoint | None) -> GrpoTraining:
-        return replace(self, run=self.starter.start_again(self.run, saved))
+        run, source = self.starter.again(self.run, self.source, saved)
+        return replace(self, run=run, source=source)
 
     def give_up(self) -> None:
         self.run.weights.give_up()
         self.run.rollouts.give_up()  # engines may hold memory that saving needs
-
-
-def reported(step: int, done: Step, setup: Setup[Recipe, Prompt]) -> Step:
-    """Reports a step's samples, schedule and mismatch. Returns the step, which has failed if the mismatch ends the
-    run."""
-    sampled, tracker = done.sampled, setup.tracker
-    tracker.rollouts(step, sampled.groups, step - 1, done.learned)
-    if sampled.logged:
-        tracker.schedule(schedule_line(step, sampled))
-    excess = report_mismatch(setup.recipe, step, done.mismatch, sampled.groups, tracker, setup.tokenizer.decode)
-    return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))

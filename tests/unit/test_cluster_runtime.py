@@ -20,11 +20,11 @@ from ray.exceptions import AuthenticationError, WorkerCrashedError
 
 from megagrpo.cluster import runtime, waiting
 from megagrpo.cluster.runtime import check_files, nodes_of_devices
+from megagrpo.cluster.stopping import StopRequested
 from megagrpo.cluster.waiting import NodeWatch, wait_for
 from megagrpo.errors import NodeLostError, PreflightError, RankError
 from megagrpo.recipe.defaults import DevicePlan
 from megagrpo.recipe.schema import Recipe
-from megagrpo.trainer.stopping import StopRequested
 from megagrpo.weights.boxes import Place
 from tests import tiny_run
 

@@ -15,7 +15,7 @@ from megagrpo.algorithm.policy_losses import PolicyInputs
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, RecipeError
 from megagrpo.recipe.defaults import with_absolute_directories
-from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.user_functions import load_function
 from tests.methods import advantage, loss, sequences_of
 from tests.step_fakes import make_run
@@ -76,7 +76,7 @@ def test_an_advantage_gets_its_arguments_and_masked_samples_get_nothing(file: Pa
 
 def test_a_run_trains_on_it(file: Path) -> None:
     run = make_run(f"algorithm.advantage={file}:centered", scores=lambda prompt: [1.0, 0.0, 0.0, 0.0])
-    grpo_step(run, 1, 0.0)
+    grpo_step(run, Live(run), 1, 0.0)
     np.testing.assert_allclose(run.policy.advantages[:4], [0.75, -0.25, -0.25, -0.25])
 
 

@@ -18,9 +18,8 @@ from megagrpo.errors import PreflightError, RunStopped, UnusableCheckpointError
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
 from megagrpo.trainer.batches import ranges, read_batch, require_fitting, saved_steps
-from megagrpo.trainer.one_half import sample_all, train_only
-from megagrpo.trainer.replay import Comparison, logged_metrics, replay
-from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.one_half import Untrained, compared, logged_metrics, replay, sample_all, train_only
+from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.step import baselines_of
 from megagrpo.types import Group
 from tests.step_fakes import make_run, number
@@ -39,13 +38,13 @@ def kept(tmp_path: Path) -> Path:
     """The directory of a run of four steps that keeps the batches of two."""
     run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, None))
     for step in range(1, 5):
-        grpo_step(run, step, 0.0)
+        grpo_step(run, Live(run), step, 0.0)
     return tmp_path / "kept"
 
 
 def test_the_newest_batches_are_kept_whole(tmp_path: Path) -> None:
     run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, None))
-    steps = [grpo_step(run, step, 0.0) for step in range(1, 5)]
+    steps = [grpo_step(run, Live(run), step, 0.0) for step in range(1, 5)]
     directory = tmp_path / "kept"
     assert saved_steps(directory) == [3, 4]
     for step in (3, 4):
@@ -59,7 +58,8 @@ def test_a_batch_says_which_of_its_groups_are_trained_and_how_they_were_found(tm
     dynamic = "rollout.dynamic_sampling={rounds_max: 3}"
     scores = lambda prompt: (0.0, 0.0, 1.0, 1.0 if prompt % 3 else 0.0)  # noqa: E731
     equal = lambda prompt: (0.0,) * 4 if prompt % 2 else scores(prompt)  # noqa: E731
-    grpo_step(make_run(*tracked(tmp_path), dynamic, scores=equal), 1, 0.0)
+    run = make_run(*tracked(tmp_path), dynamic, scores=equal)
+    grpo_step(run, Live(run), 1, 0.0)
     sampled = read_batch(tmp_path / "kept", 1).sampled
     assert len(sampled.groups) == 4 < len(sampled.all)
     assert sampled.rounds > 1
@@ -72,7 +72,7 @@ def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
     run = make_run(
         *tracked(tmp_path), "algorithm.advantage.name=remax", scores=lambda p: (0.0,) * 4, greedy=greedy, shuffle=False
     )
-    grpo_step(run, 1, 0.0)
+    grpo_step(run, Live(run), 1, 0.0)
     kept, expected = read_batch(tmp_path / "kept", 1).sampled.groups, [0.0, np.nan, 0.25, np.nan]
     np.testing.assert_array_equal(baselines_of(kept), expected)
     assert [group.baseline.index for group in kept if group.baseline] == [4] * 4
@@ -84,7 +84,8 @@ def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_no_batches_unless_it_is_asked_to(tmp_path: Path) -> None:
-    grpo_step(make_run(*tracked(tmp_path, 0), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0)), 1, 0.0)
+    run = make_run(*tracked(tmp_path, 0), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0))
+    grpo_step(run, Live(run), 1, 0.0)
     assert not list((tmp_path / "kept").iterdir())
 
 
@@ -116,7 +117,7 @@ def test_samples_that_a_recipe_cannot_train_on_are_refused(
 ) -> None:
     run = make_run(*tracked(tmp_path), scores=lambda prompt: (0.0, 0.0, 1.0, 1.0), counted=[(1.0,)] * 4, shuffle=False)
     for step in range(1, 9):
-        grpo_step(run, step, 0.0)
+        grpo_step(run, Live(run), step, 0.0)
     sampled = read_batch(tmp_path / "kept", 8).sampled  # its prompts end with tokens 30 to 33
     require_fitting(sampled, run.recipe, 100, "here")
     with pytest.raises(UnusableCheckpointError, match=named):
@@ -164,7 +165,7 @@ def test_samples_without_training_are_saved_step_by_step_until_the_run_is_told_t
     tracker = SimpleNamespace(rollouts=lambda *given: None, log=lambda *line: said.append(line))
     setup: Any = SimpleNamespace(recipe=run.recipe, total_steps=3, stopping=run.stopping, clock=run.clock)
     setup.tracker = tracker
-    training: Any = SimpleNamespace(run=run, give_up=lambda: None)
+    training: Any = SimpleNamespace(run=run, source=Untrained(run), give_up=lambda: None)
     assert sample_all(setup, training, TrainerState(0, 0, {}, {})).step == 3
     assert [step for step, _ in said] == saved_steps(tmp_path / "kept") == [1, 2, 3]
     assert not run.policy.calls, "nothing was trained"
@@ -178,18 +179,17 @@ def test_logged_metrics_are_the_last_whole_line_of_the_step_without_what_measure
     lines = [entry | {"lr": 1.0}, entry | {"lr": 0.1, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "l')
     found = logged_metrics(tmp_path, 2)
-    assert found is not None
     assert found.pop("lr") == 0.1
     assert math.isnan(found.pop("grad_norm"))
     assert not found
-    assert logged_metrics(tmp_path, 3) is None
+    assert logged_metrics(tmp_path, 3) == {}
 
 
 def test_a_comparison_shows_the_last_bit_and_what_is_on_one_side_only() -> None:
     again = {"lr": 0.1, "loss/total": math.nextafter(0.5, 1), "kl/mean": math.inf, "entropy": 1.0}
-    compared = Comparison({"lr": 0.1, "loss/total": 0.5, "kl/mean": math.nan, "prompts/set_aside": 2.0}, again)
-    assert compared.different == ["loss/total"]
-    *_, loss, lr, differ, left = compared.lines()
+    logged = {"lr": 0.1, "loss/total": 0.5, "kl/mean": math.nan, "prompts/set_aside": 2.0}
+    different, (*_, loss, lr, differ, left) = compared(logged, again)
+    assert different == ["loss/total"]
     assert loss.split() == ["loss/total", "0.5", "0.5", "+1.11e-16"]
     assert lr.split() == ["lr", "0.1", "0.1"]
     assert differ == "1 of 3 metrics differ"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.cluster.stopping import StopRequested
 from megagrpo.errors import (
     EngineError,
     MachineError,
@@ -30,7 +31,6 @@ from megagrpo.errors import (
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.trainer import train
 from megagrpo.trainer.setup import first_state
-from megagrpo.trainer.stopping import StopRequested
 from tests import step_fakes
 
 STEPS = 4

@@ -24,10 +24,9 @@ from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import after_begun, training_requests
 from megagrpo.track.jsonl import SCHEDULE_FILE
 from megagrpo.trainer.batches import Sampled
-from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.sampling import OF_CUT_AGENTS, Sampling
+from megagrpo.trainer.sampling import OF_CUT_AGENTS, Background
 from megagrpo.trainer.schedule import grpo_step
-from megagrpo.trainer.schedule_log import Replayed, read_schedule, schedule_line
+from megagrpo.trainer.schedule_log import Logged, read_schedule, schedule_line
 from megagrpo.trainer.step import baselines_of
 from megagrpo.types import Group, Prompt, Request, Sample
 from tests.step_fakes import FakeScorer, checkpoint_of, make_run, number
@@ -131,6 +130,8 @@ class Engines:
     def idle(self) -> tuple[float, float]:
         return 0.0, 1.0
 
+    release_memory = drain
+
 
 def sample_of(request: Request) -> Sample:
     none = np.zeros(0, np.int32)
@@ -200,16 +201,28 @@ def odd(group: Group) -> bool:
 
 
 @contextmanager
-def in_background(
-    recipe: Recipe, teaches: Callable[[Group], bool] = lambda group: True, pending: Pending | None = None, step: int = 0
-) -> Iterator[SimpleNamespace]:
+def in_background(recipe: Recipe, pending: Pending | None = None, step: int = 0) -> Iterator[SimpleNamespace]:
+    """With dynamic sampling, groups of odd prompts teach something."""
     data = [Prompt(f"p{i}", (i + 1,), "sums", "2") for i in range(40)]
     engines, cursor = Engines(recipe), Cursor(data, seed=0, shuffle=False)
     if pending:
         cursor.restore(pending.cursor)
     engines.version = step
-    scorer: Any = FakeScorer(lambda prompt: (0.0, 0.0, 1.0, prompt), lambda prompt: 0.5, None)
-    sampling = Sampling(recipe, STEPS, cursor, engines, scorer, teaches, step, pending)  # type: ignore[arg-type]
+    alike = recipe.rollout.dynamic_sampling is not None
+
+    def scores(prompt: int) -> tuple[float, ...]:
+        return (0.0,) * 4 if alike and prompt % 2 == 0 else (0.0, 0.0, 1.0, prompt)
+
+    run: Any = replace(
+        make_run(scores=lambda prompt: ()),
+        recipe=recipe,
+        total_steps=STEPS,
+        cursor=cursor,
+        rollouts=engines,
+        scorer=FakeScorer(scores, lambda prompt: 0.5, None),
+        weights=SimpleNamespace(sync=lambda version, changed: setattr(engines, "version", version), received_bytes=0),
+    )
+    sampling = Background(run, step, pending)
     whole = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
 
     def scores_lack() -> bool:
@@ -217,9 +230,7 @@ def in_background(
 
     engines.scores_lack = scores_lack
     try:
-        yield SimpleNamespace(
-            rollouts=engines, cursor=cursor, scorer=scorer, sampling=sampling, recipe=recipe, clock=PhaseClock()
-        )
+        yield SimpleNamespace(**vars(run), run=run, sampling=sampling)
     finally:
         sampling.close()
 
@@ -253,33 +264,36 @@ def written(pending: Pending, directory: Path) -> Pending:
 @pytest.mark.parametrize("given", ["rollout.dynamic_sampling={}", REMAX])
 def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_with(given: str, tmp_path: Path) -> None:
     recipe, remax = recipe_with(*ASYNC, given), given == REMAX
-    teaches = (lambda group: True) if remax else odd
-    with in_background(recipe, teaches) as run:
+    with in_background(recipe) as run:
         steps = trained(run, [1, 2, 3])
         with run.rollouts.changed:
             run.rollouts.work()
         pending = written(run.sampling.pending(), tmp_path)
-    with in_background(recipe, teaches, pending, step=3) as run:
+    with in_background(recipe, pending, step=3) as run:
         steps += trained(run, [4, 5])
     lines = [json.dumps(schedule_line(step, sampled)) for step, sampled in enumerate(steps, start=1)]
     (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines) + "\n" + lines[0][:-9])
     said: list[str] = []
-    replayed = Replayed(read_schedule(tmp_path, recipe), said.append)
     with in_background(recipe) as again:
+        logged = Logged(again.run, read_schedule(tmp_path, recipe), said.append)
         for step, sampled in enumerate(steps, start=1):
             again.rollouts.version = step - 1
-            found = replayed.sample(again, step)
+            found = logged.sample(step)
             assert comparable(found.groups) == comparable(sampled.groups)
             assert comparable(found.all) == comparable(sampled.all)
             assert np.isfinite(baselines_of(found.groups)).all() == remax
             assert json.dumps(schedule_line(step, found)) == lines[step - 1]
             assert found.metrics.items() <= sampled.metrics.items()
     assert not said
+    with in_background(recipe) as again:
+        again.rollouts.version = 1  # other weights
+        Logged(again.run, read_schedule(tmp_path, recipe), said.append).sample(1)
+    assert "responses have other lengths than in the run that is repeated" in said[0]
     samples = [sample for sampled in steps for group in sampled.all for sample in group.samples]
     assert any(len(set(sample.versions.tolist())) > 1 for sample in samples)
     assert any(sample.finish == "abort" for sample in samples)
-    logged = [group for line in lines for group in json.loads(line)["groups"]]
-    joined = [a[0] == b[0] for group in logged for each in group["samples"] for a, b in pairwise(each)]
+    groups = [group for line in lines for group in json.loads(line)["groups"]]
+    joined = [a[0] == b[0] for group in groups for each in group["samples"] for a, b in pairwise(each)]
     assert any(joined), "a response went on with the same weights"
     assert any(len(sampled.all) > len(sampled.groups) for sampled in steps) != remax
 
@@ -288,19 +302,6 @@ def test_a_replay_samples_each_token_with_the_weights_that_its_run_sampled_it_wi
     (tmp_path / SCHEDULE_FILE).write_text("\n".join(lines[2:]) + "\n")
     with pytest.raises(UnusableCheckpointError, match="no steps 1 to 2"):
         read_schedule(tmp_path, recipe)
-
-
-def test_a_replay_says_how_many_responses_became_others(tmp_path: Path) -> None:
-    recipe = recipe_with(*ASYNC)
-    with in_background(recipe) as run:
-        (sampled,) = trained(run, [1])
-    (tmp_path / SCHEDULE_FILE).write_text(json.dumps(schedule_line(1, sampled)) + "\n")
-    said: list[str] = []
-    with in_background(recipe) as again:
-        again.rollouts.version = 1  # other weights
-        Replayed(read_schedule(tmp_path, recipe), said.append).sample(again, 1)
-    (line,) = said
-    assert "responses have other lengths than in the run that is repeated" in line
 
 
 @pytest.mark.parametrize("schedule", [ASYNC, ("rollout.response_tokens_max=24",)], ids=["async", "sync"])
@@ -347,13 +348,13 @@ def test_a_scored_group_that_an_earlier_version_saved_has_its_baseline_as_last_s
 
 def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_the_last_step(tmp_path: Path) -> None:
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
-    with in_background(recipe, odd) as run:
+    with in_background(recipe) as run:
         trained(run, [1])
         run.rollouts.wait(lambda: run.sampling.pending().dropped > 1 and not run.rollouts.scores_lack())
         pending = run.sampling.pending()
     restored = written(pending, tmp_path)
     dropped = comparable(restored.groups[: restored.dropped])
-    with in_background(recipe, odd, restored, step=1) as again:
+    with in_background(recipe, restored, step=1) as again:
         assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
         again.sampling.go_on()
         sampled = again.sampling.take()
@@ -380,13 +381,9 @@ def one_step_off(
 ) -> Any:
     """The groups of these steps, as the schedule takes them, and what a checkpoint after them keeps. told_to_stop: in
     the last one's update, so that engines get no weights after it."""
-    base = make_run("cluster.placement=disaggregated", "schedule=one_step_off", given, scores=lambda prompt: ())
-    found = []
-    with in_background(base.recipe, pending=pending, step=first - 1) as background:
-        engines = background.rollouts
-        weights = SimpleNamespace(sync=lambda version, changed: setattr(engines, "version", version), received_bytes=0)
-        run = replace(base, rollouts=engines, cursor=background.cursor, sampling=background.sampling, weights=weights)
-        update = run.policy.update
+    recipe, found = recipe_with("cluster.placement=disaggregated", "schedule=one_step_off", given), []
+    with in_background(recipe, pending, first - 1) as background:
+        run, update = background.run, background.run.policy.update
 
         def stopped(*given: Any) -> Any:
             run.stopping.signal = signal.SIGTERM if told_to_stop and given[-1] == last else None
@@ -394,7 +391,7 @@ def one_step_off(
 
         run.policy.update = stopped
         for step in range(first, last + 1):
-            done = grpo_step(run, step, 0.0)
+            done = grpo_step(run, background.sampling, step, 0.0)
             found.append((comparable(done.sampled.all), done.metrics.get("reward/greedy")))
         return found, background.sampling.pending()
 

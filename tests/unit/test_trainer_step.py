@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import EngineError, NodeLostError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.run import Step
-from megagrpo.trainer.schedule import grpo_step
+from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.run import SampleSource, Step
+from megagrpo.trainer.sampling import Background
+from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.step import (
     ATTEMPTS,
     agent_errors,
@@ -53,7 +56,7 @@ def only_prompt_one_differs(prompt: int) -> list[float | None]:
 def stepped(*overrides: str, scores: Scores = one_right, step: int = 1, **more: Any) -> tuple[Any, Step]:
     """A run after one step over prompts in their order, and the step."""
     run = make_run(*overrides, scores=scores, shuffle=False, **more)
-    done = grpo_step(run, step, run.recipe.algorithm.kl.coefficient)
+    done = grpo_step(run, Live(run), step, run.recipe.algorithm.kl.coefficient)
     assert not undocumented(done.metrics)
     return run, done
 
@@ -74,10 +77,10 @@ def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_a
 
     run.rollouts.generate = generate
     if given_up < ATTEMPTS:
-        assert grpo_step(run, 1, 0.0).metrics["response_tokens/aborted_share"] == 0
+        assert grpo_step(run, Live(run), 1, 0.0).metrics["response_tokens/aborted_share"] == 0
     else:
         with pytest.raises(EngineError, match=r"responses of step 1(.|\n)*rollout.timeout_seconds"):
-            grpo_step(run, 1, 0.0)
+            grpo_step(run, Live(run), 1, 0.0)
         assert "update" not in run.policy.calls
 
 
@@ -128,7 +131,7 @@ def test_engines_are_told_whether_a_step_has_changed_weights(
         return updated
 
     monkeypatch.setattr(run.policy, "update", skipping)
-    grpo_step(run, 1, 0.0)
+    grpo_step(run, Live(run), 1, 0.0)
     assert run.weights.changed == changed
 
 
@@ -140,11 +143,36 @@ def test_a_node_that_is_lost_once_a_step_is_trained_is_a_failure_after_that_step
     def lose(*given: object, **how: object) -> None:
         raise lost
 
-    sampled = sample(run, 1)
-    run.__dict__.update(sampling=SimpleNamespace(go_on=lambda: None, take=lambda: sampled, finish=lambda: None))
-    setattr(*((run.sampling, "finish") if where == "finish" else (run.weights, "sync")), lose)
-    assert grpo_step(run, 1, 0.0).failure is lost
+    run.rollouts.changed, run.rollouts.so_far = threading.Condition(), lambda: dict
+    run.rollouts.wait = lose if where == "finish" else lambda until: None
+    run.weights.sync, source = lose, Background(run)
+    source.next = partial(sample, run)  # type: ignore[method-assign]
+    assert grpo_step(run, source, 1, 0.0).failure is lost
     assert run.policy.step == 1
+    source.close()
+
+
+class Repeated(SampleSource):
+    """The same samples in each step."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.sampled, self.synced = sampled, list[tuple[int, bool]]()
+
+    def next(self, step: int) -> Sampled:
+        return self.sampled
+
+    def sync(self, version: int, *, changed: bool) -> None:
+        self.synced.append((version, changed))
+
+
+def test_a_step_trains_on_the_samples_of_any_source() -> None:
+    run, live = stepped(scores=only_prompt_one_differs)
+    source, again = Repeated(live.sampled), make_run(scores=lambda prompt: [])
+    done = grpo_step(again, source, 1, 0.0)
+    assert done.metrics.items() <= live.metrics.items()
+    assert (again.policy.calls, again.policy.rows) == (run.policy.calls, run.policy.rows)
+    np.testing.assert_array_equal(again.policy.advantages, run.policy.advantages)
+    assert source.synced == [(1, True)]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +183,7 @@ def test_the_wait_for_what_engines_finish_before_a_sync_is_one_for_samples(overr
     run = make_run(override, scores=one_right)
     drained: list[float] = []
     run.rollouts.drain = lambda: drained.append(time.sleep(0.1) or 0.1)
-    grpo_step(run, 1, 0.0)
+    grpo_step(run, Live(run), 1, 0.0)
     assert bool(drained) == waits
     assert run.clock.take()["seconds/rollout"] >= sum(drained)
 
@@ -287,12 +315,6 @@ def ids(groups: Sequence[Group]) -> list[str]:
     return [group.prompt.id for group in groups]
 
 
-def test_without_dynamic_sampling_every_group_stays() -> None:
-    found = sample(make_run(scores=lambda prompt: [0.0] * 4), 1)
-    assert len(found.groups) == 4
-    assert found.groups == found.all
-
-
 def test_groups_without_signal_are_replaced_by_new_prompts_in_their_order() -> None:
     run = make_run(
         DYNAMIC, scores=lambda prompt: [1.0, 0.0, 0.0, 0.0] if prompt % 2 else [1.0, 1.0, None, 1.0], shuffle=False
@@ -360,11 +382,11 @@ def test_a_prompt_is_set_aside_once_it_is_solved_often_enough() -> None:
         "data.no_resampling_pass_rate=0.75", scores=lambda prompt: [1.0, 1.0, float(prompt < 2), 0.0], prompts=8
     )
     for step in (1, 2):
-        grpo_step(run, step, 0.0)
+        grpo_step(run, Live(run), step, 0.0)
     assert run.cursor.set_aside_count == 2
     before = len(run.rollouts.asked)
     for step in range(3, 9):
-        grpo_step(run, step, 0.0)
+        grpo_step(run, Live(run), step, 0.0)
     assert {name.partition("+")[0] for name in run.rollouts.asked[before:]} == {f"p{i}" for i in range(2, 8)}
 
 
@@ -374,9 +396,9 @@ def test_a_resumed_run_samples_the_same_prompts(resumed_after: int) -> None:
     whole, first, second = (
         make_run(*overrides, scores=lambda prompt: [1.0, 1.0, 1.0, float(prompt % 3 == 0)]) for _ in range(3)
     )
-    expected = [ids(grpo_step(whole, step, 0.0).sampled.all) for step in range(1, 6)]
-    found = [ids(grpo_step(first, step, 0.0).sampled.all) for step in range(1, resumed_after + 1)]
+    expected = [ids(grpo_step(whole, Live(whole), step, 0.0).sampled.all) for step in range(1, 6)]
+    found = [ids(grpo_step(first, Live(first), step, 0.0).sampled.all) for step in range(1, resumed_after + 1)]
     second.cursor.restore(json.loads(json.dumps(first.cursor.state())))
-    found += [ids(grpo_step(second, step, 0.0).sampled.all) for step in range(resumed_after + 1, 6)]
+    found += [ids(grpo_step(second, Live(second), step, 0.0).sampled.all) for step in range(resumed_after + 1, 6)]
     assert found == expected
     assert second.cursor.set_aside_count == whole.cursor.set_aside_count > 0

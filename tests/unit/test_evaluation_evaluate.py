@@ -15,8 +15,13 @@ import pytest
 import yaml
 
 from megagrpo.cli import main
+from megagrpo.cluster import reward_nodes
+from megagrpo.cluster.stopping import Stopping
 from megagrpo.errors import DataError, EngineError, PreflightError
-from megagrpo.evaluation.comparison import compare
+from megagrpo.evaluation import evaluate
+from megagrpo.evaluation.comparison import compare, prompts_of_both
+from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
+from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.evaluation import check_recipe
@@ -25,9 +30,6 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import SHARED
 from megagrpo.rollout.pool import Order
 from megagrpo.section import broken_rules
-from megagrpo.trainer import evaluate, train
-from megagrpo.trainer.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
-from megagrpo.trainer.stopping import Stopping
 from megagrpo.types import Prompt
 from tests.tiny_run import ROW, make_run
 
@@ -194,13 +196,12 @@ def test_what_failed_is_asked_for_again_and_over_long_prompts_are_told(
     (run.parent / "held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (ROW, ROW, long)))
     recipe, asked, said = load(run, [SETS]).recipe, [], []
 
-    def sample(recipe: Recipe, directory: Path, left: list[Any], log: ResponseLog, responses: list[Response], *_: Any):
+    def sample(recipe: Recipe, directory: Path, left: list[Any], log: ResponseLog, *_: Any):
         asked.append([one.prompt.id for one in left])
         found = [response(one.prompt.id, 1.0) for one in left]
         if len(asked) == 1:
             found[0] = replace(found[0], score=None, solved=False, error="the engine gave up")
         log.append(found)
-        responses += found
 
     monkeypatch.setattr(evaluate, "_sample", sample)
     for _ in range(3):
@@ -227,7 +228,7 @@ def test_functions_that_fail_are_judged_by_the_responses_of_their_own_sets(
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(train, "Scorer", Recorded)
+    monkeypatch.setattr(reward_nodes, "Scorer", Recorded)
     prompt = Prompt("a:1", (1,), "s", "2")
     asked = {Order([None] * 2): ("a", prompt) for _ in range(400)} | {Order([None]): ("b", prompt) for _ in range(30)}
     judging = SimpleNamespace(served=dict)
@@ -243,10 +244,10 @@ def test_a_log_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
     log.close()
     path.write_bytes(path.read_bytes()[:-9])
     log = ResponseLog(path)
-    assert log.there == [response("a", 1.0)]
+    assert log.responses == [response("a", 1.0)]
     log.append([response("b", 0.0)])
     log.close()
-    assert ResponseLog(path).there == [response("a", 1.0), response("b", 0.0)]
+    assert ResponseLog(path).responses == [response("a", 1.0), response("b", 0.0)]
     path.write_text("{}\n")
     with pytest.raises(DataError, match="line 1"):
         ResponseLog(path)
@@ -261,15 +262,13 @@ def test_two_models_are_compared_on_the_prompts_of_both() -> None:
     assert found.difference == pytest.approx(6 / 11)
     assert found.low <= found.difference <= found.high
     assert found.p_value == pytest.approx(2 / 2**6), "six prompts changed, all for the better"
-    assert evaluate._prompts_of_both(first[:9], second) == {"first": 9, "second": 12, "both": 8}
+    assert prompts_of_both(first[:9], second) == {"first": 9, "second": 12, "both": 8}
     same = compare(first, first, 1)
     assert {(one.difference, one.p_value) for one in same} == {(0.0, 1.0)}
     assert comparison_table("sums", same).row_count == len(same)
 
 
 def test_a_table_has_a_row_for_every_metric_and_a_column_for_every_source(run: Path) -> None:
-    from megagrpo.evaluation.metrics import evaluation_metrics
-
     held_out = load(run, [SETS]).recipe.eval.of_sets()["sums"]
     metrics = evaluation_metrics([response("a", 1.0), response("b", 0.0)], 1)
     table = metrics_table(held_out, 2, ["s"], metrics)

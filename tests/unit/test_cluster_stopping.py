@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED, NodeLostError, Problem, RunStopped
-from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
 
 TWO_SIGNALS = """
 import os, signal, sys, time
-from megagrpo.trainer.stopping import until_stopped
+from megagrpo.cluster.stopping import until_stopped
 with until_stopped(lambda: None) as stopping:
     for number in map(int, sys.argv[1:]):
         os.kill(os.getpid(), number)
@@ -53,7 +53,7 @@ def test_the_handlers_before_it_come_back() -> None:
 
 STUCK = """
 import ctypes, os, signal, threading, time
-from megagrpo.trainer.stopping import until_stopped
+from megagrpo.cluster.stopping import until_stopped
 def send():
     for _ in range(2):
         time.sleep(0.1)

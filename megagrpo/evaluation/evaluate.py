@@ -28,13 +28,17 @@ from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.reward_models import RewardModels
+from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
+from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.data import report as data_report
+from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import PreflightError, Problem, RunStopped
-from megagrpo.evaluation.comparison import Difference, compare
+from megagrpo.evaluation.comparison import Comparison, compare, prompts_of_both
+from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.evaluation.metrics import evaluation_metrics
-from megagrpo.evaluation.responses import Response, ResponseLog, responses_of
+from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
 from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.evaluation import check_model, check_recipe
 from megagrpo.preflight.preflight import Preflight
@@ -52,11 +56,7 @@ from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import evaluation_requests, group_of
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.console import JsonConsole, make_console
-from megagrpo.track.jsonl import finite
 from megagrpo.track.run_lock import only_process_of
-from megagrpo.trainer.evaluated_model import EvaluatedModel, evaluated_model, model_identity
-from megagrpo.trainer.stopping import Stopping, StopRequested, until_stopped
-from megagrpo.trainer.train import prompt_reader, scorer_maker
 from megagrpo.types import Group, Prompt
 from megagrpo.weights.families.reading import read_json
 
@@ -110,7 +110,7 @@ def evaluate(
         for one in found:
             console.event("result", model=one.model, sets=one.metrics)
         if compared:
-            console.event("comparison", **compared.as_json(recipe))
+            console.event("comparison", **asdict(compared))
         console.event("end", state="finished", places={"output": str(output)})
         return 0
     for one in found:
@@ -134,9 +134,8 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         _require_same(directory, _settings(recipe, subject, prompts))
         log = ResponseLog(directory / "responses.jsonl")
         closing.callback(log.close)
-        responses = list(log.there)
         # What failed, or was left out, is asked for again.
-        done = {(one.set, one.prompt_id, one.index) for one in responses if one.score is not None}
+        done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
         asked: Asked = {
             Order(requests, prompt=prompt): (name, prompt)
             for name, one in recipe.eval.of_sets().items()
@@ -150,10 +149,10 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         begun = f", {len(asked) - len(left)} of them done before" if len(left) < len(asked) else ""
         say(f"{subject.given}: {len(asked)} prompts{begun}")
         if left:
-            _sample(subject.recipe(recipe, directory), directory, left, log, responses, stopping, say)
+            _sample(subject.recipe(recipe, directory), directory, left, log, stopping, say)
         shutil.rmtree(directory / "model", ignore_errors=True)
         # A prompt that was asked for again has responses twice.
-        kept = {(one.set, one.prompt_id, one.index): one for one in responses}
+        kept = {(one.set, one.prompt_id, one.index): one for one in log.responses}
         of_sets = {name: [one for one in kept.values() if one.set == name] for name in prompts}
         metrics = {
             name: evaluation_metrics(of_sets[name], one.samples_per_prompt)
@@ -161,19 +160,11 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         }
         files = {name: [asdict(file) for file in of_set.files] for name, of_set in data.items()}
         found = {"model": subject.given, "recipe": recipe.name, "sets": metrics, "files": files}
-        _write_json(directory / "results.json", found)
+        write_json(directory / "results.json", found)
         return Evaluated(subject.given, of_sets, metrics)
 
 
-def _sample(
-    recipe: Recipe,
-    directory: Path,
-    asked: Asked,
-    log: ResponseLog,
-    responses: list[Response],
-    stopping: Stopping,
-    say: Say,
-) -> None:
+def _sample(recipe: Recipe, directory: Path, asked: Asked, log: ResponseLog, stopping: Stopping, say: Say) -> None:
     """Generates and scores the responses; appends a prompt to the log once all of its responses are scored."""
     checked = check_model(recipe)
     track = recipe.track.model_copy(update={"directory": str(directory.parent)})
@@ -200,9 +191,7 @@ def _sample(
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    scored = _scored(batch, asked, scorers)
-                    log.append(scored)
-                    responses += scored
+                    log.append(_scored(batch, asked, scorers))
                     work.advance(len(batch))
 
 
@@ -234,7 +223,7 @@ def _scorers(
     keys, responses = {name: name if name in own else "" for name in recipe.eval.sets}, Counter[str]()
     for order, (name, _) in asked.items():
         responses[keys[name]] += len(order.requests)
-    score_with = scorer_maker(recipe, ray, judging, stopping.check, say)
+    score_with = scorer_maker(recipe, ray, judging.served(), stopping.check, say)
     made: dict[str, Scorer] = {}
     for key in dict.fromkeys(keys.values()):
         judged = min(JUDGED_RESPONSES, responses[key])
@@ -343,7 +332,7 @@ def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
         if differing := changes(before, settings):
             needed = "the model, prompts, sampling and rewards of the responses that are in it"
             raise PreflightError(Problem(str(directory), "; ".join(differing), needed, fix))
-    _write_json(path, settings)
+    write_json(path, settings)
 
 
 def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
@@ -354,48 +343,24 @@ def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
         console.print(metrics_table(one, prompts, sources, found.metrics[name]))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The differences between two models, by set, and the number of prompts of each."""
-
-    models: Sequence[str]
-    differences: Mapping[str, Sequence[Difference]]
-    prompts: Mapping[str, Mapping[str, int]]
-
-    def as_json(self, recipe: Recipe) -> dict[str, Any]:
-        sets = {name: [asdict(one) for one in of_set] for name, of_set in self.differences.items()}
-        return {"models": self.models, "recipe": recipe.name, "sets": sets, "prompts": self.prompts}
-
-
-def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Compared:
+def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Comparison:
     """Compares two models, and writes the result to comparison.json."""
-    first, second = found
-    differences = {
-        name: compare(first.responses[name], second.responses[name], one.samples_per_prompt)
-        for name, one in recipe.eval.of_sets().items()
-    }
-    prompts = {name: _prompts_of_both(first.responses[name], second.responses[name]) for name in differences}
-    compared = Compared([first.model, second.model], differences, prompts)
-    _write_json(output / "comparison.json", compared.as_json(recipe))
+    pairs = {name: [one.responses[name] for one in found] for name in recipe.eval.sets}
+    samples = {name: one.samples_per_prompt for name, one in recipe.eval.of_sets().items()}
+    compared = Comparison(
+        models=[one.model for one in found],
+        recipe=recipe.name,
+        sets={name: compare(first, second, samples[name]) for name, (first, second) in pairs.items()},
+        prompts={name: prompts_of_both(first, second) for name, (first, second) in pairs.items()},
+    )
+    write_json(output / "comparison.json", asdict(compared))
     return compared
 
 
-def _show_comparison(compared: Compared, console: Console) -> None:
+def _show_comparison(compared: Comparison, console: Console) -> None:
     first, second = compared.models
     console.print(f"\n{second} less {first}")
-    for name, of_set in compared.differences.items():
-        console.print(comparison_table(name, of_set))
+    for name, differences in compared.sets.items():
+        console.print(comparison_table(name, differences))
         if len(set(compared.prompts[name].values())) > 1:
             console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
-
-
-def _prompts_of_both(first: Sequence[Response], second: Sequence[Response]) -> dict[str, int]:
-    """Counts the prompts of each model and of both: a tokenizer may make some too long for a model."""
-    ids = [{one.prompt_id for one in responses} for responses in (first, second)]
-    return {"first": len(ids[0]), "second": len(ids[1]), "both": len(ids[0] & ids[1])}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
