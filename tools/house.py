@@ -29,15 +29,15 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_579,
+    ("weights",): 6_566,
     ("megatron",): 4_196,
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_392,
-    ("rollout",): 3_064,
-    ("cluster",): 3_600,
+    ("rollout",): 3_138,
+    ("cluster",): 3_471,
     ("trainer", "evaluation"): 4_696,
-    ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_774,
+    ("recipe", "preflight", "doctor"): 6_157,
+    ("plan",): 5_759,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
@@ -49,7 +49,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
-    "tests": Limits(lines=51_460, files=None),
+    "tests": Limits(lines=51_599, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
