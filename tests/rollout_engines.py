@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.errors import MegagrpoError
-from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.engine import Engine
+from megagrpo.rollout.engine import Engine, EngineSpec
 from megagrpo.rollout.transformers_engine import TransformersEngine
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.tiny_models import DIMENSIONS, make_model
+from tests.tiny_run import recipe_with
 
 END = 7
 """The end-of-sequence token of these models."""
@@ -29,12 +30,10 @@ def model_directory(family: str, directory: Path, **changes: Any) -> Path:
     return path
 
 
-def start_engine(
-    path: Path, requests_at_once: int = 256, dtype: str = "float32", pause: Pause = "retract"
-) -> TransformersEngine:
-    return TransformersEngine(
-        str(path), device="cpu", dtype=dtype, requests_at_once=requests_at_once, threads=1, pause=pause
-    )
+def start_engine(path: Path, *overrides: str) -> TransformersEngine:
+    """On one thread."""
+    recipe = recipe_with(f"rollout.engines={os.cpu_count()}", *overrides)
+    return TransformersEngine(EngineSpec(recipe, 0, str(path), str(path), "cpu"))
 
 
 def request(

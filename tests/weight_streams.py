@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -262,3 +263,16 @@ def at_once(work: Sequence[Callable[[], None]], deadline_seconds: float = 240.0)
         if thread.is_alive():
             raise TimeoutError("an end of the weight sync hangs")
     return errors
+
+
+def pairs(routes: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns (source, destination) of all that sources send, and (destination, destination) of all relays."""
+    segments = routes.segments
+    sizes = np.diff(segments.first)[segments.group]
+    ends = np.cumsum(sizes)
+    within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+    members = segments.members[np.repeat(segments.first[segments.group], sizes) + within]
+    straight = np.unique(np.stack([segments.source, segments.landing]), axis=1)
+    passed_on = np.unique(np.stack([np.repeat(segments.landing, sizes), members]), axis=1)
+    own = passed_on[0] == passed_on[1]
+    return list(zip(*straight.tolist(), strict=True)), list(zip(*passed_on[:, ~own].tolist(), strict=True))

@@ -54,14 +54,11 @@ def prepare_process(device: str, recipe: AnyRecipe, gpus: Sequence[int | str] = 
 
 
 def nccl_environment(recipe: AnyRecipe) -> dict[str, str]:
-    """Returns the NCCL variables that training ranks and SGLang's ranks must share where NCCL joins them. SGLang sets
-    them in its servers, unless they are set. Colocated ranks are never joined, and keep NCCL's defaults."""
-    if not isinstance(recipe, Recipe) or recipe.rollout.engine != "sglang" or recipe.cluster.placement == "colocated":
+    """Returns the NCCL variables that training ranks and engines must share where NCCL joins them. Colocated ranks are
+    never joined, and keep NCCL's defaults."""
+    if not isinstance(recipe, Recipe) or recipe.cluster.placement == "colocated":
         return {}
-    options = recipe.rollout.sglang.model_extra or {}
-    symmetric = bool(options.get("enable_symm_mem"))
-    multicast = symmetric or bool(options.get("enable_nccl_nvls"))
-    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
+    return recipe.rollout.kind.nccl_environment(recipe.rollout)
 
 
 def allocator_environment(recipe: AnyRecipe) -> dict[str, str]:

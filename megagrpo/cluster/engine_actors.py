@@ -11,11 +11,12 @@ from typing import Any
 
 import ray
 
-from megagrpo.cluster.engines import EngineActor, EngineNodeActor, EngineSpec, visible_gpus
+from megagrpo.cluster.engines import EngineActor, EngineNodeActor, ask_engine, visible_gpus
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import answer_of, end_actors, wait_for, wait_until_started
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.engine import EngineSpec
 from megagrpo.weights.boxes import Manifest, Place
 
 END_SECONDS = 30.0
@@ -92,7 +93,7 @@ class EngineActors:
         """Returns the manifests of each engine's ranks. A restarted engine has the same: the recipe is the same."""
         if not self._manifests:
             self._manifests = wait_for(
-                {name: actor.manifests.remote() for name, actor in self.by_name.items()},
+                {name: ask_engine(actor, "manifests") for name, actor in self.by_name.items()},
                 doing="manifests",
                 timeout_seconds=self._recipe.cluster.start_timeout_seconds,
                 error=EngineError,
@@ -107,12 +108,6 @@ class EngineActors:
             own = self._runtime.places_of_engine(self._index[name])
             found += own or [Place(name)] * len(manifests)
         return tuple(found)
-
-    def visible_gpus(self) -> list[tuple[int | str, ...]]:
-        """Returns the GPUs that each rank's process sees, of engines that the run starts, in the order of `places`."""
-        places = self._runtime.places
-        on_node = (own for index in range(len(self._index)) for own in self._runtime.places_of_engine_by_node(index))
-        return [visible_gpus(own, places) for own in on_node for _ in own]
 
     def give_up(self) -> None:
         """Ends all engines, even those that are busy."""

@@ -1,16 +1,15 @@
 """The engine's actor: the engine of a recipe, in the process that holds it or calls its server.
 
-Each kind of engine is imported where it is made: an import takes seconds, and must follow prepare_process.
+A kind imports its engine when it makes one: the import takes seconds, and must follow prepare_process.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -18,51 +17,19 @@ import ray
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.imports import importing
 from megagrpo.ports import free_port
-from megagrpo.recipe.defaults import dtype_name, run_directory
-from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.engine import Engine, MemoryTag, SoFar
-from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
-from megagrpo.rollout.speeds import SPEED_REPORTS
+from megagrpo.rollout.engine import Engine, EngineSpec, SoFar
+from megagrpo.rollout.sglang.arguments import ServerNode
 from megagrpo.types import Request, Sample
-from megagrpo.weights.boxes import Manifest, Place
+from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
     from megagrpo.guarded_store import StoreHost
     from megagrpo.rollout.sglang.server import Server
-    from megagrpo.weights.plan import WeightPlan
-    from megagrpo.weights.transport.choice import Channel
 
 WATCH_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """All that travels from the driver to the process of engine `index` of a recipe, which makes the engine from it.
-
-    `gpus` are the GPUs that its process on one node sees (visible_gpus), as the node names them; empty on CPUs.
-    `api_key` is that of an external server. With `keeps_weights` the engine samples from the weights of the model
-    directory, or of the external server, and gets no update.
-    """
-
-    recipe: Recipe
-    index: int
-    model_directory: str
-    tokenizer_directory: str
-    device: str
-    gpus: tuple[int | str, ...]
-    api_key: str | None = field(repr=False)
-    keeps_weights: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.index}"
-
-    @property
-    def threads(self) -> int:
-        """Returns this engine's share of the node's cores, as if all engines of the run were on this node."""
-        return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
+SPEED_REPORTS = 12
+"""Reports of tokens so far, from one speed to the next: servers send tokens in parts of many."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +45,14 @@ class Answers:
     no request that a report has seen has sampled more since."""
 
 
+def ask_engine(actor: Any, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
+    """Calls a method of an EngineActor's engine. Ray shows the method's name in process titles and errors."""
+    return actor.call.options(name=f"EngineActor.{method}").remote(method, *arguments)
+
+
 @ray.remote(max_restarts=0, concurrency_groups={"requests": 1, "samples": 1})
 class EngineActor:
-    """An actor with the methods of Engine (rollout/engine.py), for the driver. `update` combines three of them.
+    """The actor of an Engine (rollout/engine.py), for the driver: `call` calls it, and `update` three of its methods.
 
     Separate threads take requests and return samples, even while an update is open.
     """
@@ -135,11 +107,9 @@ class EngineActor:
                 self._take(found, 0)
         return Answers(found, so_far is not None, now - self._moved, speed), so_far
 
-    def manifests(self) -> list[Manifest]:
-        return self.engine.manifests()
-
-    def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
-        self.engine.connect(plan, destinations, channel)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls another method of the engine and returns its answer."""
+        return getattr(self.engine, method)(*arguments)
 
     def update(self, version: int) -> Sequence[Mapping[str, int]]:
         """Receives a whole update and returns, by engine rank, the digests of what arrived.
@@ -149,18 +119,6 @@ class EngineActor:
         self.engine.begin_update(version)
         self.engine.receive(version)
         return self.engine.end_update(version)
-
-    def keep_weights(self, version: int) -> None:
-        self.engine.keep_weights(version)
-
-    def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
-        return self.engine.bucket_digests(tensor, destinations)
-
-    def commit_update(self, version: int) -> None:
-        self.engine.commit_update(version)
-
-    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        self.engine.release_memory(tags)
 
     def close(self) -> None:
         self.engine.close()
@@ -223,7 +181,7 @@ class EngineNodeActor:
         return ray.util.get_node_ip_address()
 
     def start(self, node: ServerNode) -> None:
-        self.server = _started_server(self.spec, node)
+        self.server = self.spec.recipe.rollout.kind.server(self.spec, node)
 
     def wait_for_end(self) -> Problem:
         """Returns once the server process has ended, with the end of its log."""
@@ -241,47 +199,10 @@ class EngineNodeActor:
 
 def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
     """Makes the engine of a spec, ready to generate on return. Raises ModelError or EngineError."""
-    recipe, rollout = spec.recipe, spec.recipe.rollout
-    if rollout.engine == "transformers":
-        with importing():
-            from megagrpo.rollout.transformers_engine import TransformersEngine
-
-        return TransformersEngine(
-            spec.model_directory,
-            device=spec.device,
-            dtype=dtype_name(recipe, spec.device),
-            # The last bits of a product depend on its number of rows.
-            requests_at_once=1 if recipe.deterministic else rollout.requests_at_once,
-            threads=spec.threads,
-            pause=recipe.pause,
-            tokenizer_directory=spec.tokenizer_directory,
-            name=spec.name,
-        )
-    server = None
-    if rollout.engine == "sglang":
-        server = _server_on_nodes(spec, other_nodes) if other_nodes else _started_server(spec)
+    kind = spec.recipe.rollout.kind
+    server = _server_on_nodes(spec, other_nodes) if other_nodes else kind.server(spec)
     try:
-        if server:
-            server.wait_until_ready(recipe.cluster.start_timeout_seconds)
-        from megagrpo.rollout.sglang.client import Endpoint
-        from megagrpo.rollout.sglang.engine import SglangEngine
-
-        return SglangEngine(
-            server or Endpoint(rollout.urls[spec.index], spec.api_key),
-            name=spec.name,
-            engine=spec.index,
-            model_directory=spec.model_directory,
-            layout=rollout.layout,
-            dtype=dtype_name(recipe, spec.device),
-            device=spec.device,
-            requests_at_once=rollout.requests_at_once,
-            timeout_seconds=rollout.timeout_seconds,
-            control_timeout_seconds=recipe.weights.timeout_seconds,
-            pause=recipe.pause,
-            quantization=None if spec.keeps_weights else rollout.quantization,
-            tokenizer_directory=spec.tokenizer_directory,
-            keeps_weights=spec.keeps_weights,
-        )
+        return kind.engine(spec, server)
     except MegagrpoError:
         if server:
             server.close()
@@ -296,7 +217,7 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     addresses = (here, *ray.get([other.address.remote() for other in others]))
     meeting, port = StoreHost(here), free_port(here)
     nodes = [ServerNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
-    server = _started_server(spec, nodes[0])
+    server: Server = spec.recipe.rollout.kind.server(spec, nodes[0])
     starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]
     watch = threading.Thread(target=_end_with, args=(server, spec.name, others, starting, meeting), daemon=True)
     watch.start()
@@ -312,30 +233,3 @@ def _end_with(server: Server, name: str, others: Sequence[Any], starting: Sequen
         server.end(ray.get(ended))
     except (ray.exceptions.RayError, MegagrpoError) as error:
         server.end(Problem(f"{name}: another of its nodes", str(error)))
-
-
-def _started_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
-    from megagrpo.rollout.sglang.server import Server
-
-    recipe, rollout = spec.recipe, spec.recipe.rollout
-    of_sets = (one.response_tokens_max or 0 for one in recipe.eval.of_sets().values())
-    arguments = server_arguments(
-        model_directory=spec.model_directory,
-        layout=rollout.layout,
-        dtype=dtype_name(recipe, spec.device),
-        device=spec.device,
-        requests_at_once=rollout.requests_at_once,
-        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + max(of_sets, default=0)),
-        longest_pause_seconds=recipe.weights.timeout_seconds,
-        options=rollout.sglang.model_extra or {},
-        deterministic=bool(recipe.deterministic),
-        quantization=None if spec.keeps_weights else rollout.quantization,  # the files are not in float8
-        loads_weights=spec.keeps_weights,
-    )
-    environment = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index)
-    name = spec.name
-    if node is not None:
-        arguments, environment = arguments | node.arguments, environment | node.environment
-        name = f"{name} node {node.rank}" if node.rank else name
-    log = run_directory(recipe) / "logs" / f"{name.replace(' ', '_')}.log"
-    return Server(arguments, name=name, log=log.absolute(), python=rollout.sglang.python, environment=environment)

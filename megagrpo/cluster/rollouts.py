@@ -19,6 +19,7 @@ import ray
 
 from megagrpo.cluster.engine_actors import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
+from megagrpo.cluster.engines import ask_engine
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
@@ -58,9 +59,8 @@ class Rollouts:
         """Takes a line of text for the user. Set by the weight sync."""
         self.changed = threading.Condition()
         """Notified when an order is complete. Guards all that follows."""
-        # The embedded engine samples batch after batch: what it has at once, it samples in batches of its own choice.
-        slots = None if recipe.rollout.engine == "transformers" else recipe.rollout.requests_at_once
-        self._pool = Pool(slots, continues=not recipe.one_version)
+        streams, at_once = recipe.rollout.kind.streams, recipe.rollout.requests_at_once
+        self.pool = Pool(at_once if streams else None, continues=not recipe.one_version)
         self._answers = EngineAnswers(recipe.rollout.timeout_seconds)
         self.lost: dict[str, MegagrpoError] = {}
         """Engines that do not sample because they failed, and why."""
@@ -90,7 +90,7 @@ class Rollouts:
     @property
     def serving(self) -> int:
         """Returns the number of engines that sample."""
-        return len(self._pool.engines)
+        return len(self.pool.engines)
 
     def up(self) -> dict[str, Any]:
         """Waits for an engine that can get weights; returns the actors of all such engines, by name. Meanwhile it
@@ -124,12 +124,12 @@ class Rollouts:
                 if self._up().get(engine) is not actor:
                     continue
                 self._started.discard(engine)
-                self._pool.join(engine)
+                self.pool.join(engine)
                 self._waited = 0.0
                 if self.lost.pop(engine, None):
                     self.say(f"{engine} samples again, with verified weights ({self._left()})")
                 self._answers.ask(engine, actor)
-            self._hand_out()
+            self.hand_out()
 
     def serve_all(self) -> None:
         """Lets all started engines sample from the weights that they have. Waits for the first. Raises as `up` does."""
@@ -146,7 +146,7 @@ class Rollouts:
             self.engines.restart(engine)
             first = error.problems[0]
             self.say(f"warning: restarting {engine}: {first.where}: {first.given} ({self._left()})")
-            self._hand_out()
+            self.hand_out()
             self.changed.notify_all()
 
     def give_up(self) -> None:
@@ -169,18 +169,17 @@ class Rollouts:
     def release_memory(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache")) -> bool:
         """Frees the engines' memory for training on the same devices, once dropped requests have ended there. Returns
         whether engines can free it. Raises as `wait` does."""
-        memory_saver = (self._recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
-        started = self._recipe.rollout.engine == "sglang"
-        if not (started and memory_saver and self._recipe.cluster.placement == "colocated"):
+        rollout = self._recipe.rollout
+        if self._recipe.cluster.placement != "colocated" or not rollout.kind.releases_memory(rollout):
             return False
         with self.changed:
-            busy = any(self._pool.engines.values())
+            busy = any(self.pool.engines.values())
         if busy:
-            self.wait(lambda: not any(self._pool.engines.values()))
+            self.wait(lambda: not any(self.pool.engines.values()))
         with self.changed:
             up = self._up()
         _, failed = settle(
-            {name: actor.release_memory.remote(tags) for name, actor in up.items()},
+            {name: ask_engine(actor, "release_memory", tags) for name, actor in up.items()},
             doing="release_memory",
             timeout_seconds=self._recipe.cluster.start_timeout_seconds,
             error=EngineError,
@@ -197,14 +196,14 @@ class Rollouts:
 
     def add(self, orders: Sequence[Order], *, first: bool = False) -> None:
         with self.changed:
-            (self._agents or self._pool).add(orders, first=first)
-            self._hand_out()
+            (self._agents or self.pool).add(orders, first=first)
+            self.hand_out()
 
     def so_far(self) -> Callable[[], dict[tuple[Order, int], Sample]]:
         """Returns a function that reads the tokens so far of each unfinished request, by its order and index. It reads
         them from the engines' nodes, at any later time, in any thread."""
         with self.changed:
-            everywhere = (*self._pool.engines.values(), self._pool.lost)
+            everywhere = (*self.pool.engines.values(), self.pool.lost)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
             found = [*self._answers.so_far.values(), *self._answers.coming]
@@ -218,14 +217,14 @@ class Rollouts:
     def drop(self, orders: Sequence[Order]) -> None:
         """Cancels orders, which are not added again."""
         with self.changed:
-            self._give_back(self._agents.drop(orders) if self._agents else orders)
+            self.give_back(self._agents.drop(orders) if self._agents else orders)
 
     def withdraw(self, orders: Sequence[Order]) -> None:
         """Takes orders back, with the tokens sampled so far; agents wait. Raises as `wait` does."""
         with self.changed:
             requests = self._agents.hold(orders) if self._agents else orders
-            self._give_back(requests)
-        self.wait(lambda: not self._pool.running(requests))
+            self.give_back(requests)
+        self.wait(lambda: not self.pool.running(requests))
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Waits until `until`, called with `changed` held, is true. Raises EngineError if no engine is left and none
@@ -235,7 +234,7 @@ class Rollouts:
                 self._require_collecting()
                 if until():
                     return
-                none_left = bool(self.lost) and not self._pool.engines
+                none_left = bool(self.lost) and not self.pool.engines
                 if not none_left:
                     self.changed.wait(SLICE_SECONDS)
             if none_left:
@@ -247,14 +246,14 @@ class Rollouts:
     def hold(self, engines: Iterable[str]) -> None:
         """Holds these engines for new weights: they get no requests until they `serve` with them."""
         with self.changed:
-            if self._pool.engines:
+            if self.pool.engines:
                 self._count_idle()
-            self._pool.held.update(engines)
+            self.pool.held.update(engines)
 
     def drain(self) -> None:
         """Holds all engines, and waits until their requests have ended. Raises as `wait` does."""
-        self.hold(self._pool.engines)
-        self.wait(lambda: not any(self._pool.engines.get(engine) for engine in self._pool.held))
+        self.hold(self.pool.engines)
+        self.wait(lambda: not any(self.pool.engines.get(engine) for engine in self.pool.held))
 
     def idle(self) -> tuple[float, float]:
         """Returns, since the last call: idle seconds of a slot, mean over all engines' slots; all seconds."""
@@ -297,24 +296,15 @@ class Rollouts:
     def _agent_turns(self, tokenizer_directory: Path) -> AgentTurns:
         from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
 
-        return AgentTurns(
-            self._recipe,
-            tokenizer_directory,
-            self._pool,
-            self.changed,
-            hand_out=self._hand_out,
-            give_back=self._give_back,
-            failed=self._fail,
-            say=lambda line: self.say(line),
-        )
+        return AgentTurns(self._recipe, tokenizer_directory, self)
 
-    def _fail(self, error: MegagrpoError) -> None:
+    def fail(self, error: MegagrpoError) -> None:
         with self.changed:
             self._failure = error
             self.changed.notify_all()
 
-    def _give_back(self, orders: Iterable[Order]) -> None:
-        for engine, tickets in self._pool.withdraw(orders).items():
+    def give_back(self, orders: Iterable[Order]) -> None:
+        for engine, tickets in self.pool.withdraw(orders).items():
             self.engines.by_name[engine].give_back.remote(tickets)
 
     # --- the thread that collects -------------------------------------------------------------------------------------
@@ -354,19 +344,19 @@ class Rollouts:
             answer = EngineError(Problem("rollout: this process cannot read samples", str(lack)))
         completed: list[Order] = []
         with self.changed:
-            if engine not in self._pool.engines:
+            if engine not in self.pool.engines:
                 return
             if isinstance(answer, MegagrpoError):
                 self._lose(engine, answer)
             else:
                 self._count_idle()
-                completed = self._pool.answered(engine, answer.samples)
+                completed = self.pool.answered(engine, answer.samples)
                 if ill := self._answers.take(engine, answer, so_far):
                     error, failed = ill
                     self._lose(engine, error, failed=failed)
                 else:
                     self._answers.ask(engine, self.engines.by_name[engine])
-            self._hand_out()
+            self.hand_out()
         for order in completed:
             order.on_complete(order)
         with self.changed:
@@ -375,16 +365,16 @@ class Rollouts:
     def _count_idle(self) -> None:
         now = time.monotonic()
         seconds, self._counted = now - (self._counted or now), now
-        self._idle += seconds * self._pool.idle_share(held_sample=self._recipe.pause == "finish")
+        self._idle += seconds * self.pool.idle_share(held_sample=self._recipe.pause == "finish")
         self._seconds += seconds
 
-    def _hand_out(self) -> None:
+    def hand_out(self) -> None:
         self._count_idle()
-        for engine, requests in self._pool.hand_out().items():
+        for engine, requests in self.pool.hand_out().items():
             self._answers.hand(self.engines.by_name[engine], requests)
 
     def _lose_silent(self) -> None:
-        for engine, tickets in list(self._pool.engines.items()):
+        for engine, tickets in list(self.pool.engines.items()):
             if error := self._answers.silence(engine, tickets):
                 self._lose(engine, error)
 
@@ -413,15 +403,15 @@ class Rollouts:
                 self.engines.restart(engine)
 
     def _leave(self, engine: str, *, failed: bool) -> None:
-        self._answers.forget(engine, self._pool.engines.get(engine, ()))
+        self._answers.forget(engine, self.pool.engines.get(engine, ()))
         try:
-            lost = self._pool.leave(engine, failed=failed)
+            lost = self.pool.leave(engine, failed=failed)
         except EngineError as error:
             self._failure = error
             return
         so_far = self._answers.so_far.pop(engine, None)
         if so_far is None or self._recipe.one_version:
-            self._pool.put_back(lost, {})
+            self.pool.put_back(lost, {})
         else:
             self._answers.expect(so_far, lost)
 
@@ -434,14 +424,14 @@ class Rollouts:
                 samples = read_so_far([so_far] if so_far in ready else [], lost)
                 with self.changed:
                     del self._answers.coming[so_far]
-                    self._pool.put_back(lost, samples)
-                    self._hand_out()
+                    self.pool.put_back(lost, samples)
+                    self.hand_out()
                     self.changed.notify_all()
 
     def _stop_collecting(self) -> None:
         self._closed = True
         with self.changed:
-            self._pool.engines.clear()
+            self.pool.engines.clear()
             self._started.clear()
         if self._collecting.is_alive():
             self._collecting.join(CLOSE_SECONDS)
@@ -450,7 +440,7 @@ class Rollouts:
 
     def _up(self) -> dict[str, Any]:
         """Returns the actors of the engines that sample, or wait for weights."""
-        up = [name for name in self.engines.names if name in self._pool.engines or name in self._started]
+        up = [name for name in self.engines.names if name in self.pool.engines or name in self._started]
         return {name: self.engines.by_name[name] for name in up}
 
     def _left(self) -> str:

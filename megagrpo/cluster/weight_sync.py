@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import ray
 
+from megagrpo.cluster.engines import ask_engine
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import Policy
@@ -23,8 +24,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.blocks import prepare
 from megagrpo.weights.boxes import Box, Manifest, Topology, classes_of
 from megagrpo.weights.digest import digest_problems, expected_digests
-from megagrpo.weights.plan import WeightPlan, make_plan
-from megagrpo.weights.planning.routes import Routes
+from megagrpo.weights.plan import make_plan
 from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport
 from megagrpo.weights.transport.disk import remove_all, remove_older
@@ -39,7 +39,7 @@ CLOSE_SECONDS = 10.0
 def with_transport(recipe: Recipe, runtime: Runtime) -> Recipe:
     """Returns the recipe with the transport that `auto` means on these devices: training ranks set up their memory for
     it before they import torch. Raises RecipeError if the recipe names one that cannot work here."""
-    if recipe.rollout.engine == "external":
+    if not recipe.rollout.kind.started_by_us:
         return recipe
     ranks = map(runtime.place_of_rank, range(len(runtime.devices.bundle_of_rank)))
     of_engines = chain.from_iterable(map(runtime.places_of_engine, range(len(runtime.devices.bundles_of_engine))))
@@ -55,15 +55,13 @@ class WeightSync:
         """Plans the sync. `say` takes a line for the user. Raises WeightPlanError, WeightSyncError or RecipeError."""
         self._policy, self._rollouts, self._recipe, self._say = policy, rollouts, recipe, say
         self.version = -1  # nothing is verified yet
-        manifests, external = rollouts.engines.manifests(), recipe.rollout.engine == "external"
+        manifests = rollouts.engines.manifests()
         topology = Topology(policy.places, rollouts.engines.places())
-        self.transport = choose_transport(recipe.weights.transfer_to(external=external), topology)
+        self.transport = choose_transport(recipe.transfer, topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
         served = sharing(list(chain(*manifests.values())))
         sources, preparation = prepare(sharing(policy.manifests()), served, topology.sources)
         self.plan = make_plan(sources, served, topology)
-        if problems := unseen_problems(self.plan, rollouts.engines.visible_gpus()):
-            raise WeightSyncError(problems)
         self._bytes = sum(held.bytes for end in served for held in end.storages.values())
         self.received_bytes = 0
         """Bytes that all engines together received in the last sync."""
@@ -154,14 +152,9 @@ class WeightSync:
         if engines != self._verified:
             return False
         self._rollouts.hold(engines)
-        _, failed = settle(
-            {name: actor.keep_weights.remote(version) for name, actor in engines.items()},
-            doing=f"weight sync: version {version} has the same weights",
-            timeout_seconds=self._recipe.weights.timeout_seconds,
-            error=EngineError,
-            watch=self._policy.watch,
-            grace_seconds=GRACE_SECONDS,
-        )
+        doing = f"weight sync: version {version} has the same weights"
+        asked = {name: ask_engine(actor, "keep_weights", version) for name, actor in engines.items()}
+        failed = self._failed(asked, doing)
         self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
         return not failed
 
@@ -241,16 +234,22 @@ class WeightSync:
                 failed[name] = WeightSyncError(problems)
             else:
                 verified.append(name)
-        _, uncommitted = settle(
-            {name: engines[name].commit_update.remote(version) for name in verified},
-            doing=f"weight sync: commit of version {version}",
-            timeout_seconds=self._recipe.weights.timeout_seconds,
+        committing = {name: ask_engine(engines[name], "commit_update", version) for name in verified}
+        failed |= self._failed(committing, f"weight sync: commit of version {version}")
+        return failed, list(failed)
+
+    def _failed(
+        self, asked: Mapping[str, ray.ObjectRef[Any]], doing: str, more_seconds: float = 0.0
+    ) -> dict[str, MegagrpoError]:
+        """Returns the errors of the engines that fail, or do not answer in time."""
+        return settle(
+            asked,
+            doing=doing,
+            timeout_seconds=self._recipe.weights.timeout_seconds + more_seconds,
             error=EngineError,
             watch=self._policy.watch,
             grace_seconds=GRACE_SECONDS,
-        )
-        failed |= uncommitted
-        return failed, list(failed)
+        )[1]
 
     def _digest_problems(
         self,
@@ -276,7 +275,7 @@ class WeightSync:
     def _bucket_problems(self, engine: str, actor: Any, tensor: str, active: Sequence[int]) -> list[Problem]:
         ranks = self._policy.actors
         asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
-        asked[engine] = actor.bucket_digests.remote(tensor, active)
+        asked[engine] = ask_engine(actor, "bucket_digests", tensor, active)
         answers, failed = settle(
             asked,
             doing=f"looking for the bucket of {tensor}",
@@ -300,17 +299,11 @@ class WeightSync:
         if new and self._connected:
             # No process in the last sync may have noticed that they ended; connections to them must be made anew.
             self._host.abort([Problem(f"{', '.join(new)}: restarted")])
-        _, failed = settle(
-            {
-                name: actor.connect.remote(self._shared_plan, self._destinations[name], self._channel)
-                for name, actor in new.items()
-            },
-            doing="connecting",
-            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
-            error=EngineError,
-            watch=self._policy.watch,
-            grace_seconds=GRACE_SECONDS,
-        )
+        asked = {
+            name: ask_engine(actor, "connect", self._shared_plan, self._destinations[name], self._channel)
+            for name, actor in new.items()
+        }
+        failed = self._failed(asked, "connecting", more_seconds=GRACE_SECONDS)
         for name, error in failed.items():
             if not isinstance(error, EngineError):
                 raise error
@@ -325,31 +318,6 @@ def _host(urls: Iterable[str]) -> str:
     node = ray.util.get_node_ip_address()
     ways = [own_address(urlsplit(url).hostname or node) for url in urls] if node == LOOPBACK else []
     return next((way for way in ways if way != LOOPBACK), node)
-
-
-def unseen_problems(plan: WeightPlan, visible: Sequence[Collection[int | str]]) -> list[Problem]:
-    """Returns a problem for each engine rank whose process cannot see a GPU of its node that sends weights to it.
-
-    visible: by destination of the plan; empty if no engine is the run's own.
-    """
-    if not visible or not isinstance(plan.transfers, Routes):
-        return []
-    sources, destinations = plan.topology.sources, plan.topology.destinations
-    straight, passed_on = plan.transfers.pairs()
-    senders = [(sources[source], to) for source, to in straight] + [(destinations[via], to) for via, to in passed_on]
-    unseen: dict[int, set[str]] = {}
-    for place, to in senders:
-        if place.node == destinations[to].node and place.device is not None and place.device not in visible[to]:
-            unseen.setdefault(to, set()).add(str(place.device))
-    return [
-        Problem(
-            where=f"{plan.destinations[to].holder}: CUDA_VISIBLE_DEVICES of its process",
-            given=f"GPUs {', '.join(map(str, visible[to]))}",
-            needed=f"GPU {', '.join(sorted(gpus))} too: weights come from its memory",
-            fix="report it",
-        )
-        for to, gpus in sorted(unseen.items())
-    ]
 
 
 def sharing(manifests: Sequence[Manifest]) -> list[Manifest]:

@@ -140,9 +140,9 @@ def evaluated_model(given: str, recipe: Recipe, api_key_variable: str | None = N
     if given.startswith(("http://", "https://")):
         variable = api_key_variable or recipe.rollout.api_key_variable
         return ServedModel(given, _server_info(given, variable), variable)
-    if recipe.rollout.engine == "external":
-        needed = f"transformers or sglang: engines that load {given}"
-        raise PreflightError(Problem("rollout.engine", "external", needed, "add rollout.engine=sglang to the command"))
+    if not recipe.rollout.kind.started_by_us:
+        needed, fix = f"transformers or sglang: engines that load {given}", "add rollout.engine=sglang to the command"
+        raise PreflightError(Problem("rollout.engine", recipe.rollout.engine, needed, fix))
     path = Path(given)
     if not path.is_dir() or (path / CONFIG).is_file():
         return HuggingFaceModel(given)

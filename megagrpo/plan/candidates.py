@@ -122,7 +122,7 @@ def recomputes(recipe: AnyRecipe, architecture: Architecture, layers: int) -> li
 
 def offloads(recipe: AnyRecipe) -> list[list[str]]:
     """Returns all parts of the recipe that can leave the devices while engines use them, and an empty choice."""
-    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
+    if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
         return [[]]
     algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
     parts += ["reference"] if algorithm.kl.coefficient > 0 else []
@@ -135,9 +135,9 @@ def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocat
 
     Beside ranks they give their memory back in turns, and take a part of it only.
     """
-    if isinstance(recipe, SftRecipe) or recipe.rollout.engine == "external":
+    if isinstance(recipe, SftRecipe) or not recipe.rollout.kind.started_by_us:
         return [{}]
-    if recipe.rollout.engine == "transformers":
+    if not recipe.rollout.kind.splits:
         return [{"rollout.engines": gpus}]
     shares: list[Values] = [{}]
     if colocated:
@@ -168,7 +168,7 @@ def engines(recipe: AnyRecipe, architecture: Architecture, gpus: int, *, colocat
 
 def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
     """Returns the numbers of GPUs, out of `gpus`, that engines of their own may have: in whole nodes, if several."""
-    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "external":
+    if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
         return []
     per_node = recipe.cluster.gpus_per_node if gpus > recipe.cluster.gpus_per_node else 1
     sizes = {gpus * part // whole // per_node * per_node for part, whole in ENGINE_SHARES}

@@ -289,11 +289,11 @@ def sync_seconds(case: Case) -> Seconds:
 def sync_links(case: Case) -> tuple[LinkUse, ...]:
     """Returns the use of each kind of link, all at once in a sync; empty if weights are transferred by disk."""
     recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
-    if recipe.weights.transfer_to(external=recipe.rollout.engine == "external") == "disk":
+    if recipe.transfer == "disk":
         return ()
     found, colocated = _sync_bytes_of(case), recipe.cluster.placement == "colocated"
     # An engine rank reads and writes what it holds, and a training rank what it packs.
-    packed = found.held * recipe.rollout.engines * _engine_of(case).ranks / case.layout.ranks
+    packed = found.held * recipe.rollout.engines * recipe.rollout.layout.ranks / case.layout.ranks
     copied = max(found.held, packed) if not colocated else found.held + packed
     real, memory = Links.of(machines, assumed), machines.gpu.memory_bytes_per_second / 2
 
@@ -307,15 +307,10 @@ def sync_links(case: Case) -> tuple[LinkUse, ...]:
     )
 
 
-def _engine_of(case: Case) -> EngineLayoutConfig:
-    rollout = case.grpo.rollout
-    return EngineLayoutConfig() if rollout.engine == "transformers" else rollout.layout
-
-
 def _sync_bytes_of(case: Case) -> SyncBytes:
     rollout = case.grpo.rollout
-    colocated = case.grpo.cluster.placement == "colocated" and rollout.engine != "external"
-    sizes = case.layout, _engine_of(case), rollout.engines, case.speeds.gpus_per_node, case.item_bytes
+    colocated = case.grpo.cluster.placement == "colocated" and rollout.kind.started_by_us
+    sizes = case.layout, rollout.layout, rollout.engines, case.speeds.gpus_per_node, case.item_bytes
     return sync_bytes(case.architecture, *sizes, colocated=colocated, quantized=rollout.quantization is not None)
 
 

@@ -69,12 +69,12 @@ def engine_memory(case: Case) -> EngineMemory:
     """
     recipe, arch, element = case.grpo, case.architecture, case.item_bytes
     card_bytes, device = case.card_bytes, case.device
-    rollout, options = recipe.rollout, recipe.rollout.sglang.model_extra or {}
+    rollout, options = recipe.rollout, recipe.rollout.kind.options(recipe.rollout)
     longest = longest_sequence(recipe)
     asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
     if recipe.agent:
         asked = min(asked, -(-recipe.agent.rollouts_at_once // rollout.engines))
-    if rollout.engine != "sglang":
+    if not rollout.kind.starts_servers:
         tokens, logits = asked * longest, 4 * asked * arch.vocab
         cache = tokens * cache_bytes_per_token(arch, 1, element)
         return EngineMemory(total_parameters(arch) * element, cache, logits, tokens, longest, asked)

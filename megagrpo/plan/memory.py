@@ -105,7 +105,7 @@ class DeviceMemory:
 def memory(case: Case) -> Iterator[DeviceMemory]:
     """Yields an entry for each kind of device, in their order. Assumes all sequences as long as allowed."""
     recipe, planned, pipeline, engine = case.recipe, case.device_plan, case.layout.pipeline, None
-    if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
+    if isinstance(recipe, Recipe) and recipe.rollout.kind.started_by_us:
         engine = engine_memory(case)
     ranks = len(planned.bundle_of_rank)
     for (stage, count), devices in _kinds(planned.bundles, ranks, pipeline, planned.bundles_of_engine).items():
@@ -270,10 +270,9 @@ def _trained(case: Case, layout: ParallelLayout, stage: int) -> Iterator[_Traine
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
     """Returns the bytes of two buckets at each end of a weight sync (weights/transport/buckets.py), none larger than
     the `weights` there. Files need none."""
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, Recipe) or recipe.transfer == "disk":
         return 0
-    by_files = recipe.weights.transfer_to(external=recipe.rollout.engine == "external") == "disk"
-    return 0 if by_files else 2 * min(recipe.weights.bucket_bytes, weights)
+    return 2 * min(recipe.weights.bucket_bytes, weights)
 
 
 def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
@@ -423,8 +422,7 @@ def mapping_processes(case: Case, own: int) -> int:
     processes = sum(map(len, planned.bundles_of_engine))
     others = min(processes, max(1, own) * min(planned.bundles, recipe.cluster.gpus_per_node)) - own
     if recipe.cluster.placement == "colocated" and layout.pipeline == layout.expert == 1:
-        same = recipe.rollout.engine == "sglang" and recipe.rollout.layout.tensor == layout.tensor
-        others = min(others, 0 if same else (layout.tensor - 1) * max(1, own))
+        others = min(others, 0 if recipe.rollout.layout.tensor == layout.tensor else (layout.tensor - 1) * max(1, own))
     return others
 
 
@@ -434,24 +432,23 @@ def mapping_processes(case: Case, own: int) -> int:
 def _engine_parts(case: Case, held: EngineMemory, phase: str, count: int, beside_training: bool) -> Iterator[Part]:
     """Yields all parts of the ranks of `count` engines on one device in a phase."""
     recipe, on_cuda = case.grpo, case.device == "cuda"
-    sglang = recipe.rollout.engine == "sglang"
-    saves = (recipe.rollout.sglang.model_extra or {}).get("enable_memory_saver")
-    released = sglang and bool(saves) and recipe.cluster.placement == "colocated" and phase != "rollout"
-    idle = sglang and beside_training and phase != "rollout"
+    server, saves = recipe.rollout.kind.starts_servers, recipe.rollout.kind.releases_memory(recipe.rollout)
+    released = saves and recipe.cluster.placement == "colocated" and phase != "rollout"
+    idle = server and beside_training and phase != "rollout"
     saver = ("rollout.sglang.enable_memory_saver",) if idle else ()
     fewer = ("rollout.engines",) if count > 1 else ()
     if not released or phase == "weight_sync":
-        smaller = "rollout.layout.tensor" if sglang else "rollout.engine"
+        smaller = "rollout.layout.tensor" if server else "rollout.engine"
         yield Part("engine weights", count * held.weights, (*saver, *fewer, smaller))
-    if sglang and not released:
+    if server and not released:
         lowered = "rollout.sglang.mem_fraction_static" if on_cuda else "rollout.sglang.max_total_tokens"
         yield Part("engine cache", count * held.cache, (*saver, *fewer, lowered))
-    elif not sglang and (on_cuda or phase == "rollout"):  # on GPUs torch's allocator keeps what was freed
+    elif not server and (on_cuda or phase == "rollout"):  # on GPUs torch's allocator keeps what was freed
         lowered = "rollout.requests_at_once"
         yield Part("engine cache", count * held.cache, (*fewer, lowered, "rollout.response_tokens_max"))
     if on_cuda:
-        nccl = ENGINE_NCCL_BYTES if sglang and recipe.rollout.layout.tensor > 1 else 0
-        lowered = "rollout.sglang.chunked_prefill_size" if sglang else "rollout.requests_at_once"
+        nccl = ENGINE_NCCL_BYTES if server and recipe.rollout.layout.tensor > 1 else 0
+        lowered = "rollout.sglang.chunked_prefill_size" if server else "rollout.requests_at_once"
         yield Part("engine graphs, activations", count * held.working, (lowered,))
         yield Part("engine context, NCCL", count * (CONTEXT_BYTES + nccl))
     if phase == "weight_sync" and (buckets := bucket_bytes(recipe, held.weights)):

@@ -87,7 +87,7 @@ class Plan(Case):
     @cached_property
     def summary(self) -> Mapping[str, str]:
         found = summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
-        if isinstance(self.recipe, Recipe) and self.recipe.rollout.engine == "sglang":
+        if isinstance(self.recipe, Recipe) and self.recipe.rollout.kind.starts_servers:
             found["start"] = self._start(self.recipe.rollout.engines)
         return {**found, **dict(_of_agent(self)), **self.agent}
 

@@ -39,7 +39,6 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
 from megagrpo.section import broken_rules
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.sglang import split_problems
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
 SPARE = 0.05  # of a card, for what estimates do not see
@@ -237,9 +236,10 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
 
 
 def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
-    if not isinstance(recipe, Recipe) or recipe.rollout.engine == "transformers":
+    if not isinstance(recipe, Recipe):
         return []
-    return split_problems(architecture, recipe.rollout.layout, "cuda", recipe.rollout.quantization)
+    rollout = recipe.rollout
+    return [*rollout.kind.split_problems(architecture, rollout.layout, "cuda", rollout.quantization)]
 
 
 def _sparing_layouts(run: _Run) -> Iterator[Values]:
@@ -331,8 +331,8 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
         f"data {layout.data} trains {layout.data} parts of the batch at once": layout.data,
     }
     parts = [text for text, size in gains.items() if size > 1]
-    if isinstance(recipe, Recipe) and recipe.rollout.engine != "external":
-        count, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
+    if isinstance(recipe, Recipe) and (each := recipe.rollout.devices_of_engine):
+        count = recipe.rollout.engines
         parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
     fullest = max((kind.fullest for kind in estimate.memory), key=lambda phase: phase.bytes)
     if fullest.bytes <= card:

@@ -13,7 +13,7 @@ from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, syn
 from megagrpo.plan.engine import EngineSpeed, engine_memory
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
-from megagrpo.plan.turns import Turns, keeps_prefixes
+from megagrpo.plan.turns import Turns
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families.architecture import critic_of
@@ -151,13 +151,12 @@ class Sampling:
         given = case.architecture, rollout.layout, case.speeds, case.assumptions, case.item_bytes
         engine = EngineSpeed(*given, quantized=rollout.quantization is not None)
         blocks = len(set(devices)) if devices[0] else rollout.engines
-        each = 1 if rollout.engine == "transformers" and recipe.deterministic else rollout.requests_at_once
-        at_once = float(each * math.ceil(rollout.engines / blocks))
+        at_once = float(rollout.kind.requests_at_once(recipe) * math.ceil(rollout.engines / blocks))
         cache_tokens = engine_memory(case).cache_tokens
-        if rollout.engine == "sglang" and case.device == "cuda":
+        if rollout.kind.starts_servers and case.device == "cuda":
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
             at_once = min(at_once, max(1.0, cache_tokens / case.lengths.sequence))
-        kept = cache_tokens if keeps_prefixes(rollout) else 0
+        kept = cache_tokens if rollout.kind.keeps_prefixes(rollout) else 0
         turns = Turns.of(recipe, case.lengths, case.assumptions, blocks, at_once, kept)
         at_once = turns.conversations if turns else at_once
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)

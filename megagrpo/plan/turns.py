@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.recipe.schema import Recipe
-from megagrpo.recipe.schema.rollout import RolloutConfig
 
 HALVINGS = 40
 """Bisection steps of the search for the number of answers that are decoded at once."""
-
-
-def keeps_prefixes(rollout: RolloutConfig) -> bool:
-    """Returns whether engines cache what an earlier request has read: SGLang's radix cache."""
-    return rollout.engine != "transformers" and not (rollout.sglang.model_extra or {}).get("disable_radix_cache")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
     """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
     servers, the weight files are not checked. Raises PreflightError with every problem found."""
     problems: list[Problem] = []
-    served = recipe.rollout.engine == "external"
+    served = not recipe.rollout.kind.started_by_us
     model = attempt(problems, lambda: model_directory(recipe, plan_only=False))
     architecture = attempt(problems, lambda: read_architecture(model)) if model else None
     tokenizer = attempt(problems, lambda: tokenizer_directory(recipe, model))

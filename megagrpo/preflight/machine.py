@@ -27,11 +27,9 @@ from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
 from megagrpo.recipe.schema.train import COMPILED
-from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.track.delivered import without_password
 from megagrpo.track.mlflow import database_problems, tracking_uri
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.sglang import split_problems
 
 MUON = (
     "pip install megagrpo[muon]; on Python 3.11: pip install absl-py, then "
@@ -64,7 +62,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         "prometheus": with_port,
         "muon": muon,
         "te": fused or moments or fused_here(recipe, architecture),
-        "sglang": rollout is not None and rollout.engine == "sglang" and rollout.sglang.python is None,
+        **dict.fromkeys(rollout.kind.extras(rollout) if rollout else (), True),
     }
     again = recipe.train.recomputed.modules & COMPILED
     if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
@@ -130,12 +128,9 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Yields problems of SGLang's arguments, of external servers' API key, and of splits that SGLang cannot hold."""
-    rollout = recipe.rollout
-    if rollout.engine == "transformers":
-        return
-    if rollout.engine == "sglang":
-        yield from sglang_problems(rollout.sglang, plan_only=plan_only)
+    """Yields problems of the engine's settings, of its servers' API key, and of splits that cannot hold the model."""
+    rollout, kind = recipe.rollout, recipe.rollout.kind
+    yield from kind.problems(rollout, plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         given, needed = f"{variable}, which is not set", "the API key of the servers in it"
@@ -144,9 +139,9 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         on = device, rollout.quantization
-        sizes = [layout.tensor for layout in layouts if not split_problems(architecture, layout, *on)]
+        sizes = [layout.tensor for layout in layouts if not kind.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
-        for problem in split_problems(architecture, rollout.layout, *on):
+        for problem in kind.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
     if device == "cpu" and recipe.cluster.device == "auto" and rollout.quantization:

@@ -204,7 +204,7 @@ def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
     """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
     config, needed = directory / "config.json", 'the name of the model class, such as "Qwen2ForCausalLM", in a list'
     architectures = read_json(config).get("architectures") or []
-    if recipe.rollout.engine != "sglang" or any(str(name).endswith("ForCausalLM") for name in architectures):
+    if not recipe.rollout.kind.starts_servers or any(str(name).endswith("ForCausalLM") for name in architectures):
         return []
     fix = "add it, or save the model by AutoModelForCausalLM (save_pretrained)"
     return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]

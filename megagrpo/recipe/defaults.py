@@ -198,9 +198,8 @@ def maps_gpu_memory(recipe: AnyRecipe) -> bool:
     """Returns whether engines map memory of training ranks by CUDA IPC, or may do so with transfer: auto."""
     if not isinstance(recipe, Recipe):
         return False
-    way = recipe.weights.transfer_to(external=recipe.rollout.engine == "external")
-    if way != "auto":
-        return way in ("shared_memory", "two_hops")
+    if recipe.transfer != "auto":
+        return recipe.transfer in ("shared_memory", "two_hops")
     on_one_node = plan_devices(recipe, "cuda").bundles <= recipe.cluster.gpus_per_node
     return on_one_node or recipe.cluster.placement == "colocated"
 

@@ -6,7 +6,7 @@ Keys and values lie in storage that grows in steps, with one row per prompt and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,76 +15,61 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from megagrpo.errors import DIVERGED_FIX, EngineError, Problem
+from megagrpo.rollout.requests import after_begun
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
-from megagrpo.types import SamplingParams
+from megagrpo.types import FinishReason, Request, Sample, SamplingParams
 
 GROWTH_TOKENS = 32  # smallest step by which the cache grows; larger ones are half of what is in use
 COMPACT_BELOW = 0.75  # ended rows are dropped once fewer than this share of the batch still runs
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """The tokens sampled for one row. `stopped`: the last token is a stop token. `ended`: no token is left to
-    sample."""
-
-    tokens: np.ndarray  # int32 [t]
-    logprobs: np.ndarray  # float32 [t]
-    versions: np.ndarray  # int32 [t], the weight version that sampled each token
-    stopped: bool
-    ended: bool
-
-
 def decode(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    prompt_of_row: Sequence[int],
-    begun: Sequence[int],
-    seeds: Sequence[int],
-    sampling: SamplingParams,
-    stop_tokens: frozenset[int],
-    name_of_row: Callable[[int], str],
-    before_step: Callable[[], int | None],
-    record: Record,
-) -> list[Response]:
-    """Decodes one response per row. Row i continues prompts[prompt_of_row[i]], whose last begun[i] tokens are sampled
-    ones, with the random numbers of seeds[i]. Raises EngineError, naming a row, for logits that are NaN or infinite.
+    model: Any, record: Record, stop_tokens: Collection[int], before_step: Callable[[], int | None], name: str
+) -> None:
+    """Decodes the requests of `record`, which other threads may read meanwhile. All have the same sampling parameters,
+    but for max_tokens.
 
     before_step is called before each step of the model, and returns the version of its weights. If it returns None,
-    all rows end with the tokens that they have. `record`, of these rows, may be read by other threads meanwhile.
+    all rows end with the tokens that they have. `name` is that of the engine: EngineError, for logits that are NaN or
+    infinite, names it and a row.
 
-    `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts
-    (distinct, at least one token each) are padded on the left, so that all rows write the same column of the cache.
-    Padding is masked, and positions count from each prompt's first token. To be called without gradients.
+    `model` is a causal language model of transformers, in eval mode, whose layers all have full attention. Prompts are
+    padded on the left, so that all rows write the same column of the cache. Padding is masked, and positions count from
+    each prompt's first token. To be called without gradients.
     """
-    device = model.device
+    device, requests, sampling = model.device, record.requests, record.requests[0].sampling
+    prompts = list(dict.fromkeys(request.read for request in requests))
+    place = {prompt: index for index, prompt in enumerate(prompts)}
+    prompt_of = torch.tensor([place[request.read] for request in requests], device=device)
+    begun = [request.sampling.max_tokens - request.tokens_left for request in requests]
+    seeds = [request.seed for request in requests]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    cache = GrowingCache(model.config.num_hidden_layers, limit=int(lengths.max()) + sampling.max_tokens)
+    limit = int(lengths.max()) + max(request.sampling.max_tokens for request in requests)
+    cache = GrowingCache(model.config.num_hidden_layers, limit)
     if (version := before_step()) is None:
-        return record.responses()
-    prompt_logits = _prefill(model, cache, prompts, lengths)
-
-    prompt_of = torch.tensor(prompt_of_row, device=device)
+        return
+    logits = _prefill(model, cache, prompts, lengths)[prompt_of]
     cache.select_rows(prompt_of)
-    logits = prompt_logits[prompt_of]
-    first = torch.tensor(begun, device=device)
-    batch = _Batch(cache, torch.tensor(seeds, device=device), cache.length - lengths[prompt_of], first)
+    padding = cache.length - lengths[prompt_of]
+    batch = _Batch(cache, torch.tensor(seeds, device=device), padding, torch.tensor(begun, device=device))
     stops = np.array(sorted(stop_tokens), dtype=np.int64)
 
     for position in range(record.longest):
         if (slots := broken(logits, sampling.temperature).nonzero()).numel():
-            where = f"{name_of_row(int(record.row_of_slot[int(slots[0])]))}: token {position + 1} of its response"
+            at = requests[record.row_of_slot[int(slots[0])]]
+            of = f"{name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
+            where = f"{of}: token {position + 1} of its response"
             raise EngineError(Problem(where, "logits that are NaN or infinite", "finite numbers", DIVERGED_FIX))
         tokens, logprobs = draw(logits, uniforms(batch.seeds, batch.begun + position), sampling)
         running = record.add(position, tokens.cpu().numpy(), logprobs.cpu().numpy(), version, stops)
         if not running.any() or (version := before_step()) is None:
-            break
+            return
         if running.sum() < COMPACT_BELOW * len(running):
             kept = torch.from_numpy(running.nonzero()[0]).to(device)
             batch.keep(kept)
             record.keep(running)
             tokens = tokens[kept]
         logits = batch.step(model, tokens)
-    return record.responses()
 
 
 def _prefill(model: Any, cache: GrowingCache, prompts: Sequence[Sequence[int]], lengths: torch.Tensor) -> torch.Tensor:
@@ -134,16 +119,17 @@ class _Batch:
 
 
 class Record:
-    """The tokens of a batch, on the host. A slot whose row has ended continues, unrecorded, until it is dropped."""
+    """The tokens of a batch, on the host, a row for each request. A slot whose row has ended continues, unrecorded,
+    until it is dropped."""
 
-    def __init__(self, limits: np.ndarray) -> None:
-        """Allocates the arrays. limits: int64 [rows], most tokens of each row."""
-        rows, self.longest = len(limits), int(limits.max())
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.limits = np.array([request.tokens_left for request in requests])
+        rows, self.longest = len(requests), int(self.limits.max())
         self.tokens = np.zeros((rows, self.longest), dtype=np.int32)
         self.logprobs = np.zeros((rows, self.longest), dtype=np.float32)
         self.versions = np.zeros((rows, self.longest), dtype=np.int32)
         self.lengths = np.zeros(rows, dtype=np.int64)
-        self.limits = limits
         self.stopped = np.zeros(rows, dtype=bool)
         self.row_of_slot = np.arange(rows)
 
@@ -166,18 +152,17 @@ class Record:
     def keep(self, running: np.ndarray) -> None:
         self.row_of_slot = self.row_of_slot[running]
 
-    def responses(self) -> list[Response]:
-        """Returns the response so far of each row."""
-        return [
-            Response(
-                tokens=self.tokens[row, :length].copy(),
-                logprobs=self.logprobs[row, :length].copy(),
-                versions=self.versions[row, :length].copy(),
-                stopped=bool(self.stopped[row]),
-                ended=bool(self.stopped[row] or length == self.limits[row]),
-            )
-            for row, length in enumerate(self.lengths.tolist())
-        ]
+    def samples(self) -> list[Sample]:
+        """Returns the sample so far of each request, without text. Its finish is "abort" until it has ended."""
+        return [self._sample(row, length) for row, length in enumerate(self.lengths.tolist())]
+
+    def _sample(self, row: int, length: int) -> Sample:
+        request, ended = self.requests[row], length == self.limits[row]
+        finish: FinishReason = "stop" if self.stopped[row] else "length" if ended else "abort"
+        tokens, logprobs, versions = (
+            array[row, :length].copy() for array in (self.tokens, self.logprobs, self.versions)
+        )
+        return after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
 
 
 # --- one token for each row -------------------------------------------------------------------------------------------

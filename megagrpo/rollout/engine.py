@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.recipe.defaults import dtype_name
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
+    from megagrpo.recipe.schema import Recipe
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
 
@@ -59,6 +62,43 @@ class SoFar:
                 tokens, logprobs, versions = (array[start:end] for array in (self.tokens, self.logprobs, self.versions))
                 found[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
         return found
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All that travels from the driver to the process of engine `index` of a recipe, which makes the engine from it.
+
+    `gpus` are the GPUs that its process on one node sees, as the node names them; empty on CPUs. `api_key` is that of a
+    server that runs already. With `keeps_weights` the engine samples from the weights of the model directory, or of
+    that server, and gets no update.
+    """
+
+    recipe: Recipe
+    index: int
+    model_directory: str
+    tokenizer_directory: str
+    device: str
+    gpus: tuple[int | str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    keeps_weights: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.recipe, self.device)
+
+    @property
+    def quantization(self) -> str | None:
+        """Returns the recipe's quantization; None for weights of the model directory, which are not quantised."""
+        return None if self.keeps_weights else self.recipe.rollout.quantization
+
+    @property
+    def threads(self) -> int:
+        """Returns this engine's share of the node's cores, as if all engines of the run were on this node."""
+        return max(1, (os.cpu_count() or 1) // self.recipe.rollout.engines)
 
 
 class Engine(Protocol):

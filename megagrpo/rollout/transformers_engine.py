@@ -7,17 +7,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem
-from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.decoding import Record, Response, decode
-from megagrpo.rollout.engine import Done, Engine, EngineState, MemoryTag, SoFar, UpdateProtocol, check_prompts
-from megagrpo.rollout.requests import after_begun, nothing_sampled
+from megagrpo.rollout.decoding import Record, decode
+from megagrpo.rollout.engine import (
+    Done,
+    Engine,
+    EngineSpec,
+    EngineState,
+    MemoryTag,
+    SoFar,
+    UpdateProtocol,
+    check_prompts,
+)
+from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.tokenizer import load_tokenizer, response_texts
-from megagrpo.types import FinishReason, Request, Sample, SamplingParams
+from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import read_architecture
@@ -34,33 +41,22 @@ CLOSE_SECONDS = 5.0
 class TransformersEngine(Engine):
     """An engine that samples in its own thread, batch after batch: the next batches take all requests that wait.
 
-    `model_directory` holds config.json, safetensors and, unless `tokenizer_directory` is given, the tokenizer.
-    `requests_at_once` responses are decoded in one batch, by `threads` CPU threads (a setting of the whole process).
-    `pause` decides what an update does to a batch. retract: it ends, and its responses are resumed in the next batch.
+    The threads of a spec are a setting of the whole process. The recipe's `pause` decides what an update does to a
+    batch. retract: it ends, and its responses are resumed in the next batch.
 
     Raises ModelError if the model or the tokenizer cannot be loaded, or if the files lack any of its tensors.
     """
 
-    def __init__(
-        self,
-        model_directory: str,
-        *,
-        device: str,
-        dtype: str,
-        requests_at_once: int,
-        threads: int,
-        pause: Pause = "retract",
-        tokenizer_directory: str | None = None,
-        name: str = "transformers engine",
-    ) -> None:
-        torch.set_num_threads(threads)
-        self._manifest = transformers_side.manifest(read_architecture(model_directory), dtype, holder=f"{name} rank 0")
-        self._model: Any = _load_model(model_directory, device, dtype)
-        self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
-        self._requests_at_once = requests_at_once
-        self._protocol = UpdateProtocol(name)
+    def __init__(self, spec: EngineSpec) -> None:
+        torch.set_num_threads(spec.threads)
+        architecture, dtype = read_architecture(spec.model_directory), spec.dtype
+        self._manifest = transformers_side.manifest(architecture, dtype, holder=f"{spec.name} rank 0")
+        self._model: Any = _load_model(spec.model_directory, spec.device, dtype)
+        self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
+        self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)
+        self._protocol = UpdateProtocol(spec.name)
         self._receiver: BucketReceiver | None = None
-        self._threads, self._pause = threads, pause
+        self._threads, self._pause = spec.threads, spec.recipe.pause
         self._changed = threading.Condition()
         """Guards all that follows, and the protocol's state."""
         self._waiting: dict[int, tuple[Request, Done]] = {}
@@ -70,7 +66,7 @@ class TransformersEngine(Engine):
         self._given_back: set[int] = set()
         self._samples = False
         """True while the thread uses the weights."""
-        self._worker = threading.Thread(target=self._work, name=f"samples of {name}", daemon=True)
+        self._worker = threading.Thread(target=self._work, name=f"samples of {spec.name}", daemon=True)
         self._worker.start()
 
     def manifests(self) -> list[Manifest]:
@@ -135,8 +131,7 @@ class TransformersEngine(Engine):
             batch = self._batch
         samples = {ticket: request.begun for ticket, (request, _) in known.items() if request.begun is not None}
         if batch is not None:
-            rows = zip(batch[0].items(), batch[1].responses(), strict=True)
-            samples |= {ticket: _sample(request, row) for (ticket, request), row in rows}
+            samples |= zip(batch[0], batch[1].samples(), strict=True)
         return SoFar.of(samples)
 
     def rests(self) -> bool:
@@ -228,46 +223,15 @@ class TransformersEngine(Engine):
 
     def _decode(self, batch: Mapping[int, Request]) -> list[Sample]:
         """Decodes one batch of requests, by ticket, with the same sampling parameters but for max_tokens."""
-        requests = list(batch.values())
-        sampling = max((request.sampling for request in requests), key=lambda each: each.max_tokens)
-        own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
-        read = [request.read for request in requests]
-        distinct = dict.fromkeys(read)
-        place = {prompt: i for i, prompt in enumerate(distinct)}
-
-        def name_of_row(row: int) -> str:
-            at, version = requests[row], self._protocol.version
-            return f"{self._protocol.name}: sample {at.index} of prompt {at.prompt_id}, by weights of version {version}"
-
-        record = Record(np.array([request.tokens_left for request in requests]))
+        record = Record(list(batch.values()))
         with self._changed:
             self._batch = batch, record
-        responses = decode(
-            self._model,
-            prompts=list(distinct),
-            prompt_of_row=[place[tokens] for tokens in read],
-            begun=[request.sampling.max_tokens - request.tokens_left for request in requests],
-            seeds=[request.seed for request in requests],
-            sampling=sampling,
-            stop_tokens=frozenset(sampling.stop_tokens) | frozenset([own] if isinstance(own, int) else own or ()),
-            name_of_row=name_of_row,
-            before_step=self._before_step,
-            record=record,
-        )
-        return self._whole(requests, responses)
-
-    def _whole(self, requests: Sequence[Request], responses: Sequence[Response]) -> list[Sample]:
-        """Joins each response to the tokens sampled before it, and adds the text."""
-        samples = [_sample(request, response) for request, response in zip(requests, responses, strict=True)]
+        own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
+        stops = {*record.requests[0].sampling.stop_tokens, *([own] if isinstance(own, int) else own or ())}
+        decode(self._model, record, stops, self._before_step, self._protocol.name)
+        samples = record.samples()
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])
         return [replace(sample, text=text) for sample, text in zip(samples, texts, strict=True)]
-
-
-def _sample(request: Request, response: Response) -> Sample:
-    """Returns the sample of a response, without text."""
-    finish: FinishReason = "stop" if response.stopped else "length" if response.ended else "abort"
-    sampled = response.tokens, response.logprobs, response.versions
-    return after_begun(request, Sample(request.prompt_id, request.index, *sampled, finish, ""))
 
 
 def _batches(requests: Mapping[int, tuple[Request, Done]], at_once: int) -> list[list[int]]:

@@ -98,7 +98,7 @@ def _next(
             yield "continue", ("megagrpo", again, written)
         elif status.step >= status.total_steps:  # else a rule has ended it, and would again
             yield "train longer", ("megagrpo", again, written, longer(recipe, status.total_steps))
-    evaluates = isinstance(recipe, Recipe) and recipe.eval.sets and recipe.rollout.engine != "external"
+    evaluates = isinstance(recipe, Recipe) and recipe.eval.sets and recipe.rollout.kind.started_by_us
     if exported is not None and evaluates:
         yield "evaluate", ("megagrpo", "eval", str(directory), "--recipe", written)
     if exported is not None:

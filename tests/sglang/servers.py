@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megagrpo.guarded_store import LOOPBACK, StoreHost
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.ports import free_port
 from megagrpo.recipe.schema import EngineLayoutConfig
+from megagrpo.rollout.engine import EngineSpec
 from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
@@ -31,6 +32,7 @@ from megagrpo.weights.transport.choice import Channel, TransportName, open_sende
 from megagrpo.weights.transport.disk import DiskFiles
 from megagrpo.weights.transport.rendezvous import RendezvousHost
 from tests.rollout_engines import model_directory
+from tests.tiny_run import recipe_with
 from tests.weight_streams import manifests, sync, two_nodes, unlike_sent
 from tests.weights_oracle import Tensors, held_by_ranks
 
@@ -61,10 +63,10 @@ class Served:
         return model_directory(self.family, self.directory.parent / f"{self.family}-{seed}", seed=seed)
 
     @contextmanager
-    def borrowed(self, **changes: Any) -> Iterator[SglangEngine]:
+    def borrowed(self, *overrides: str, keeps_weights: bool = False) -> Iterator[SglangEngine]:
         """An engine over the same server, which it does not end. Afterwards the server has its first weights again."""
-        endpoint = Endpoint(self.server.url, self.server.api_key)
-        engine = SglangEngine(endpoint, **(settings(self.directory, self.layout) | changes))
+        spec = spec_of(self.directory, self.layout, f"rollout.urls=['{self.server.url}']", *overrides)
+        engine = SglangEngine(replace(spec, api_key=self.server.api_key, keeps_weights=keeps_weights))
         try:
             yield engine
         finally:
@@ -72,9 +74,9 @@ class Served:
             self.reset()
 
     @contextmanager
-    def trained(self, **changes: Any) -> Iterator[tuple[SglangEngine, Policy]]:
+    def trained(self, *overrides: str) -> Iterator[tuple[SglangEngine, Policy]]:
         """A borrowed engine, and a training rank that has given it the first weights, as version 0."""
-        with self.borrowed(**changes) as engine:
+        with self.borrowed(*overrides) as engine:
             trainer = Policy(engine, self, ParallelLayout(), TransportName.SHARED_MEMORY)
             trainer.sync(0, self.directory)
             yield engine, trainer
@@ -129,19 +131,15 @@ def client_of(server: Server) -> Iterator[SglangClient]:
         client.close()
 
 
-def settings(directory: Path, layout: EngineLayoutConfig) -> dict[str, Any]:
-    """Keyword arguments of an SglangEngine."""
-    return {
-        "name": "engine 0",
-        "engine": 0,
-        "model_directory": str(directory),
-        "layout": layout,
-        "dtype": "float32",
-        "device": "cpu",
-        "requests_at_once": AT_ONCE,
-        "timeout_seconds": WAIT_SECONDS,
-        "control_timeout_seconds": WAIT_SECONDS,
-    }
+def spec_of(directory: Path, layout: EngineLayoutConfig, *overrides: str) -> EngineSpec:
+    recipe = recipe_with(
+        "rollout.engine=external",
+        f"rollout.layout={layout.model_dump_json()}",
+        f"rollout.requests_at_once={AT_ONCE}",
+        *(f"{field}.timeout_seconds={WAIT_SECONDS}" for field in ("rollout", "weights")),
+        *overrides,
+    )
+    return EngineSpec(recipe, 0, str(directory), str(directory), "cpu")
 
 
 def start_server(
@@ -194,7 +192,7 @@ def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes
     ]
     try:
         servers[0].wait_until_ready(START_SECONDS)
-        engine = SglangEngine(servers[0], **settings(directory, layout))
+        engine = SglangEngine(spec_of(directory, layout), servers[0])
         yield Served(servers[0], family, directory, layout, engine)
         engine.close()
     finally:

@@ -97,7 +97,7 @@ def test_requests_past_their_time_limit_which_counts_while_they_wait_are_aborted
     tied_server: Served,
 ) -> None:
     asked = [ask(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
-    with tied_server.trained(timeout_seconds=1.0, requests_at_once=1) as (engine, _):
+    with tied_server.trained("rollout.timeout_seconds=1", "rollout.requests_at_once=1") as (engine, _):
         first, *others = generate(engine, asked)
     assert first.finish == "abort"
     assert 0 < len(first.tokens) < ENDLESS.max_tokens
@@ -109,7 +109,7 @@ def test_an_engine_that_keeps_the_weights_of_anybodys_server_asks_it_for_respons
     tied_server.post("/update_weight_version", {"new_version": "theirs", "abort_all_requests": False})
     log, asked = tied_server.server.log, ask(PROMPTS[0], SamplingParams(6, temperature=0.0))
     before = len(log.read_text())
-    with tied_server.borrowed(keeps_weights=True, dtype="bfloat16") as engine:
+    with tied_server.borrowed("model.dtype=bfloat16", keeps_weights=True) as engine:
         (sample,) = generate(engine, [asked])
         seen = set(re.findall(r'"(\w+ /\w+) HTTP', log.read_text()[before:]))
     assert seen == {"GET /server_info", "POST /generate"}

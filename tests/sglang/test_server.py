@@ -31,7 +31,7 @@ from megagrpo.types import SamplingParams
 from megagrpo.weights.families import read_architecture
 from tests.loop.small_run import wait_until
 from tests.rollout_engines import generate, model_directory, request
-from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, client_of, serve_directory, settings
+from tests.sglang.servers import START_SECONDS, WAIT_SECONDS, Served, client_of, serve_directory, spec_of
 from tests.sglang.test_weights import check_holds, check_logprobs
 
 GONE_SECONDS = 120.0
@@ -61,8 +61,7 @@ def test_the_first_contact_names_every_argument_that_differs_from_the_recipe(
 ) -> None:
     with client_of(tied_server.server) as client:
         info = client.get("/server_info")
-    known = settings(tied_server.directory, tied_server.layout)
-    checked = "engine 0", tied_server.layout, known["dtype"], read_architecture(tied_server.directory)
+    checked = spec_of(tied_server.directory, tied_server.layout), read_architecture(tied_server.directory)
     check_server(info, *checked)
     with pytest.raises(EngineError) as caught:
         check_server(info | changed, *checked)
@@ -72,20 +71,20 @@ def test_the_first_contact_names_every_argument_that_differs_from_the_recipe(
 
 
 def test_quantized_weights_and_experts_in_an_order_of_other_kernels_are_refused(tmp_path: Path) -> None:
-    checked = "engine 0", EngineLayoutConfig(), "bfloat16", read_architecture(model_directory("qwen3_moe", tmp_path))
+    of = model_directory("qwen3_moe", tmp_path), EngineLayoutConfig(), "model.dtype=bfloat16"
+    checked = spec_of(*of), read_architecture(of[0])
     sizes = {"tp_size": 1, "ep_size": 1, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "dtype": "bfloat16"}
     info = AS_STARTED | sizes | {"device": "cuda", "moe_runner_backend": "triton", "quantization": None}
     check_server(info, *checked)
     check_server(info | {"device": "cpu", "moe_runner_backend": "auto"}, *checked)
-    check_server(info | {"quantization": "fp8"}, *checked, "fp8")
+    check_server(info | {"quantization": "fp8"}, spec_of(*of, "rollout.quantization=fp8"), checked[1])
     for changed in ({"moe_runner_backend": "flashinfer_trtllm"}, {"quantization": "fp8"}):
         with pytest.raises(EngineError, match=next(iter(changed))):
             check_server(info | changed, *checked)
 
 
 def test_an_engine_over_a_server_of_another_layout_is_refused(tied_server: Served) -> None:
-    other = EngineLayoutConfig(pipeline=2)
-    with pytest.raises(EngineError, match="pp_size 1"), tied_server.borrowed(layout=other):
+    with pytest.raises(EngineError, match="pp_size 1"), tied_server.borrowed("rollout.layout.pipeline=2"):
         pass
 
 
@@ -245,7 +244,7 @@ def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch
 
 
 def test_a_server_with_another_layout_than_the_recipes_is_refused(tied_server: Served) -> None:
-    with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed(layout=EngineLayoutConfig(tensor=2)):
+    with pytest.raises(EngineError, match="tp_size 1"), tied_server.borrowed("rollout.layout.tensor=2"):
         pass
 
 

@@ -39,7 +39,7 @@ def test_samples_that_begin_after_an_update_in_place_are_wholly_of_the_new_weigh
 ) -> None:
     new = tied_server.weights(1)
     running = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
-    with tied_server.trained(pause="in_place") as (engine, trainer):
+    with tied_server.trained("weights.pause=in_place") as (engine, trainer):
         future = pool.submit(generate, engine, [*running, *OTHERS])
         tied_server.wait_for_requests(AT_ONCE)
         tied_server.wait_for_batches(5)
@@ -58,7 +58,7 @@ def test_a_sample_that_waited_in_the_server_during_an_update_in_place_is_wholly_
     tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
     new, one = tied_server.weights(1), request((*range(5, 45),), SamplingParams(max_tokens=8), seed=3)
-    with tied_server.trained(pause="in_place") as (engine, trainer):
+    with tied_server.trained("weights.pause=in_place") as (engine, trainer):
         generate(engine, [one])  # the server keeps the prompt's keys and values
         tied_server.post("/pause_generation", {"mode": "in_place"})  # what the engine now sends waits there
         future = pool.submit(generate, engine, [one])
@@ -135,7 +135,7 @@ def test_requests_are_finished_before_an_update_that_waits_for_them(
     tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
     asked = [request(PROMPT, SamplingParams(60), seed=seed, index=seed) for seed in range(AT_ONCE)]
-    with tied_server.trained(pause="finish") as (engine, trainer):
+    with tied_server.trained("weights.pause=finish") as (engine, trainer):
         tied_server.post("/pause_generation", {"mode": "in_place"})  # none ends before the update begins
         future = pool.submit(generate, engine, asked)
         wait_until(lambda: engine._client.run(engine._gate.count()) == AT_ONCE)
@@ -152,7 +152,7 @@ def test_what_is_given_back_while_an_update_in_place_is_open_ends_with_it(
     monkeypatch.setattr(client, "ABORT_SECONDS", 0.4)
     monkeypatch.setattr(client, "ABORT_AGAIN_SECONDS", 0.2)
     asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(4)]
-    with tied_server.trained(pause="in_place") as (engine, trainer):
+    with tied_server.trained("weights.pause=in_place") as (engine, trainer):
         future = pool.submit(generate, engine, asked)
         tied_server.wait_for_requests(4)
         tied_server.wait_for_batches(3)
@@ -172,7 +172,7 @@ def test_no_token_is_sampled_while_an_update_is_open(
     pause: Pause, tied_server: Served, pool: ThreadPoolExecutor
 ) -> None:
     asked = [request(ENDLESS_PROMPT, ENDLESS, index=i) for i in range(AT_ONCE)]
-    with tied_server.trained(pause=pause) as (engine, trainer):
+    with tied_server.trained(f"weights.pause={pause}") as (engine, trainer):
         future = pool.submit(generate, engine, asked)
         tied_server.wait_for_requests(AT_ONCE)
         tied_server.wait_for_batches(5)

@@ -31,6 +31,7 @@ SCRIPT = """
 import os, sys
 import megagrpo.recipe.schema
 from megagrpo.cluster import actors, engines
+from megagrpo.rollout.kinds import ENGINES
 from types import SimpleNamespace
 assert "torch" not in sys.modules, "imported before the GPUs can be hidden from it"
 
@@ -41,7 +42,7 @@ class TorchImported(BaseException):
 
 del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
 sys.meta_path.insert(0, TorchImported())
-recipe = SimpleNamespace(rollout=SimpleNamespace(engine="transformers"), deterministic=False)
+recipe = SimpleNamespace(rollout=SimpleNamespace(kind=ENGINES["transformers"]), deterministic=False)
 spec = SimpleNamespace(device="cpu", gpus=(), recipe=recipe)
 for actor, arguments in ((actors.RankActor, (recipe, 0, "", "", "cpu")), (engines.EngineActor, (spec,))):
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"

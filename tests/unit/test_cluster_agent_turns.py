@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,16 +38,9 @@ class Engines:
         self.engines_of: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         for engine in self.running:
             self.pool.join(engine)
-        self.turns = AgentTurns(
-            self.recipe,
-            directory / "tokenizer",
-            self.pool,
-            self.changed,
-            hand_out=self.hand_out,
-            give_back=self.give_back,
-            failed=self.failures.append,
-            say=print,
-        )
+        self.fail, self.say = self.failures.append, print
+        rollouts: Any = self
+        self.turns = AgentTurns(self.recipe, directory / "tokenizer", rollouts)
 
     def order(self, name: str) -> Order:
         prompt = Prompt(name, (1,), "sums", "2", messages=({"role": "user", "content": f"{name}="},))

@@ -70,10 +70,10 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
         raise WeightSyncError([])
 
     closed: list[WeightSync] = []
-    engines = SimpleNamespace(places=tuple, visible_gpus=list, manifests=lambda: {"engine 0": []})
+    engines = SimpleNamespace(places=tuple, manifests=lambda: {"engine 0": []})
     rollouts: Any = SimpleNamespace(engines=engines, bring_back=None)
     ranks: Any = SimpleNamespace(actors={}, places=(), manifests=list, watch=None)
-    recipe: Any = SimpleNamespace(weights=WeightsConfig(), rollout=SimpleNamespace(engine="sglang", urls=[]))
+    recipe: Any = SimpleNamespace(weights=WeightsConfig(), transfer="auto", rollout=SimpleNamespace(urls=[]))
     for name in ("choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))
     monkeypatch.setattr(ray, "put", lambda value: value)

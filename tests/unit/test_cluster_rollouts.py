@@ -109,7 +109,7 @@ def test_what_ran_on_a_lost_engine_goes_on_once_its_tokens_come_and_nothing_else
     rollouts.add([other])
     if case == "comes":
         assert {at.prompt_id for at in engines.begun["engine 1"].values()} == {"b"}, "the other waits for tokens"
-        assert rollouts._pool.running([lost])
+        assert rollouts.pool.running([lost])
         engines.there.add("so far of engine 0")
         assert len(rollouts.so_far()()) == len(lost.requests), "a checkpoint has them, too"
     own = engines.begun["engine 1"]

@@ -51,6 +51,7 @@ from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
 from tests.tiny_models import TINY_FAMILIES, make_model
+from tests.weight_streams import pairs
 
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
 LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, plans.QWEN_30B))
@@ -218,7 +219,7 @@ def mapping(layout: ParallelLayout, engine: int, gpus: int) -> tuple[int, int]:
     served = [replace(each, holder=f"engine {index} {each.holder}") for index in range(engines) for each in of_engine]
     held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
     topology = replace(topology_of(range(gpus), range(gpus), 8), two_hops=gpus > 8)
-    straight, passed_on = make_plan(held, served, topology).transfers.pairs()  # type: ignore[union-attr]
+    straight, passed_on = pairs(make_plan(held, served, topology).transfers)
     places, mapped = topology.destinations, Counter[Any]()
     for sender, to in {*straight, *passed_on}:  # rank and engine rank of a number are on the same GPU
         mapped[places[sender]] += sender != to and places[sender].node == places[to].node

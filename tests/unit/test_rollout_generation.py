@@ -94,7 +94,7 @@ def test_what_is_drawn_does_not_depend_on_batching_order_or_other_requests(
     requests = many_requests()
     expected = tokens_of(generate(engine, requests))
     shuffled = random.Random(0).sample(range(len(requests)), len(requests))
-    for small in (start_engine(qwen2, requests_at_once=7), start_engine(qwen2, requests_at_once=1)):
+    for small in (start_engine(qwen2, "rollout.requests_at_once=7"), start_engine(qwen2, "rollout.requests_at_once=1")):
         samples = generate(small, [requests[i] for i in shuffled])
         assert tokens_of(samples) == [expected[i] for i in shuffled]
         assert [(s.prompt_id, s.index) for s in samples] == [

@@ -15,6 +15,7 @@ from megagrpo.rollout.decoding import Record, draw, truncate, uniforms
 from megagrpo.rollout.requests import sample_seed
 from megagrpo.rollout.sglang.launch import murmur_hash32
 from megagrpo.types import SamplingParams
+from tests.rollout_engines import request
 from tests.unit.test_algorithm_selection import GAMMA, splitmix64
 
 DRAWS = 40_000
@@ -154,15 +155,16 @@ def test_the_hash_is_murmur3_of_seed_position_and_column(seeds: list[int], posit
 
 
 def test_a_thread_that_reads_between_the_writes_of_a_step_sees_no_stop_token_of_a_response_that_goes_on() -> None:
-    record, seen = Record(np.array([4, 4])), []
+    asked = request((1,), SamplingParams(max_tokens=4))
+    record, seen = Record([asked, asked]), []
 
     class Watched(np.ndarray[Any, Any]):
         def __setitem__(self, rows: Any, values: Any) -> None:
             super().__setitem__(rows, values)
-            seen.extend(record.responses())
+            seen.extend(record.samples())
 
     for name in ("tokens", "logprobs", "versions", "lengths", "stopped"):
         setattr(record, name, getattr(record, name).view(Watched))
     record.add(0, np.array([5, 7]), np.zeros(2), 0, np.array([7]))
     assert any(7 in row.tokens for row in seen)
-    assert all(row.stopped for row in seen if 7 in row.tokens)
+    assert all(row.finish == "stop" for row in seen if 7 in row.tokens)

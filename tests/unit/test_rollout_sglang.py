@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megagrpo.cluster.engines import EngineSpec, make_engine
+from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
-from megagrpo.rollout.engine import UpdateProtocol
+from megagrpo.rollout.engine import EngineSpec, UpdateProtocol
 from megagrpo.rollout.sglang import server
 from megagrpo.rollout.sglang.answers import Answer
 from megagrpo.rollout.sglang.arguments import cpu_cache_tokens
@@ -100,6 +100,6 @@ def test_a_server_has_room_for_the_longest_response_of_training_and_evaluation(
     monkeypatch.setattr(server, "Server", start)
     recipe = recipe_with("rollout.engine=sglang", f"eval.sets={sets}")
     with pytest.raises(EngineError, match="no server"):
-        make_engine(EngineSpec(recipe, 0, "model", "model", "cpu", gpus=(), api_key=None))
+        make_engine(EngineSpec(recipe, 0, "model", "model", "cpu"))
     room = cpu_cache_tokens(recipe.rollout.requests_at_once, recipe.data.prompt_tokens_max + longest)
     assert started[0]["max_total_tokens"] == room

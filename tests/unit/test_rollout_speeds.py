@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megagrpo.cluster import engines
-from megagrpo.cluster.engines import Answers, EngineActor
+from megagrpo.cluster.engine_answers import Speeds
+from megagrpo.cluster.engines import SPEED_REPORTS, Answers, EngineActor
 from megagrpo.rollout.engine import SoFar
-from megagrpo.rollout.speeds import SPEED_REPORTS, Speeds
 from megagrpo.types import Sample
 
 

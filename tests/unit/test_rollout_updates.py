@@ -110,7 +110,7 @@ def begun(engine: TransformersEngine, asked: list[Request], pool: ThreadPoolExec
 
 @pytest.mark.parametrize("pause", ["retract", "in_place", "finish"])
 def test_responses_that_run_when_an_update_begins_go_on_as_the_recipe_says(pause: Pause, tmp_path: Path) -> None:
-    engine = start_engine(model_directory("qwen2", tmp_path, eos_token_id=None), pause=pause)
+    engine = start_engine(model_directory("qwen2", tmp_path, eos_token_id=None), f"weights.pause={pause}")
     asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
     whole = generate(engine, asked)
     with ThreadPoolExecutor(1) as pool:
@@ -149,7 +149,7 @@ def test_what_a_lost_engine_has_said_of_its_requests_goes_on_on_another_as_if_no
     tmp_path: Path,
 ) -> None:
     path = model_directory("qwen2", tmp_path, eos_token_id=None)
-    engine, other = start_engine(path, requests_at_once=3), start_engine(path)
+    engine, other = start_engine(path, "rollout.requests_at_once=3"), start_engine(path)
     asked = [request([5, 6, 7], LONG, seed=seed, index=seed) for seed in range(4)]
     with ThreadPoolExecutor(1) as pool:
         future = begun(engine, asked, pool)

@@ -165,6 +165,12 @@ class Recipe(Section):
         return "finish" if one_step_off else self.rollout.layout.pause_of(self.weights.pause)
 
     @property
+    def transfer(self) -> str:
+        """Returns weights.transfer, with disk for auto if servers run already."""
+        auto_is_disk = self.weights.transfer == "auto" and not self.rollout.kind.started_by_us
+        return "disk" if auto_is_disk else self.weights.transfer
+
+    @property
     def one_version(self) -> bool:
         """Returns whether one version of the weights samples a whole group. An interrupted request then begins anew,
         for equal numbers: logprobs after tokens that are read, not sampled, have other last bits."""
@@ -218,9 +224,9 @@ class Recipe(Section):
         if order_varies and self.weights.pause == "in_place":
             given, needed = f"in_place, with {key}", "retract or finish: a replay cannot make keys of older weights"
             yield Problem("weights.pause", given, needed, "pause: retract")
-        if self.rollout.engine == "external":
-            given, needed = f"external, with {key}", "engines that the run starts: it chooses their kernels"
-            yield Problem("rollout.engine", given, needed, "engine: sglang, or remove deterministic")
+        if not self.rollout.kind.started_by_us:
+            given, fix = f"{self.rollout.engine}, with {key}", "engine: sglang, or remove deterministic"
+            yield Problem("rollout.engine", given, "engines that the run starts: it chooses their kernels", fix)
         yield from deterministic_rules(self.train)
 
     def _agent(self) -> Iterator[Problem]:
@@ -338,7 +344,8 @@ class Recipe(Section):
         rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
         ranks, colocated = self.train.layout.parallel().ranks, self.cluster.placement == "colocated"
         if own is not None and (colocated or each == 0):
-            given, reason, fix = f"{own}, with rollout.engine: external", "the run does not start them", "remove it"
+            given, fix = f"{own}, with rollout.engine: {rollout.engine}", "remove it"
+            reason = "the run does not start them"
             if colocated:
                 given, reason = f"{own}, with placement: colocated", "colocated engines share the trainer's devices"
                 fix = "remove it, or write placement: disaggregated"
@@ -356,7 +363,7 @@ class Recipe(Section):
             yield Problem("rollout.layout.tensor", given, needed, fix)
         yield from self._nodes_of_engine()
         expert = rollout.layout.expert
-        if rollout.engine == "sglang" and expert > 1 and self.cluster.device == "cpu":
+        if rollout.kind.starts_servers and expert > 1 and self.cluster.device == "cpu":
             needed = "1: on a CPU, SGLang ends at the first token if experts are shared"
             yield Problem("rollout.layout.expert", f"{expert}, with cluster.device: cpu", needed, "expert: 1")
 
@@ -383,17 +390,16 @@ class Recipe(Section):
             yield Problem("rollout.layout.pipeline", f"{pipeline}, in {given}", needed, f"pipeline: 1, or {nodes}")
 
     def _transfer(self) -> Iterator[Problem]:
-        transfer, engine = self.weights.transfer, self.rollout.engine
-        if engine == "transformers" and transfer == "disk":
-            given = "disk, with rollout.engine: transformers"
+        transfer, kind = self.weights.transfer, self.rollout.kind
+        if transfer == "disk" and not kind.reads_files:
+            given = f"disk, with rollout.engine: {self.rollout.engine}"
             needed = "auto, shared_memory or process_group: files go through SGLang's loader"
             yield Problem("weights.transfer", given, needed, "transfer: auto, or rollout.engine: sglang")
-        shared = self.cluster.placement == "colocated" and engine != "external"
+        shared = self.cluster.placement == "colocated" and kind.started_by_us
         if transfer == "process_group" and shared and self.cluster.device == "cuda":
             needed = "one process on each GPU, for NCCL"
             yield Problem("weights.transfer", "process_group, with placement: colocated", needed, "transfer: auto")
-        through_files = self.weights.transfer_to(external=engine == "external") == "disk"
-        if self.weights.directory is not None and not through_files:
+        if self.weights.directory is not None and self.transfer != "disk":
             given = f"{self.weights.directory}, with transfer: {transfer}"
             needed = "nothing: no files are written"
             yield Problem("weights.directory", given, needed, "remove it, or write transfer: disk")

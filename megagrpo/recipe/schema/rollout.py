@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema.run import Pause
+from megagrpo.rollout.kinds import ENGINES, EngineKind
 from megagrpo.section import (
     Count,
     Fraction,
@@ -174,9 +175,13 @@ class RolloutConfig(Section):
     ceased and holds again. stop: save a checkpoint of the step, then end the run with an error. off: nothing."""
 
     @property
+    def kind(self) -> EngineKind:
+        return ENGINES[self.engine]
+
+    @property
     def devices_of_engine(self) -> int:
         """Returns the number of devices of one engine; 0 if the run does not start it."""
-        return {"transformers": 1, "sglang": self.layout.ranks, "external": 0}[self.engine]
+        return (self.layout.ranks if self.kind.splits else 1) if self.kind.started_by_us else 0
 
     def rules(self) -> Iterator[Problem]:
         reason = "training divides by the probabilities of the whole vocabulary, so sampling must draw from all of it"
@@ -188,19 +193,19 @@ class RolloutConfig(Section):
             yield Problem("top_p", given=f"{self.top_p}", needed=f"1: {reason}", fix="top_p: 1.0, or remove it")
         if self.top_k:
             yield Problem("top_k", given=f"{self.top_k}", needed=f"0: {reason}", fix="top_k: 0, or remove it")
-        yield from self._url_rules() if self.engine == "external" else self._no_url_rules()
-        if self.engine != "sglang" and (self.sglang.python is not None or self.sglang.model_extra):
+        yield from self._no_url_rules() if self.kind.started_by_us else self._url_rules()
+        if not self.kind.starts_servers and (self.sglang.python is not None or self.sglang.model_extra):
             given = f"settings, with engine: {self.engine}"
             needed = "nothing: they are for servers that the run starts"
             fix = "remove them (rollout.sglang={} as an override), or write engine: sglang"
             yield Problem("sglang", given, needed, fix)
-        if self.engine != "sglang" and self.quantization:
+        if self.quantization and not self.kind.starts_servers:
             given = f"{self.quantization}, with engine: {self.engine}"
             needed = "null: the run sends quantised weights to servers that it starts"
             yield Problem("quantization", given, needed, "remove it, or write engine: sglang")
         yield from self._number_rules()
         sizes = self.layout.model_dump()
-        if self.engine == "transformers":
+        if not self.kind.splits:
             for field, size in sizes.items():
                 if size > 1:
                     given = f"{size}, with engine: transformers"

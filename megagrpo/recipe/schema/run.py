@@ -62,10 +62,6 @@ class WeightsConfig(Section):
     """Most restarts of engines, each with a new update, in one sync that has failed on all of them.
     Then the run stops."""
 
-    def transfer_to(self, *, external: bool) -> str:
-        """Returns `transfer`; where it is auto, disk for engines that are external servers."""
-        return "disk" if external and self.transfer == "auto" else self.transfer
-
 
 class CheckpointConfig(Section):
     """The files that are saved so that a run can resume, and the steps at which they are saved."""

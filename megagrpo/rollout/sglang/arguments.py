@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.recipe.defaults import cpu_cache_tokens
+from megagrpo.recipe.defaults import cpu_cache_tokens, run_directory
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
-from megagrpo.rollout.sglang.launch import MEETING_SCHEME, MEETING_VARIABLE
+from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
     from megagrpo.guarded_store import StoreAddress  # imports torch, too early for an actor
+    from megagrpo.rollout.engine import EngineSpec
+    from megagrpo.rollout.sglang.server import Server
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system
@@ -189,31 +191,13 @@ def server_arguments(
     }
 
 
-def judge_arguments(
-    *,
-    model_directory: str,
-    layout: EngineLayoutConfig,
-    dtype: str,
-    device: str,
-    requests_at_once: int,
-    tokens_per_request: int,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns fields of ServerArgs for a server that answers chats with its directory's weights. Raises EngineError."""
-    arguments = server_arguments(
-        model_directory=model_directory,
-        layout=layout,
-        dtype=dtype,
-        device=device,
-        requests_at_once=requests_at_once,
-        tokens_per_request=tokens_per_request,
-        longest_pause_seconds=0.0,
-        options=options,
-    )
+def judge_arguments(*, device: str, **given: Any) -> dict[str, Any]:
+    """Returns fields of ServerArgs for a server that answers chats with its directory's weights. Takes what
+    server_arguments takes, but for longest_pause_seconds. Raises EngineError."""
+    arguments = server_arguments(device=device, longest_pause_seconds=0.0, loads_weights=True, **given)
     for field in ("custom_weight_loader", "moe_runner_backend", "weight_version", "disable_shared_experts_fusion"):
         arguments.pop(field, None)
     return arguments | {
-        "load_format": "auto",
         "skip_tokenizer_init": False,
         "incremental_streaming_output": False,
         **({} if device == "cpu" else {"enable_fp32_lm_head": False}),
@@ -265,6 +249,33 @@ def cache_variables() -> dict[str, str]:
     return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
 
 
+def start_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
+    """Starts the server of an engine of the run, or its process on one of several nodes. Raises EngineError."""
+    from megagrpo.rollout.sglang.server import Server
+
+    recipe, rollout = spec.recipe, spec.recipe.rollout
+    of_sets = (one.response_tokens_max or 0 for one in recipe.eval.of_sets().values())
+    arguments = server_arguments(
+        model_directory=spec.model_directory,
+        layout=rollout.layout,
+        dtype=spec.dtype,
+        device=spec.device,
+        requests_at_once=rollout.requests_at_once,
+        tokens_per_request=max(recipe.sequence_tokens_max, recipe.data.prompt_tokens_max + max(of_sets, default=0)),
+        longest_pause_seconds=recipe.weights.timeout_seconds,
+        options=rollout.kind.options(rollout),
+        deterministic=bool(recipe.deterministic),
+        quantization=spec.quantization,
+        loads_weights=spec.keeps_weights,
+    )
+    environment, name = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index), spec.name
+    if node is not None:
+        arguments, environment = arguments | node.arguments, environment | node.environment
+        name = f"{name} node {node.rank}" if node.rank else name
+    log = run_directory(recipe) / "logs" / f"{name.replace(' ', '_')}.log"
+    return Server(arguments, name=name, log=log.absolute(), python=rollout.sglang.python, environment=environment)
+
+
 def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -> dict[str, str]:
     """Returns the environment variables of a server of `ranks`, besides those of this process. On CPUs the ranks share
     `threads`. Engines, counted by `engine`, get different cores if there are enough."""
@@ -273,6 +284,7 @@ def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -
     each = max(1, threads // ranks)
     common = {
         **cache_variables(),
+        DEVICE_VARIABLE: "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
         "OMP_NUM_THREADS": str(each),

@@ -1,5 +1,5 @@
 """One SGLang server as an engine: samples by HTTP, weight updates while it is paused. The server is one that megagrpo
-started, or an external one."""
+started, or one that runs already."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.recipe.schema.run import Pause
-from megagrpo.rollout.engine import Done, Engine, MemoryTag, SoFar, UpdateProtocol, check_prompts
+from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar, UpdateProtocol, check_prompts
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.arguments import OWNED
@@ -39,22 +37,16 @@ AS_STARTED = {
 """Arguments that change what a server's ranks hold: values of servers that megagrpo starts."""
 
 
-def check_server(
-    info: Mapping[str, Any],
-    name: str,
-    layout: EngineLayoutConfig,
-    dtype: str,
-    architecture: Architecture,
-    quantization: str | None = None,
-) -> None:
+def check_server(info: Mapping[str, Any], spec: EngineSpec, architecture: Architecture) -> None:
     """Checks that the ranks of the server of this /server_info hold what the plan of a sync expects. Raises
     EngineError, naming all arguments that differ."""
-    wanted: dict[str, object] = AS_STARTED | {"dp_size": 1, "dtype": dtype}
+    layout = spec.recipe.rollout.layout
+    wanted: dict[str, object] = AS_STARTED | {"dp_size": 1, "dtype": spec.dtype}
     wanted |= {"tp_size": layout.tensor, "ep_size": layout.expert, "pp_size": layout.pipeline}
     wanted |= {"attn_dp_size": layout.attention_data}
     if layout.attention_data > 1:
         wanted |= {"enable_dp_lm_head": True}
-    wanted |= {} if quantization else {"quantization": None}  # ours is in config.json: SGLang may name it or not
+    wanted |= {} if spec.quantization else {"quantization": None}  # ours is in config.json: SGLang may name it or not
     if architecture.experts is not None and info.get("device") != "cpu":
         wanted |= {"moe_runner_backend": "triton"}
     if architecture.experts is not None and architecture.experts.shared_ffn:
@@ -65,59 +57,42 @@ def check_server(
         needed = ", ".join(f"{argument} {wanted[argument]}" for argument in wrong)
         keys = sorted({owner for argument in wrong if (owner := OWNED[argument]).startswith(("rollout.", "model."))})
         fix = f"change {', '.join(keys)}, or start the server so" if keys else "start the server so"
-        raise EngineError(Problem(f"{name}: the server is not what the recipe says", given, needed, fix))
+        raise EngineError(Problem(f"{spec.name}: the server is not what the recipe says", given, needed, fix))
 
 
 class SglangEngine(Engine):
-    """An engine over a Server, which `close` ends, or the Endpoint of an external one.
+    """An engine over a Server, which `close` ends, or over one that runs already, at rollout.urls.
 
-    `model_directory` holds the model's config.json as this process sees it; `engine` is this engine's number. At most
-    `requests_at_once` requests are on the way. A request that runs or waits `timeout_seconds` after it began is aborted
-    with the tokens that it has. `control_timeout_seconds` limits every other request to the server. `pause` decides
-    what an update does to running requests. A pipeline finishes them first.
+    At most `rollout.requests_at_once` requests are on the way. A request that runs or waits `rollout.timeout_seconds`
+    after it began is aborted with the tokens that it has. `weights.timeout_seconds` limits every other request to the
+    server. The recipe's `pause` decides what an update does to running requests. A pipeline finishes them first.
 
-    A server that megagrpo started has no weights until the first update; those of an external one are unknown. Raises
+    A server that megagrpo started has no weights until the first update; those of another are unknown. Raises
     EngineError if a server's layout or dtype is another, ModelError if SGLang cannot hold the model so, or if there is
     no tokenizer.
 
     With `keeps_weights` the engine samples from the weights that the server has, as version 0, and no update ever
-    comes. An external server is then asked for nothing but /generate, and not changed: it may be of any layout.
+    comes. A server of others is then asked for nothing but /generate, and not changed: it may be of any layout.
     """
 
-    def __init__(
-        self,
-        server: Server | Endpoint,
-        *,
-        name: str,
-        engine: int,
-        model_directory: str,
-        layout: EngineLayoutConfig,
-        dtype: str,
-        device: str,
-        requests_at_once: int,
-        timeout_seconds: float,
-        control_timeout_seconds: float,
-        pause: Pause = "retract",
-        quantization: str | None = None,
-        tokenizer_directory: str | None = None,
-        keeps_weights: bool = False,
-    ) -> None:
-        self._server = server if isinstance(server, Server) else None
-        self._fixed_version = 0 if keeps_weights else None
-        others = self._server is None and keeps_weights
-        architecture = read_architecture(model_directory)
+    def __init__(self, spec: EngineSpec, server: Server | None = None) -> None:
+        recipe, rollout, keeps_weights = spec.recipe, spec.recipe.rollout, spec.keeps_weights
+        self._server, self._fixed_version = server, 0 if keeps_weights else None
+        architecture = read_architecture(spec.model_directory)
+        held = spec.dtype, spec.device, spec.index, spec.quantization
         self._manifests = [
-            sglang_side.manifest(architecture, layout, rank, dtype, device, engine, quantization)
-            for rank in range(layout.ranks)
+            sglang_side.manifest(architecture, rollout.layout, rank, *held) for rank in range(rollout.layout.ranks)
         ]
-        self._tokenizer: Any = load_tokenizer(tokenizer_directory or model_directory)
-        self._stops = end_tokens(model_directory)
-        self._protocol = UpdateProtocol(name)
-        self._timeout, self._control_timeout = timeout_seconds, control_timeout_seconds
-        self._pause = layout.pause_of(pause)
-        endpoint = Endpoint(server.url, server.api_key)
-        self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_timeout_seconds)
-        self._gate = RequestGate(requests_at_once)
+        self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
+        self._stops = end_tokens(spec.model_directory)
+        self._protocol = UpdateProtocol(spec.name)
+        self._timeout, self._pause = rollout.timeout_seconds, recipe.pause
+        if server:
+            server.wait_until_ready(recipe.cluster.start_timeout_seconds)
+        endpoint = Endpoint(server.url, server.api_key) if server else Endpoint(rollout.urls[spec.index], spec.api_key)
+        control_seconds = recipe.weights.timeout_seconds
+        self._client = SglangClient(endpoint, failure=self._failure, timeout_seconds=control_seconds)
+        self._gate = RequestGate(rollout.requests_at_once)
         self._paused = self._update_open = False
         self._released: set[MemoryTag] = set()
         self._ends: dict[int, asyncio.Event] = {}
@@ -127,9 +102,9 @@ class SglangEngine(Engine):
         try:
             self._info = self._client.get("/server_info")
             self._streams = bool(self._info.get("incremental_streaming_output"))
-            if not others:
-                check_server(self._info, name, layout, dtype, architecture, quantization)
-            if self._server is None and not keeps_weights:
+            if server or not keeps_weights:
+                check_server(self._info, spec, architecture)
+            if not (server or keeps_weights):
                 # SGLang begins no update while one is open, which an earlier run may have left. A server that is paused
                 # stays so until the first commit, because its weights may be a mixture of two versions.
                 try:
@@ -140,8 +115,8 @@ class SglangEngine(Engine):
         except MegagrpoError:
             self._client.close()
             raise
-        self._weights = ServerWeights(self._client.post, name, self._manifests, self._info)
-        if not keeps_weights and (self._server is None or self._info.get("load_format") == "dummy"):
+        self._weights = ServerWeights(self._client.post, spec.name, self._manifests, self._info)
+        if not keeps_weights and (not server or self._info.get("load_format") == "dummy"):
             self._lose_weights()
 
     # --- samples ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from typing import Any
 from megagrpo.after_me import remove_after_me
 from megagrpo.errors import EngineError, Problem
 from megagrpo.ports import free_port
-from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 
 LAUNCH = Path(__file__).with_name("launch.py")
 HOST = "127.0.0.1"  # a server and its engine are on one node
@@ -87,12 +86,7 @@ class Server:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={
-                        **os.environ,
-                        **(environment or {}),
-                        "TMPDIR": self._directory,
-                        DEVICE_VARIABLE: str(arguments.get("device", "")),
-                    },
+                    env={**os.environ, **(environment or {}), "TMPDIR": self._directory},
                 )
         except OSError as error:
             shutil.rmtree(self._directory, ignore_errors=True)

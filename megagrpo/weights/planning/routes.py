@@ -76,18 +76,6 @@ class Routes:
         landed = self._written_out(self.segments.landing == via, None)
         return tuple(transfer for transfer in landed if transfer.via is not None)
 
-    def pairs(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Returns (source, destination) of all that sources send, and (destination, destination) of all relays."""
-        segments = self.segments
-        sizes = np.diff(segments.first)[segments.group]
-        ends = np.cumsum(sizes)
-        within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
-        members = segments.members[np.repeat(segments.first[segments.group], sizes) + within]
-        straight = np.unique(np.stack([segments.source, segments.landing]), axis=1)
-        passed_on = np.unique(np.stack([np.repeat(segments.landing, sizes), members]), axis=1)
-        own = passed_on[0] == passed_on[1]
-        return list(zip(*straight.tolist(), strict=True)), list(zip(*passed_on[:, ~own].tolist(), strict=True))
-
     def _reaches(self, destination: int) -> np.ndarray:
         segments = self.segments
         groups = np.searchsorted(segments.first, np.flatnonzero(segments.members == destination), side="right") - 1
