@@ -43,12 +43,11 @@ BUDGETS = {
     ("agents",): 5_389,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
-    ("commands", ""): 2_688,
-    ("demo",): 767,
+    ("commands", ""): 2_641,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=402),
     "tests": Limits(lines=51_460, files=None),
 }
 # Heading in docs/architecture.md: most files.

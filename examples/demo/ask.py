@@ -1,4 +1,4 @@
-"""Asks a model with nothing but transformers: python -m megagrpo.demo.ask DIRECTORY QUESTION... [--system SYSTEM]"""
+"""Asks a model with nothing but transformers: python -m examples.demo.ask DIRECTORY QUESTION... [--system SYSTEM]"""
 
 from __future__ import annotations
 

