@@ -99,7 +99,7 @@ def entries(pairs: list[tuple[str, int | float]]) -> list[dict[str, Any]]:
 def mixture(value: Any, options: Options) -> Answer:
     note = (
         "data sets of the hub are read at hf://, all files of a set: name those of one split where it has several; "
-        "`megagrpo prepare jsonl --hub NAME` keeps a copy in a folder"
+        "`hf download NAME --repo-type dataset --local-dir DIR` keeps a copy in a folder"
     )
     return Write({"data.train": entries(amounts(value))}, note)
 
