@@ -38,16 +38,16 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
-    ("data",): 3_206,
+    ("data",): 2_914,
     ("reward",): 8_575,
-    ("agents",): 5_389,
+    ("agents",): 5_334,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
-    ("commands", ""): 2_641,
+    ("commands", "processes", ""): 2_624,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=402),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=400),
     "tests": Limits(lines=51_460, files=None),
 }
 # Heading in docs/architecture.md: most files.

@@ -18,8 +18,8 @@ import ray
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.imports import importing
-from megagrpo.ports import free_port
+from megagrpo.processes.imports import importing
+from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import dtype_name, run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import Engine, MemoryTag, SoFar
@@ -29,7 +29,7 @@ from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
-    from megagrpo.guarded_store import StoreHost
+    from megagrpo.processes.store import StoreHost
     from megagrpo.rollout.sglang.server import Server
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
@@ -290,7 +290,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
 
 def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     """Starts the server of an engine on several nodes, one process on each, this one first. It ends with the others."""
-    from megagrpo.guarded_store import StoreHost
+    from megagrpo.processes.store import StoreHost
 
     here = ray.util.get_node_ip_address()
     addresses = (here, *ray.get([other.address.remote() for other in others]))

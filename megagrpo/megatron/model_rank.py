@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
@@ -25,6 +24,7 @@ from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.processes.store import StoreAddress
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.train import COMPILED

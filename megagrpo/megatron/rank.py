@@ -20,7 +20,6 @@ from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grp
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, of_tokens
 from megagrpo.megatron.critic import DIRECTORY, Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
@@ -29,6 +28,7 @@ from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.megatron.weighing import TokenWeights, weigh
+from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import Recipe

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 from megagrpo import cli
 from megagrpo.errors import ModelError, Problem, WeightSyncError
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.ports import own_address
+from megagrpo.processes.ports import own_address
+from megagrpo.processes.store import StoreAddress
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
 from megagrpo.weights.transport import process_group, rendezvous, sglang, shared_memory

@@ -20,7 +20,7 @@ from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
-    from megagrpo.guarded_store import StoreAddress  # imports torch, too early for an actor
+    from megagrpo.processes.store import StoreAddress  # imports torch, too early for an actor
 
 CHECK = Path(__file__).with_name("check_arguments.py")
 CHECK_SECONDS = 300.0  # it imports part of SGLang, in an environment that may lie on a slow file system

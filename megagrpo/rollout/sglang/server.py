@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.after_me import remove_after_me
 from megagrpo.errors import EngineError, Problem
-from megagrpo.ports import free_port
+from megagrpo.processes.lifetime import remove_after_me
+from megagrpo.processes.ports import free_port
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE
 
 LAUNCH = Path(__file__).with_name("launch.py")

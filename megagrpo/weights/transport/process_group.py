@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError, brief
-from megagrpo.ports import own_address
+from megagrpo.processes.ports import own_address
 from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
 

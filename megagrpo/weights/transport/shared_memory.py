@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from megagrpo.after_me import remove_after_me
 from megagrpo.errors import Problem, WeightSyncError, brief
+from megagrpo.processes.lifetime import remove_after_me
 from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Sync
 
