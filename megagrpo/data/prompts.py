@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +38,8 @@ CACHED_BYTES = 2**22
 # What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
+Text = TypeVar("Text")
+
 
 @dataclass(frozen=True)
 class Reader(Generic[AnyRow, AnyItem]):
@@ -63,21 +66,19 @@ class Reader(Generic[AnyRow, AnyItem]):
     def read(self, path: str, label: str, schema_of: SchemaOf[AnyRow], mapping: Any = None) -> Stored[AnyItem]:
         """Reads all usable items of one file. Raises DataError with all problems of the file."""
         size, version = size_and_version(path)
-        key: list[str] = []
 
-        def key_of() -> str:  # rarely called: it reads the whole tokenizer
-            if not key:
-                told = [self.tokens_max, self.overlong, self.noun, dict(self.settings), mapping]
-                key.append(digest([os.path.abspath(path), size, version, identity(self.tokenizer), told]))
-            return key[0]
+        @functools.cache
+        def key() -> str:  # rarely called: it reads the whole tokenizer
+            settings = [self.tokens_max, self.overlong, self.noun, dict(self.settings), mapping]
+            return digest([os.path.abspath(path), size, version, identity(self.tokenizer), settings])
 
-        if size >= CACHED_BYTES and (found := self.cache.find(key_of(), self.form, label)) is not None:
-            return found
+        if size >= CACHED_BYTES and (cached := self.cache.find(key(), self.form, label)) is not None:
+            return cached
         counts = {"rows": 0, "overlong": 0}
         findings = Findings(path)
         with progress(f"reading {label}", rows_to_read(path), "rows") as work:
             usable = self._usable(counted(stream(path, schema_of, findings), work), path, findings, counts)
-            stored = store(usable, self.form, label, self.cache, key_of, lambda: counts)
+            stored = store(usable, self.form, label, self.cache, key, lambda: counts)
         if len(stored):
             return stored
         rows = counts["rows"]
@@ -111,32 +112,18 @@ class Reader(Generic[AnyRow, AnyItem]):
         findings.raise_if_any()
 
 
+TEXTS = ("data_source", "ground_truth", "ability", "extra_info", "messages", "text")
+"""Columns of texts; extra_info and messages are typed_json."""
 PROMPT_COLUMNS = pa.schema(
-    [
-        ("number", pa.int64()),
-        ("tokens", pa.list_(pa.int32())),
-        ("data_source", pa.string()),
-        ("ground_truth", pa.string()),
-        ("ability", pa.string()),
-        ("extra_info", pa.string()),  # typed_json
-        ("messages", pa.string()),  # typed_json
-        ("text", pa.string()),
-    ]
+    [("number", pa.int64()), ("tokens", pa.list_(pa.int32())), *((name, pa.string()) for name in TEXTS)]
 )
 
 
 def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
-    found = batch.slice(row, 1).to_pylist()[0]
-    return Prompt(
-        id=name,
-        tokens=tuple(found["tokens"]),
-        data_source=found["data_source"],
-        ground_truth=found["ground_truth"],
-        ability=found["ability"],
-        extra_info=typed_json.loads(found["extra_info"]),
-        messages=tuple(typed_json.loads(found["messages"])),
-        text=found["text"],
-    )
+    record = batch.slice(row, 1).to_pylist()[0]
+    record["extra_info"] = typed_json.loads(record["extra_info"])
+    record["messages"] = tuple(typed_json.loads(record["messages"]))
+    return Prompt(id=name, tokens=tuple(record["tokens"]), **{text: record[text] for text in TEXTS})
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
@@ -168,14 +155,30 @@ def load_prompts(
     that are not trained on, which keep their duplicates and contaminated ones. Raises DataError with the problems of
     all files, ModelError if the template is not valid Jinja.
     """
+    reader = _prompt_reader(tokenizer, data)
+
+    def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
+        stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
+        if problems := list(_source_problems(stored, path, source_problem)):
+            raise DataError(problems)
+        return stored
+
+    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marks]:
+        with progress("looking for duplicates and held-out prompts"):
+            return _marked(parts, data, held_out or ())
+
+    mark = None if held_out is None else marked
+    return mix(files, part_of, seed=seed, mark=mark)
+
+
+def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Reader[Row, Prompt]:
     system = data.system_prompt
 
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
-        chats = [with_system_prompt(row.messages, system) for row in rows]
-        texts = render(rows, chats, tokenizer, data.chat_template_arguments, path, findings)
-        if findings.count:
+        texts = render(rows, system, tokenizer, data.chat_template_arguments, path, findings)
+        if not texts:
             return
-        for row, chat, text, ids in zip(rows, chats, texts, encode(tokenizer, texts), strict=True):
+        for row, text, ids in zip(rows, texts, encode(tokenizer, texts), strict=True):
             if not ids:
                 findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
                 continue
@@ -191,11 +194,11 @@ def load_prompts(
                 "ground_truth": row.ground_truth,
                 "ability": row.ability,
                 "extra_info": extra_info,
-                "messages": typed_json.dumps(list(chat)),
+                "messages": typed_json.dumps(with_system_prompt(row.messages, system)),
                 "text": text,
             }
 
-    reader: Reader[Row, Prompt] = Reader(
+    return Reader(
         PROMPT_FORM,
         records,
         lambda record: {**record, "tokens": record["tokens"][-data.prompt_tokens_max :]},
@@ -208,19 +211,6 @@ def load_prompts(
         tokenizer=tokenizer,
         settings={"system_prompt": system, "arguments": data.chat_template_arguments},
     )
-
-    def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
-        stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
-        if problems := list(_source_problems(stored, path, source_problem)):
-            raise DataError(problems)
-        return stored
-
-    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marks]:
-        with progress("looking for duplicates and held-out prompts"):
-            return _marked(parts, data, held_out or ())
-
-    mark = None if held_out is None else marked
-    return mix(files, part_of, seed=seed, mark=mark)
 
 
 def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marks]:
@@ -305,38 +295,38 @@ def _source_problems(
 
 def render(
     rows: Sequence[Row],
-    chats: list[list[Mapping[str, Any]]],
+    system: str | None,
     tokenizer: PreTrainedTokenizerBase,
     arguments: Mapping[str, Any],
     path: str,
     findings: Findings,
 ) -> list[str]:
-    """Returns the rendered prompts of all rows. If the template refuses some, returns [] and adds them to findings."""
+    """Returns the prompts of all rows as text, with a system message; [] if there are findings."""
 
-    def render_chats(conversation: Any) -> Any:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **arguments)
+    def text_of(row: Row) -> str:
+        chat: Any = with_system_prompt(row.messages, system)
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
 
-    try:
-        return list(render_chats(chats))
-    except TemplateSyntaxError as error:
-        raise template_error(error) from None
-    except RENDER_ERRORS:
-        for row, chat in zip(rows, chats, strict=True):
-            try:
-                render_chats(chat)
-            except RENDER_ERRORS as error:
-                findings.add([refusal(place(path, row.number), error, "prompt")])
-        if not findings.count:
-            raise
-        return []
+    return rendered(rows, text_of, "prompt", path, findings)
 
 
-def template_error(error: TemplateSyntaxError) -> ModelError:
-    given = f"line {error.lineno}: {error.message}"
-    return ModelError(Problem("the chat template is not valid Jinja", given, fix="correct the template"))
-
-
-def refusal(where: str, error: BaseException, column: str) -> Problem:
-    """Returns the problem of a row for whose messages, in this column, the template raised `error`."""
-    fix = f"correct the row's {column}, or the template"
-    return Problem(f"{where}: the chat template refuses the messages", given=first_line(error), fix=fix)
+def rendered(
+    rows: Sequence[Any], render_row: Callable[[Any], Text], column: str, path: str, findings: Findings
+) -> list[Text]:
+    """Renders all rows; returns [] if there are findings, to which it adds each row that the chat template refuses."""
+    texts = []
+    for row in rows:
+        try:
+            texts.append(render_row(row))
+        except TemplateSyntaxError as error:
+            given = f"line {error.lineno}: {error.message}"
+            raise ModelError(
+                Problem("the chat template is not valid Jinja", given, fix="correct the template")
+            ) from None
+        except RENDER_ERRORS as error:
+            where, fix = place(path, row.number), f"correct the row's {column}, or the template"
+            where = f"{where}: the chat template refuses the messages"
+            findings.add([Problem(where, given=first_line(error), fix=fix)])
+        except DataError as error:
+            findings.add(error.problems)
+    return [] if findings.count else texts

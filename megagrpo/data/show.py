@@ -108,11 +108,11 @@ def histogram(lengths: np.ndarray, limit: int | None) -> Text:
 
 
 def _seen(rows: Sequence[Row], view: View, path: str, findings: Findings) -> tuple[list[str], list[int]]:
-    chats = [with_system_prompt(row.messages, view.system_prompt) for row in rows]
     if view.tokenizer is None:
+        chats = [with_system_prompt(row.messages, view.system_prompt) for row in rows]
         texts = ["\n".join(f"[{message['role']}] {message['content']}" for message in chat) for chat in chats]
         return texts, [sum(len(message["content"]) for message in chat) for chat in chats]
-    texts = render(rows, chats, view.tokenizer, view.arguments, path, findings)
+    texts = render(rows, view.system_prompt, view.tokenizer, view.arguments, path, findings)
     return texts, [len(ids) for ids in encode(view.tokenizer, texts)] if texts else []
 
 
