@@ -16,20 +16,20 @@ from pathlib import Path
 from statistics import median
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FILE_LINES_MAX = 600
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most lines of all Python files of a folder, and most files."""
+    """Most lines of all Python files of a folder and of each of them, and most files."""
 
     lines: int
+    lines_of_file: int
     files: int | None
 
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_579,
+    ("weights",): 6_595,
     ("megatron",): 4_196,
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_392,
@@ -38,7 +38,7 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
-    ("data",): 2_914,
+    ("data",): 2_849,
     ("reward",): 8_575,
     ("agents",): 5_334,
     ("track", "report"): 5_771,
@@ -47,8 +47,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=400),
-    "tests": Limits(lines=51_460, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=510, files=402),
+    "tests": Limits(lines=51_460, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
@@ -73,9 +73,9 @@ def folder_problems(repository: Path, name: str, limits: Limits) -> list[str]:
         f"   longest {sizes[longest]}: {longest.relative_to(repository)}"
     )
     problems = [
-        f"{path.relative_to(repository)}: {size} lines, at most {FILE_LINES_MAX}"
+        f"{path.relative_to(repository)}: {size} lines, at most {limits.lines_of_file}"
         for path, size in sizes.items()
-        if size > FILE_LINES_MAX
+        if size > limits.lines_of_file
     ]
     if total > limits.lines:
         problems.append(f"{name}/: {total:,} lines, at most {limits.lines:,}")
