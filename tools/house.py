@@ -29,26 +29,26 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_595,
-    ("megatron",): 4_196,
+    ("weights",): 6_594,
+    ("megatron",): 4_194,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_392,
+    ("checkpoint", "convert"): 2_397,
     ("rollout",): 3_064,
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
-    ("data",): 2_849,
+    ("data",): 2_824,
     ("reward",): 8_575,
-    ("agents",): 5_334,
+    ("agents",): 5_302,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
-    ("commands", "processes", ""): 2_624,
+    ("commands", "processes", ""): 2_615,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=510, files=402),
-    "tests": Limits(lines=51_460, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=510, files=401),
+    "tests": Limits(lines=51_455, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}

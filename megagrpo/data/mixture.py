@@ -63,15 +63,8 @@ class FileCount:
     """Ids of contaminated prompts, each with the id of a held-out prompt; at most OVERLAPS_SHOWN."""
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Faults of a part's items: bool [items] each. `overlaps` as in FileCount."""
-
-    duplicate: np.ndarray
-    disagreeing: np.ndarray
-    contaminated: np.ndarray
-    dropped: np.ndarray
-    overlaps: tuple[tuple[str, str], ...] = ()
+Marked = tuple[np.ndarray, Mapping[str, Any]]
+"""Flags of a part's items that are dropped, bool [items], and its faults, by field of FileCount."""
 
 
 class Mixed(Sequence[AnyItem]):
@@ -148,7 +141,7 @@ def mix(
     read: Callable[[AnyEntry, str, str], Stored[AnyItem]],
     *,
     seed: int,
-    mark: Callable[[Sequence[Any]], Sequence[Marks]] | None = None,
+    mark: Callable[[Sequence[Any]], Sequence[Marked]] | None = None,
 ) -> Mixture[AnyItem]:
     """Mixes the items of all entries. `read` receives an entry, one of its files and its label, and returns its part.
 
@@ -163,9 +156,9 @@ def mix(
     parts = [part for part in read_parts if part is not None]
     if problems:
         raise DataError(problems)
-    marks = mark(parts) if mark else [_unmarked(part) for part in parts]
+    marks = mark(parts) if mark else [(np.zeros(len(part), bool), {}) for part in parts]
     starts = [0, *accumulate(map(len, parts))]
-    kept = iter([start + np.flatnonzero(~marked.dropped) for start, marked in zip(starts, marks, strict=False)])
+    kept = iter([start + np.flatnonzero(~dropped) for start, (dropped, _) in zip(starts, marks, strict=False)])
     # Of each entry, rows in all parts together.
     usable = [np.concatenate([*islice(kept, len(of_entry)), np.zeros(0, np.int64)]) for of_entry in paths]
     sizes = list(map(len, usable))
@@ -178,17 +171,8 @@ def mix(
     rows = np.concatenate([of_entry[chosen] for of_entry, chosen in zip(usable, taken, strict=True)])
     times = np.bincount(np.searchsorted(starts, rows, side="right") - 1, minlength=len(parts))
     counts = [
-        FileCount(
-            path,
-            part.figures["rows"],
-            part.figures["overlong"],
-            used,
-            duplicates=int(marked.duplicate.sum()),
-            disagreeing=int(marked.disagreeing.sum()),
-            contaminated=int(marked.contaminated.sum()),
-            overlaps=marked.overlaps,
-        )
-        for (_, path), part, marked, used in zip(files, parts, marks, times.tolist(), strict=True)
+        FileCount(path, part.figures["rows"], part.figures["overlong"], used, **faults)
+        for (_, path), part, (_, faults), used in zip(files, parts, marks, times.tolist(), strict=True)
     ]
     return Mixture(Mixed(parts, rows), tuple(counts))
 
@@ -200,11 +184,6 @@ def _noting(problems: list[Problem], make: Callable[..., Made], *arguments: Any)
     except DataError as error:
         problems += error.problems
         return None
-
-
-def _unmarked(part: Stored[Any]) -> Marks:
-    none = np.zeros(len(part), bool)
-    return Marks(none, none, none, none)
 
 
 def epoch_rows(entries: Sequence[EntryConfig]) -> int:

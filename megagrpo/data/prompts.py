@@ -20,7 +20,7 @@ from megagrpo import typed_json
 from megagrpo.data import overlap
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
-from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marks, Mixture, file_labels, mix
+from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
 from megagrpo.data.overlap import digests, question, repeated
 from megagrpo.data.rows import AnyRow, Row, SchemaOf, counted, prompt_schema, read, rows_to_read, stream
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
@@ -163,7 +163,7 @@ def load_prompts(
             raise DataError(problems)
         return stored
 
-    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marks]:
+    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marked]:
         with progress("looking for duplicates and held-out prompts"):
             return _marked(parts, data, held_out or ())
 
@@ -213,30 +213,26 @@ def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Read
     )
 
 
-def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marks]:
+def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marked]:
     """Marks the duplicates in these parts, and the prompts that overlap with held-out ones."""
-    none = [np.zeros(len(part), bool) for part in parts]
-    duplicate, disagreeing, contaminated = none, none, none
-    names: list[list[tuple[str, str]]] = [[] for _ in parts]
+    dropped, faults = [np.zeros(len(part), bool) for part in parts], [dict[str, Any]() for _ in parts]
     if data.deduplicate:
-        duplicate = repeated([digests(_texts(part)) for part in parts])
+        dropped = repeated([digests(_texts(part)) for part in parts])
         with_truth = (map("\0".join, zip(_texts(part), _truths(part), strict=True)) for part in parts)
         again = repeated(list(map(digests, with_truth)))
-        disagreeing = [twice & ~same for twice, same in zip(duplicate, again, strict=True)]
-    dropped = duplicate
+        for of_part, twice, same in zip(faults, dropped, again, strict=True):
+            of_part |= {"duplicates": int(twice.sum()), "disagreeing": int((twice & ~same).sum())}
     if asked := data.decontaminate:
         places, questions = _questions(asked.against or held_out)
         known = overlap.held_out(questions, asked.ngram)
-        matches = [np.array([known.match(question(chat)) for chat in _chats(part)], np.int64) for part in parts]
-        contaminated = [match >= 0 for match in matches]
-        names = [
-            [(part.item(row).id, places[match[row]]) for row in np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()]
-            for part, match in zip(parts, matches, strict=True)
-        ]
-        if asked.action == "drop":
-            dropped = [twice | found for twice, found in zip(duplicate, contaminated, strict=True)]
-    marks = zip(duplicate, disagreeing, contaminated, dropped, map(tuple, names), strict=True)
-    return [Marks(*of_part) for of_part in marks]
+        for number, part in enumerate(parts):
+            match = np.array([known.match(question(chat)) for chat in _chats(part)], np.int64)
+            shown = np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()
+            overlaps = tuple((part.item(row).id, places[match[row]]) for row in shown)
+            faults[number] |= {"contaminated": int((match >= 0).sum()), "overlaps": overlaps}
+            if asked.action == "drop":
+                dropped[number] = dropped[number] | (match >= 0)
+    return list(zip(dropped, faults, strict=True))
 
 
 def _chats(part: Stored[Prompt]) -> Iterator[list[dict[str, Any]]]:
