@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
+from megagrpo.convert import torch_dist
 from megagrpo.convert.job import Advance, Converted, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
+from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.files.export import lay_out
-from megagrpo.weights.sides import torch_dist
-from megagrpo.weights.sides.torch_dist import Chunk
 from megagrpo.weights.views import box_view, torch_dtype
 
 ITERATION = "iter_0000000"
