@@ -63,12 +63,12 @@ def _unpickled(text: str) -> str:
         content = unpacker.decompress(packed, TESTS_BYTES_MAX)
         if unpacker.unconsumed_tail:
             raise ValueError(f"more than {TESTS_BYTES_MAX:,} bytes of tests")
-        found = _TextOnly(io.BytesIO(content)).load()
+        value = _TextOnly(io.BytesIO(content)).load()
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError) as error:
         raise ValueError(f"neither JSON nor what LiveCodeBench makes of it: {first_line(error)}") from None
-    if not isinstance(found, str):
-        raise ValueError(f"{brief(found)} where text should be")
-    return found
+    if not isinstance(value, str):
+        raise ValueError(f"{brief(value)} where text should be")
+    return value
 
 
 def _row(record: Record) -> PromptRow:
@@ -90,8 +90,7 @@ def _row(record: Record) -> PromptRow:
 
 def _metadata(record: Record) -> dict[str, Any]:
     given = record["metadata"]
-    found = json.loads(given) if isinstance(given, str) else given
-    return dict(found or {})
+    return dict((json.loads(given) if isinstance(given, str) else given) or {})
 
 
 def _problems(record: Record, where: str) -> list[Problem]:

@@ -151,8 +151,10 @@ def conversation(kind: Kind, question: Question, *, careless: bool = False) -> d
     """Returns a row of docs/sft.md: the question, its calls with their results, and the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
     for call in question.calls[:1] if careless else question.calls:
-        asked = {"name": kind.tool, "arguments": json.dumps({kind.argument: call.argument})}
-        messages.append({"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": asked}]})
+        function = {"name": kind.tool, "arguments": json.dumps({kind.argument: call.argument})}
+        messages.append(
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        )
         messages.append({"role": "tool", "content": call.result})
     messages.append({"role": "assistant", "content": question.careless if careless else question.answer})
     return {"messages": messages, "tools": [kind.schema]}

@@ -157,9 +157,9 @@ def _lines(path: str) -> Iterator[bytes]:
 
 def _each_once(pairs: list[tuple[str, Any]]) -> Record:
     """Returns the object. Raises ValueError if it has a key twice."""
-    if len(found := dict(pairs)) < len(pairs):
+    if len(record := dict(pairs)) < len(pairs):
         raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
-    return found
+    return record
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_each_once)

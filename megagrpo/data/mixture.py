@@ -113,9 +113,9 @@ class Mixed(Sequence[AnyItem]):
             if len(wanted) == end - start:
                 yield from of(part)
             elif len(wanted):
-                asked = np.zeros(end - start, bool)
-                asked[wanted] = True
-                yield from (fact for fact, chosen in zip(of(part), asked.tolist(), strict=True) if chosen)
+                taken = np.zeros(end - start, bool)
+                taken[wanted] = True
+                yield from (fact for fact, chosen in zip(of(part), taken.tolist(), strict=True) if chosen)
 
 
 def names(items: Sequence[AnyItem]) -> Iterator[str]:
@@ -256,11 +256,11 @@ def file_labels(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each file: its own, with as many parent folders as tell it from the others."""
     parts = [tuple(path.split("/")) if is_remote(path) else Path(os.path.abspath(path)).parts for path in paths]
     by_end: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for own in set(parts):
-        for depth in range(1, len(own)):
-            by_end.setdefault(own[-depth:], set()).add(own)
-    return ["/".join(own[-_depth(own, by_end) :]).replace("//", "/") for own in parts]
+    for whole in set(parts):
+        for depth in range(1, len(whole)):
+            by_end.setdefault(whole[-depth:], set()).add(whole)
 
+    def depth_of(whole: tuple[str, ...]) -> int:
+        return next((d for d in range(1, len(whole)) if len(by_end[whole[-d:]]) == 1), len(whole))
 
-def _depth(own: tuple[str, ...], by_end: Mapping[tuple[str, ...], set[tuple[str, ...]]]) -> int:
-    return next((d for d in range(1, len(own)) if len(by_end[own[-d:]]) == 1), len(own))
+    return ["/".join(whole[-depth_of(whole) :]).replace("//", "/") for whole in parts]

@@ -77,15 +77,15 @@ def prepare_jsonl(
     located = read(source, simple_schema((prompt_column, answer_column), row_of, named))
     if problems := list(_column_problems(located, answer_column)):
         raise DataError(problems)
-    found = [record for _, record in located]
-    held_out = _held_out([record[prompt_column] for record in found], test_share, seed)
+    records = [record for _, record in located]
+    held_out = _held_out([record[prompt_column] for record in records], test_share, seed)
     splits: dict[str, list[PromptRow]] = {"train": [], "test": []}
-    for record in found:
+    for record in records:
         question = record[prompt_column]
         rows = splits["test" if same_text(question) in held_out else "train"]
         others = {name: value for name, value in record.items() if name != answer_column}
-        own = record.get("data_source")
-        named = own if isinstance(own, str) and own.strip() else source.name.removesuffix(suffix_of(source.name))
+        given = record.get("data_source")
+        named = given if isinstance(given, str) and given.strip() else source.name.removesuffix(suffix_of(source.name))
         rows.append(
             prompt_row(
                 question=f"{question} {instruction}" if instruction else question,

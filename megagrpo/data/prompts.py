@@ -222,15 +222,15 @@ def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequenc
         again = repeated(list(map(digests, with_truth)))
         for of_part, twice, same in zip(faults, dropped, again, strict=True):
             of_part |= {"duplicates": int(twice.sum()), "disagreeing": int((twice & ~same).sum())}
-    if asked := data.decontaminate:
-        places, questions = _questions(asked.against or held_out)
-        known = overlap.held_out(questions, asked.ngram)
+    if check := data.decontaminate:
+        places, questions = _questions(check.against or held_out)
+        known = overlap.held_out(questions, check.ngram)
         for number, part in enumerate(parts):
             match = np.array([known.match(question(chat)) for chat in _chats(part)], np.int64)
             shown = np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()
             overlaps = tuple((part.item(row).id, places[match[row]]) for row in shown)
             faults[number] |= {"contaminated": int((match >= 0).sum()), "overlaps": overlaps}
-            if asked.action == "drop":
+            if check.action == "drop":
                 dropped[number] = dropped[number] | (match >= 0)
     return list(zip(dropped, faults, strict=True))
 
@@ -263,8 +263,8 @@ def _questions(entries: Sequence[DataFileConfig]) -> tuple[list[str], list[str]]
 
 def with_system_prompt(messages: Sequence[Mapping[str, Any]], system: str | None) -> list[Mapping[str, Any]]:
     """Returns the messages, with this system message first unless they begin with their own."""
-    own = system is None or messages[0]["role"] == "system"
-    return list(messages) if own else [{"role": "system", "content": system}, *messages]
+    unchanged = system is None or messages[0]["role"] == "system"
+    return list(messages) if unchanged else [{"role": "system", "content": system}, *messages]
 
 
 def cache_of(folder: str | None) -> Cache:

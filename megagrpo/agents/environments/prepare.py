@@ -26,11 +26,11 @@ def prepare_verifiers(
     evaluation data. A row's prompt is the beginning of its task; extra_info.split and index name the task. Takes at
     most `size` tasks of each split. Raises DataError."""
     source = Path(__file__).with_name("verifiers.py").read_text()
-    task = json.dumps({"environment": environment, "arguments": dict(arguments), "size": size})
+    call = json.dumps({"environment": environment, "arguments": dict(arguments), "size": size})
     where = f"the environment {environment}"
     try:
         done = subprocess.run(
-            [python or sys.executable, "-c", source, task], stdout=subprocess.PIPE, text=True, timeout=SECONDS_MAX
+            [python or sys.executable, "-c", source, call], stdout=subprocess.PIPE, text=True, timeout=SECONDS_MAX
         )
     except OSError as error:
         raise DataError(Problem("--python", str(error), "an interpreter", "name one that has verifiers")) from None
@@ -41,8 +41,8 @@ def prepare_verifiers(
         raise DataError(Problem(where, given, "an environment that can be loaded", fix))
     rows: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for line in done.stdout.splitlines():
-        found = json.loads(line)
-        rows[found["split"]].append(_row(environment, found))
+        task = json.loads(line)
+        rows[task["split"]].append(_row(environment, task))
     if not rows["train"] and not rows["test"]:
         raise DataError(Problem(where, "no tasks", "at least one"))
     if not rows["train"]:  # all it has is for evaluation: its rows are a file of their own
@@ -65,12 +65,12 @@ def prepare_openenv(prompt: str, output: Path, *, system_prompt: str, train: int
     return write_splits(output, [], train=rows[:train], test=rows[train:])
 
 
-def _row(environment: str, found: Mapping[str, Any]) -> PromptRow:
-    truth = found["ground_truth"]
+def _row(environment: str, task: Mapping[str, Any]) -> PromptRow:
+    truth = task["ground_truth"]
     row = prompt_row(
         question="",
         ground_truth=(truth_text(truth) or "") if truth is not None else "",
         data_source=f"{DATA_SOURCE}/{environment}",
-        extra_info={"split": found["split"], "index": found["index"]},
+        extra_info={"split": task["split"], "index": task["index"]},
     )
-    return {**row, "prompt": found["prompt"]}
+    return {**row, "prompt": task["prompt"]}

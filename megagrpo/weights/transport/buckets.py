@@ -220,9 +220,9 @@ def digests_by_bucket(
     end: Callable[[Piece], Placement],
 ) -> dict[str, int]:
     """Returns the digests, at one end, of the pieces of one checkpoint tensor, by their bucket's label."""
-    found = {}
+    sums = {}
     for bucket in buckets:
         if pieces := [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]:
             parts = [digests(tensors, [end(piece)], str(piece.dtype).removeprefix("torch.")) for piece in pieces]
-            found[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
-    return found
+            sums[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
+    return sums

@@ -230,8 +230,8 @@ class _Flow:
         buckets on once all buckets from sources have arrived."""
         self._unsent.extend(outgoing)
         self._awaited = {bucket.key: bucket for bucket in incoming}
-        own = (bucket for bucket in incoming if bucket.receiver == self._peer)
-        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in own)
+        kept = (bucket for bucket in incoming if bucket.receiver == self._peer)
+        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in kept)
         device = next(iter(self._storages.values())).device if self._storages else torch.device("cpu")
         self._transport.connect(self._sync, self._member, self._part(outgoing, incoming), device)
         queue = str(self._peer)
