@@ -38,12 +38,12 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
-    ("data",): 2_824,
+    ("data",): 2_821,
     ("reward",): 8_575,
     ("agents",): 5_302,
     ("track", "report"): 5_771,
     ("importing",): 3_616,
-    ("commands", "processes", ""): 2_615,
+    ("commands", "processes", ""): 2_600,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
