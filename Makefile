@@ -100,9 +100,9 @@ bubblewrap:
 warm-start: $(WARM_START)
 
 adder: $(INSTALLED)
-	$(BIN)/megagrpo prepare adder --output $(ADDER)
+	$(BIN)/python -m examples.prepare adder --output $(ADDER)
 
-$(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | adder
+$(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard examples/demo/*.py) | adder
 	@for run in runs/adder_cpu runs/adder_sglang_cpu runs/algorithms; do \
 		test ! -e $$run || { echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; }; done
 	@echo "Warming up the demo's model: supervised fine-tuning (a minute, once)"
@@ -111,32 +111,32 @@ $(WARM_START): yaml_recipes/adder_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | 
 
 puzzles: $(PUZZLES)
 
-$(PUZZLES): yaml_recipes/puzzles_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | adder
+$(PUZZLES): yaml_recipes/puzzles_sft_cpu.yaml $(wildcard examples/demo/*.py) | adder
 	@for run in $(filter-out runs/puzzles_sft_cpu,$(wildcard runs/puzzles_*)); do \
 		echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; done
-	$(BIN)/megagrpo prepare puzzles --output .cache/puzzles
+	$(BIN)/python -m examples.prepare puzzles --output .cache/puzzles
 	rm -rf runs/puzzles_sft_cpu
 	$(BIN)/megagrpo sft yaml_recipes/puzzles_sft_cpu.yaml
-	$(BIN)/python -m megagrpo.demo.reward_model runs/puzzles_sft_cpu/hugging_face .cache/puzzles/reward_model
+	$(BIN)/python -m examples.demo.reward_model runs/puzzles_sft_cpu/hugging_face .cache/puzzles/reward_model
 
 agents: $(AGENTS)
 
-$(AGENTS): yaml_recipes/agents_sft_cpu.yaml $(wildcard megagrpo/demo/*.py) | $(INSTALLED)
+$(AGENTS): yaml_recipes/agents_sft_cpu.yaml $(wildcard examples/demo/*.py) | $(INSTALLED)
 	@for run in $(filter-out runs/agents_sft_cpu,$(wildcard runs/agents_*)); do \
 		echo "$$run started from a model that is now made anew: rename or remove it"; exit 1; done
-	$(BIN)/megagrpo prepare agents --output .cache/agents
+	$(BIN)/python -m examples.prepare agents --output .cache/agents
 	rm -rf runs/agents_sft_cpu
 	$(BIN)/megagrpo sft yaml_recipes/agents_sft_cpu.yaml
 
 demo: warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
-	@$(BIN)/python -m megagrpo.demo.ask runs/adder_cpu/hugging_face 37+45=
+	@$(BIN)/python -m examples.demo.ask runs/adder_cpu/hugging_face 37+45=
 
 demo-sglang: $(SGLANG_INSTALLED) warm-start
 	$(BIN)/megagrpo train yaml_recipes/adder_sglang_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model, with plain transformers:"
-	@$(BIN)/python -m megagrpo.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
+	@$(BIN)/python -m examples.demo.ask runs/adder_sglang_cpu/hugging_face 37+45=
 
 # Held out, asked as the prompts ask them: the first sum of the file, and its first three that carry.
 SUMS := "Add 22 + 34." "Add 34 + 48." "Add 26 + 27." "Add 33 + 48." --system "You add numbers."
@@ -150,15 +150,15 @@ $(LLM_INSTALLED): $(INSTALLED)
 	$(COMPILE)
 	@touch $@
 
-$(SMOLLM2): megagrpo/demo/language_model.py $(LLM_INSTALLED)
-	$(BIN)/megagrpo prepare smollm2 --output .cache/smollm2
+$(SMOLLM2): examples/demo/language_model.py $(LLM_INSTALLED)
+	$(BIN)/python -m examples.prepare smollm2 --output .cache/smollm2
 
 demo-llm: $(SMOLLM2)
 	@echo "Asking the model before it is trained, with plain transformers:"
-	@$(BIN)/python -m megagrpo.demo.ask .cache/smollm2/model $(SUMS)
+	@$(BIN)/python -m examples.demo.ask .cache/smollm2/model $(SUMS)
 	$(BIN)/megagrpo train yaml_recipes/smollm2_cpu.yaml $(OVERRIDES)
 	@echo "Asking the exported model:"
-	@$(BIN)/python -m megagrpo.demo.ask runs/smollm2_cpu/hugging_face $(SUMS)
+	@$(BIN)/python -m examples.demo.ask runs/smollm2_cpu/hugging_face $(SUMS)
 
 test: lint $(SGLANG_INSTALLED)
 	$(TEST_ENVIRONMENT) $(PYTEST) -m "not long and not soak" $(ARGS)

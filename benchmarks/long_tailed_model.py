@@ -14,9 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from megagrpo.demo.model import make_model, make_tokenizer
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a script's path has its own folder alone
+
+from examples.demo.model import make_model, make_tokenizer  # noqa: E402
+
 ADDER, WARM_START = ROOT / ".cache" / "adder", ROOT / "runs" / "adder_sft_cpu" / "hugging_face"
 
 CONSTANT = 8.0

@@ -1,6 +1,6 @@
 """What float8 blocks cost in nats, on the CPU: a small model that has learnt sums by heart, with and without them.
 
-    python benchmarks/quantization.py            # four minutes of one core
+    python -m benchmarks.quantization            # four minutes of one core
 
 The model answers at temperature 1 with its bfloat16 weights quantised, as an engine would; the logprobs of its tokens
 are compared with those of the same weights as they are, as a trainer's. All products are in float32, so that nothing
@@ -20,8 +20,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor
 
-from megagrpo.demo.model import make_model, make_tokenizer
-from megagrpo.demo.prepare import make_splits
+from examples.demo.adder import make_splits
+from examples.demo.model import make_model, make_tokenizer
 from megagrpo.weights.quantizing import dequantize, quantize
 
 STEPS, BATCH, SEED = 1500, 64, 1

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gather_everything import GatherEverything
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.rollout.sglang.client import Endpoint
 from megagrpo.weights.digest import sent_digests
 from megagrpo.weights.files.loading import load_files

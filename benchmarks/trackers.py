@@ -47,7 +47,7 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.track import tracker_process
 from megagrpo.track.prometheus import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file

@@ -19,8 +19,7 @@ from megagrpo.commands.doctor import add_doctor
 from megagrpo.commands.importing import add_import
 from megagrpo.commands.plan import add_plan
 from megagrpo.commands.prepare import add_prepare
-from megagrpo.commands.report import add_report
-from megagrpo.commands.runs import add_runs
+from megagrpo.commands.report import add_report, add_runs
 from megagrpo.commands.track import add_track
 from megagrpo.commands.train import add_train
 from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, printable

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 
 START_SECONDS = 60.0
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 
 START_SECONDS = 300.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from megagrpo.demo.model import make_tokenizer
+from examples.demo.model import make_tokenizer
 
 LETTERS = string.ascii_lowercase
 QUESTION = {"role": "user", "content": "1+1="}

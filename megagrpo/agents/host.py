@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,8 @@ class AgentHost:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            given = f"{type(error).__name__}: {error}"
-            self._failed(error if isinstance(error, MegagrpoError) else _unexpected(given))
+            unexpected = Problem("the thread that hosts agents", f"{type(error).__name__}: {error}", fix="report it")
+            self._failed(error if isinstance(error, MegagrpoError) else AgentError(unexpected))
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +220,10 @@ class AgentHost:
                 elif "failed" in message:
                     reason = f"{message['failed']}, "
                     if not self._loaded:
-                        raise _not_loaded(self._program, message)
+                        named = f"{self._program.function} of {self._program.file}"
+                        given = f"{named}: {message['trace'] or message['failed']}".rstrip()
+                        needed = "a function that can be called with (task, endpoint) and agent.arguments"
+                        raise AgentError(Problem("the agent cannot be loaded", given, needed))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"it sent what is no message ({error}), "
         finally:
@@ -315,7 +319,9 @@ class AgentHost:
         """Begins rollouts that wait, while there is room. Each process takes at most its share."""
         if not self._waiting:
             return
-        running = {slot: self._not_held(slot) for slot in self._slots}
+        running = {
+            slot: sum(rollout.order not in self._held for rollout in slot.rollouts.values()) for slot in self._slots
+        }
         at_once = self._agent.rollouts_at_once
         share = -(-at_once // len(self._slots))
         while self._waiting and sum(running.values()) < at_once:
@@ -325,9 +331,6 @@ class AgentHost:
             slot = min(free, key=lambda each: running[each])
             self._open(*self._waiting.popleft(), slot)
             running[slot] += 1
-
-    def _not_held(self, slot: Slot) -> int:
-        return sum(rollout.order not in self._held for rollout in slot.rollouts.values())
 
     def _open(self, order: Order, index: int, slot: Slot) -> None:
         agent, request, prompt = self._agent, order.requests[index], order.prompt
@@ -339,13 +342,10 @@ class AgentHost:
         self._running.setdefault(order, {})[index] = rollout
         self._opened[key] = slot.rollouts[key] = rollout
         task = {
-            "id": prompt.id,
+            **{name: getattr(prompt, name) for name in ("id", "ground_truth", "data_source", "ability")},
             "sample": index,
             "seed": request.seed,
             "messages": list(map(dict, prompt.messages)),
-            "ground_truth": prompt.ground_truth,
-            "data_source": prompt.data_source,
-            "ability": prompt.ability,
             "extra_info": dict(prompt.extra_info),
             "limits": {
                 "turns_max": agent.turns_max,
@@ -389,24 +389,10 @@ class AgentHost:
             reward=reward,
             error=late or record.aborted or error,
             counts={**run.counts, **({"late": 1.0} if late else {"failed": 1.0} if failed else {})},
-            events=tuple(sorted([*run.events, *rollout.events], key=_at)),
+            events=tuple(sorted([*run.events, *rollout.events], key=itemgetter("at"))),
         )
         self._release(rollout, replace(sample, finish=finish, agent=run))
         self._fill()
 
     def _log(self, slot: Slot) -> Path:
         return self._logs / f"agents_{slot.number}.log"
-
-
-def _at(event: Mapping[str, Any]) -> float:
-    return float(event["at"])
-
-
-def _not_loaded(program: Program, message: Mapping[str, Any]) -> AgentError:
-    given = f"{program.function} of {program.file}: {message['trace'] or message['failed']}".rstrip()
-    needed = "a function that can be called with (task, endpoint) and agent.arguments"
-    return AgentError(Problem("the agent cannot be loaded", given, needed))
-
-
-def _unexpected(given: str) -> AgentError:
-    return AgentError(Problem("the thread that hosts agents", given, fix="report it"))

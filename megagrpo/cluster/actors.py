@@ -12,8 +12,8 @@ import ray
 
 from megagrpo.cluster import lost_ranks
 from megagrpo.errors import RecipeError
-from megagrpo.imports import importing
-from megagrpo.parent_process import end_with_parent
+from megagrpo.processes.imports import importing
+from megagrpo.processes.lifetime import end_with_parent
 from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.guarded_store import StoreAddress
     from megagrpo.megatron.snapshot import Contents
+    from megagrpo.processes.store import StoreAddress
     from megagrpo.weights.blocks import Preparation
     from megagrpo.weights.boxes import Box
     from megagrpo.weights.files.export import Export

@@ -17,14 +17,14 @@ import ray
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.rollout.engine import Engine, EngineSpec, SoFar
 from megagrpo.rollout.sglang.arguments import ServerNode
 from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
-    from megagrpo.guarded_store import StoreHost
+    from megagrpo.processes.store import StoreHost
     from megagrpo.rollout.sglang.server import Server
 
 WATCH_SECONDS = 1.0
@@ -211,7 +211,7 @@ def make_engine(spec: EngineSpec, other_nodes: Sequence[Any] = ()) -> Engine:
 
 def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     """Starts the server of an engine on several nodes, one process on each, this one first. It ends with the others."""
-    from megagrpo.guarded_store import StoreHost
+    from megagrpo.processes.store import StoreHost
 
     here = ray.util.get_node_ip_address()
     addresses = (here, *ray.get([other.address.remote() for other in others]))

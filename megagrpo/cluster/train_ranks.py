@@ -22,8 +22,8 @@ from megagrpo.cluster.actors import RankActor, ask
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
-from megagrpo.guarded_store import StoreHost
 from megagrpo.layout.parallel import rank_grid
+from megagrpo.processes.store import StoreHost
 from megagrpo.progress import Work, progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe

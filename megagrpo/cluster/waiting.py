@@ -30,8 +30,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megagrpo.after_me import end_after_me
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, Problem
+from megagrpo.processes.lifetime import end_after_me
 from megagrpo.progress import Work, progress
 from megagrpo.timeline import TIMELINE
 

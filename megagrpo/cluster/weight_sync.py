@@ -17,8 +17,8 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, WeightSyncError
-from megagrpo.guarded_store import LOOPBACK
-from megagrpo.ports import own_address
+from megagrpo.processes.ports import own_address
+from megagrpo.processes.store import LOOPBACK
 from megagrpo.recipe.defaults import sync_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.blocks import prepare

@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megagrpo.commands.arguments import add_command
-
-if TYPE_CHECKING:
-    from megagrpo.convert.job import Converted
 
 EXIT_DIFFERENT = 1
 DIFFERENCES_SHOWN = 10
@@ -18,20 +14,20 @@ DIFFERENCES_SHOWN = 10
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     converters = add_command(commands, "convert", "change the format of a checkpoint, or compare two").add_subparsers(
-        title="conversions", required=True, metavar="CONVERSION"
+        title="conversions", required=True, metavar="CONVERSION", dest="conversion"
     )
     dtypes = ("float32", "bfloat16", "float16")
     source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of megagrpo"
     model = "Hugging Face model that gives config and tokenizer to a checkpoint without them"
-    for name, command, text in (
-        ("hf-to-megatron", convert_to_megatron, "write torch_dist, which Megatron-LM loads in any layout"),
-        ("megatron-to-hf", convert_to_hugging_face, "write a Hugging Face model directory"),
-        ("merge-lora", merge_lora, "write a Hugging Face model directory with a low-rank adapter added to the weights"),
+    for name, text in (
+        ("hf-to-megatron", "write torch_dist, which Megatron-LM loads in any layout"),
+        ("megatron-to-hf", "write a Hugging Face model directory"),
+        ("merge-lora", "write a Hugging Face model directory with a low-rank adapter added to the weights"),
     ):
-        added = add_command(converters, name, text, command)
+        added = add_command(converters, name, text, convert)
         added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
         added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
-        if command is merge_lora:
+        if name == "merge-lora":
             adapter = "PEFT adapter, or a training checkpoint of megagrpo with train.lora"
             added.add_argument("--adapter", type=Path, required=True, metavar="DIR", help=adapter)
         added.add_argument("--model", type=Path, metavar="DIR", help=model)
@@ -45,27 +41,25 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     added.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
 
 
-def convert_to_megatron(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.megatron import to_megatron
-
-    done = to_megatron(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _print_converted(done)
-
-
-def convert_to_hugging_face(asked: argparse.Namespace) -> int:
+def convert(asked: argparse.Namespace) -> int:
     from megagrpo.convert.hugging_face import to_hugging_face
+    from megagrpo.convert.megatron import to_megatron
+    from megagrpo.convert.merge_lora import merge_lora
 
-    done = to_hugging_face(asked.source, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite)
-    return _print_converted(done)
-
-
-def merge_lora(asked: argparse.Namespace) -> int:
-    from megagrpo.convert.merge_lora import merge_lora as merge
-
-    done = merge(
-        asked.source, asked.adapter, asked.output, model=asked.model, dtype=asked.dtype, overwrite=asked.overwrite
-    )
-    return _print_converted(done)
+    how = {"model": asked.model, "dtype": asked.dtype, "overwrite": asked.overwrite}
+    match asked.conversion:
+        case "hf-to-megatron":
+            done = to_megatron(asked.source, asked.output, **how)
+        case "megatron-to-hf":
+            done = to_hugging_face(asked.source, asked.output, **how)
+        case _:
+            done = merge_lora(asked.source, asked.adapter, asked.output, **how)
+    if done.left_out:
+        print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
+    if done.continued:
+        print(f"continued: {done.continued} parts were on disk from an earlier attempt", file=sys.stderr)
+    print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
+    return 0
 
 
 def verify(asked: argparse.Namespace) -> int:
@@ -83,12 +77,3 @@ def verify(asked: argparse.Namespace) -> int:
         print(f"and {more} more")
     print(f"{len(found.differences)} tensors differ, by at most {found.largest:.3g}", file=sys.stderr)
     return EXIT_DIFFERENT
-
-
-def _print_converted(done: Converted) -> int:
-    if done.left_out:
-        print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
-    if done.continued:
-        print(f"continued: {done.continued} parts were on disk from an earlier attempt", file=sys.stderr)
-    print(f"{done.tensors} tensors, {done.bytes / 1e9:.3f} GB, in {done.directory}")
-    return 0

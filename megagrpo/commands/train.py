@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megagrpo.commands.arguments import add_command, add_output, add_overrides, whole_number
 from megagrpo.errors import PreflightError, Problem
-from megagrpo.imports import importing
+from megagrpo.processes.imports import importing
 from megagrpo.progress import progress
 
 EXIT_DIFFERENT = 1

@@ -22,11 +22,11 @@ from typing import IO, Any, Protocol, TypeVar
 import torch
 
 from megagrpo.convert.source import CONFIG, Source
+from megagrpo.convert.torch_dist import Chunk
 from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.progress import progress
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
-from megagrpo.weights.sides.torch_dist import Chunk
 
 FORMAT = 2
 """The format of a conversion under way. A conversion that another version has begun is not continued."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
+from megagrpo.convert import torch_dist
 from megagrpo.convert.job import Advance, Converted, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
+from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
-from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.files.export import lay_out
-from megagrpo.weights.sides import torch_dist
-from megagrpo.weights.sides.torch_dist import Chunk
 from megagrpo.weights.views import box_view, torch_dtype
 
 ITERATION = "iter_0000000"
@@ -110,13 +110,37 @@ def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
         yield replace(chunk, start=box.start, shape=box.shape, placements=placements)
 
 
+# For every model, by the names of Megatron-LM's parser.
+FIXED = {
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": False,
+    "apply_query_key_layer_scaling": False,
+    "swiglu": True,
+    "squared_relu": False,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "ckpt_format": "torch_dist",
+    "no_save_optim": True,
+    "no_save_rng": True,
+    "position_embedding_type": "rope",
+    "use_rotary_position_embeddings": True,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+}
+
+
 def _arguments(arch: Architecture) -> dict[str, Any]:
     """Returns Megatron-LM's arguments that describe the model, for --use-checkpoint-args, by its parser's names.
 
     The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
     """
-    rope, yarn, experts, latent = arch.rope, arch.rope.yarn, arch.experts, arch.latent
-    arguments: dict[str, Any] = {
+    rope, yarn, latent = arch.rope, arch.rope.yarn, arch.latent
+    arguments: dict[str, Any] = FIXED | {
         "num_layers": arch.layers,
         "hidden_size": arch.hidden,
         "ffn_hidden_size": arch.ffn,
@@ -125,30 +149,11 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
         "num_query_groups": arch.query_groups,
         "kv_channels": arch.head_dim,
         "max_position_embeddings": arch.max_positions,
-        "normalization": "RMSNorm",
         "norm_epsilon": arch.norm_epsilon,
-        "apply_layernorm_1p": False,
-        "apply_query_key_layer_scaling": False,
-        "swiglu": True,
-        "squared_relu": False,
-        "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm or latent is not None,
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "world_size": 1,
-        "data_parallel_size": 1,
-        "ckpt_format": "torch_dist",
-        "no_save_optim": True,
-        "no_save_rng": True,
-        "position_embedding_type": "rope",
-        "use_rotary_position_embeddings": True,
         "rotary_base": int(rope.theta),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "use_rope_scaling": rope.factor is not None,
     }
     if rope.factor is not None:
@@ -158,10 +163,7 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
             "rope_type": "yarn",
             "rotary_scaling_factor": yarn.factor,
             "original_max_position_embeddings": yarn.original_max_positions,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
+            **{name: getattr(yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
         }
     if latent is not None:
         arguments |= {
@@ -172,24 +174,27 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
             "qk_pos_emb_head_dim": latent.rotary_dim,
             "v_head_dim": latent.value_dim,
         }
-    if experts is not None:
-        dense = experts.dense_layers
+    return arguments if arch.experts is None else arguments | _of_experts(arch.experts, arch.layers)
+
+
+def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
+    dense = experts.dense_layers
+    arguments: dict[str, Any] = {
+        "num_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalize_top_k,
+        # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+    }
+    if experts.shared_ffn:
+        arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
+    if (router := experts.router) is not None:
         arguments |= {
-            "num_experts": experts.count,
-            "moe_ffn_hidden_size": experts.ffn,
-            "moe_router_topk": experts.per_token,
-            "moe_router_pre_softmax": not experts.normalize_top_k,
-            # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
-            "moe_layer_freq": [0] * dense + [1] * (arch.layers - dense) if dense else 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": router.scale,
+            "moe_router_num_groups": router.groups,
+            "moe_router_group_topk": router.groups_per_token,
         }
-        if experts.shared_ffn:
-            arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
-        if (router := experts.router) is not None:
-            arguments |= {
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_topk_scaling_factor": router.scale,
-                "moe_router_num_groups": router.groups,
-                "moe_router_group_topk": router.groups_per_token,
-            }
     return arguments

@@ -14,13 +14,14 @@ import torch
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
 from megagrpo.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, part_of
 from megagrpo.checkpoint.trainer_state import TrainerState
+from megagrpo.convert import torch_dist
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
 from megagrpo.weights.families import read_architecture, refuse_adapter, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.files.loading import ModelFiles
-from megagrpo.weights.sides import checkpoint, torch_dist
+from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import box_view, torch_dtype
 
 CONFIG = "config.json"

@@ -145,25 +145,21 @@ def _unreadable(path: str, error: BaseException, kind: str, after_row: int | Non
 
 
 def _lines(path: str) -> Iterator[bytes]:
-    kind = suffix_of(path).rpartition(".")[2]
+    number = 0
     with closing(open_file(path)) as file:
-        number = 0
-        while True:
-            try:
-                line = file.readline()
-            except (EOFError, OSError) as error:  # a packed file that is damaged
-                raise _unreadable(path, error, kind, after_row=number) from None
-            if not line:
-                return
-            number += 1
-            yield line
+        try:
+            for line in file:
+                yield line
+                number += 1
+        except (EOFError, OSError) as error:  # a packed file that is damaged
+            raise _unreadable(path, error, suffix_of(path).rpartition(".")[2], after_row=number) from None
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> Record:
     """Returns the object. Raises ValueError if it has a key twice."""
-    if len(found := dict(pairs)) < len(pairs):
+    if len(record := dict(pairs)) < len(pairs):
         raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
-    return found
+    return record
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
@@ -269,21 +265,10 @@ def _raise_twice(path: str, fields: Sequence[pa.Field], within: str = "") -> Non
 
 
 def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    file, number = _open_parquet(path), 0
+    file = _open_parquet(path)
     present = file.schema_arrow.names
     names = present if wanted is None else [name for name in present if name in wanted]
-    batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
-    while True:
-        try:
-            batch = next(batches, None)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error, "parquet", after_row=number) from None
-        if batch is None:
-            return
-        yield batch
-        number += batch.num_rows
+    return _read_batches(path, "parquet", file.iter_batches(batch_size=BATCH_ROWS, columns=names))
 
 
 def _open_arrow(path: str) -> pa.RecordBatchReader:
@@ -291,10 +276,7 @@ def _open_arrow(path: str) -> pa.RecordBatchReader:
     import pyarrow as pa
 
     if arrow_source(path).read(len(ARROW_FILE)) == ARROW_FILE:
-        given, needed = (
-            "the Arrow file format (Feather)",
-            "the stream format, which `datasets` writes, or parquet",
-        )
+        given, needed = "the Arrow file format (Feather)", "the stream format, which `datasets` writes, or parquet"
         fix = "write it as parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NAME)"
         raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
     try:
@@ -306,20 +288,27 @@ def _open_arrow(path: str) -> pa.RecordBatchReader:
 
 
 def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    reader, number = _open_arrow(path), 0
-    while True:
-        try:
-            batch = reader.read_next_batch()
+    def sound(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        for batch in stream:
             batch.validate(full=True)  # else damaged offsets are followed, wherever they lead
-        except StopIteration:
-            return
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(path, error, "Arrow stream", after_row=number) from None
+            yield batch
+
+    for batch in _read_batches(path, "Arrow stream", sound(_open_arrow(path))):
         for first in range(0, batch.num_rows, BATCH_ROWS):
             yield batch.slice(first, BATCH_ROWS)
-        number += batch.num_rows
+
+
+def _read_batches(path: str, kind: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields the batches. Raises DataError at one that cannot be read."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        for batch in batches:
+            yield batch
+            number += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error, kind, after_row=number) from None
 
 
 def _batch_records(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Record | Problem]]:

@@ -13,21 +13,32 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
-from megagrpo.data.prompts import RENDER_ERRORS, Reader, cache_of, refusal, template_error
+from megagrpo.data.prompts import Reader, cache_of, rendered
 from megagrpo.data.rows import given_fields, message_problems, simple_schema
 from megagrpo.data.store import Column, Form
-from megagrpo.errors import Problem, brief
+from megagrpo.errors import DataError, Problem, brief
 from megagrpo.recipe.schema import ConversationFileConfig
 from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import encode
 
 Messages = Sequence[Mapping[str, Any]]
 SHOWN_CHARACTERS = 30
+EARLIER_CHANGES = (
+    "the chat template changes earlier messages when later ones follow",
+    "as it is up to this message",
+    "end each row after one assistant message, or use a template that only appends (model.chat_template)",
+)
+"""A cause, a description of the text that is rendered without what follows, and a fix."""
+PROMPT_DIFFERS = (  # R1's prompts end in <think>
+    "the generation prompt (add_generation_prompt) is not how the chat template writes this message",
+    "as the assistant is prompted for it",
+    "put what it adds into the assistant's content, or choose a template, or arguments of it, with which it adds "
+    "nothing (model.chat_template, data.chat_template_arguments)",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +80,13 @@ def load_examples(
     """
     special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     special |= frozenset(tokenizer.all_special_ids)
+    arguments = data.chat_template_arguments
 
     def records(rows: list[Conversation], path: str, findings: Findings) -> Iterator[Column]:
-        rendered = _render(rows, tokenizer, data.chat_template_arguments, path, findings)
-        if findings.count:
+        pieces = rendered(rows, lambda row: list(_pieces(row, path, tokenizer, arguments)), "messages", path, findings)
+        if not pieces:
             return
-        for row, (tokens, loss_mask) in zip(rows, _tokens(rendered, tokenizer, special), strict=True):
+        for row, (tokens, loss_mask) in zip(rows, _tokens(pieces, tokenizer, special), strict=True):
             yield {"number": row.number, "tokens": tokens, "loss_mask": loss_mask}
 
     def shortened(record: Column) -> Column | None:
@@ -92,7 +104,7 @@ def load_examples(
         truncate="truncate",
         cache=cache_of(data.cache),
         tokenizer=tokenizer,
-        settings={"arguments": data.chat_template_arguments, "tools": "of each row"},
+        settings={"arguments": arguments, "tools": "of each row"},
     )
     return mix(files, lambda entry, path, label: reader.read(path, label, CONVERSATION_ROWS), seed=seed)
 
@@ -114,100 +126,58 @@ EXAMPLE_FORM: Form[Example] = Form(
 )
 
 
-class NotAPrefixError(Exception):
-    """The error of a template that renders the first messages of a conversation differently when others follow."""
-
-    cause = "the chat template changes earlier messages when later ones follow"
-    beginning_is = "as it is up to this message"
-    fix = "end each row after one assistant message, or use a template that only appends (model.chat_template)"
-
-    def __init__(self, beginning: str, whole: str, turn: int) -> None:
-        self.beginning, self.whole, self.turn = beginning, whole, turn
-
-    def problem(self, where: str) -> Problem:
-        differs = next(
-            (i for i, (a, b) in enumerate(zip(self.beginning, self.whole, strict=False)) if a != b), len(self.whole)
-        )
-        shown = slice(max(0, differs - SHOWN_CHARACTERS), differs + SHOWN_CHARACTERS)
-        return Problem(
-            f"{where}, messages[{self.turn}]: which tokens are the assistant's is not known, because {self.cause}",
-            given=f"{self.whole[shown]!r} in the whole conversation from character {shown.start} on",
-            needed=f"{self.beginning[shown]!r}, {self.beginning_is}",
-            fix=self.fix,
-        )
-
-
-class PromptNotAPrefixError(NotAPrefixError):
-    """The error of a generation prompt that is no beginning of an assistant's message: R1's prompts end in <think>."""
-
-    cause = "the generation prompt (add_generation_prompt) is not how the chat template writes this message"
-    beginning_is = "as the assistant is prompted for it"
-    fix = (
-        "put what it adds into the assistant's content, or choose a template, or arguments of it, with which it adds "
-        "nothing (model.chat_template, data.chat_template_arguments)"
-    )
-
-
-def _render(
-    conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    arguments: Mapping[str, Any],
-    path: str,
-    findings: Findings,
-) -> list[list[Span]]:
-    rendered = []
-    for conversation in conversations:
-        where = place(path, conversation.number)
-        try:
-            given = {**arguments, "tools": list(conversation.tools)} if conversation.tools else arguments
-            rendered.append(list(_pieces(conversation.messages, tokenizer, given)))
-        except TemplateSyntaxError as error:
-            raise template_error(error) from None
-        except NotAPrefixError as error:
-            findings.add([error.problem(where)])
-        except RENDER_ERRORS as error:
-            findings.add([refusal(where, error, "messages")])
-    return rendered
-
-
-def _pieces(messages: Messages, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Iterator[Span]:
+def _pieces(
+    row: Conversation, path: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> Iterator[Span]:
     """Yields the rendered conversation, cut where the assistant's turns begin and end.
 
-    Raises NotAPrefixError unless each prompt that the assistant would be given is a prefix of the whole.
+    Raises DataError unless each prompt that the assistant would be given is a prefix of the whole.
     """
+    given = {**arguments, "tools": list(row.tools)} if row.tools else arguments
 
     def render(until: int, prompt: bool) -> str:
-        chat: Any = list(messages[:until])
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **arguments))
+        chat: Any = list(row.messages[:until])
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **given))
 
-    whole = render(len(messages), False)
+    whole = render(len(row.messages), False)
     done = 0
-    for turn, message in enumerate(messages):
+    for turn, message in enumerate(row.messages):
         if message["role"] != "assistant":
             continue
         before = render(turn, True)
-        through = whole if turn == len(messages) - 1 else render(turn + 1, False)
+        through = whole if turn == len(row.messages) - 1 else render(turn + 1, False)
+        where = f"{place(path, row.number)}, messages[{turn}]: which tokens are the assistant's is not known"
         if whole.startswith(through) and not whole.startswith(before):
-            raise PromptNotAPrefixError(before, whole, turn)
+            raise DataError(_no_prefix(where, before, whole, PROMPT_DIFFERS))
         for beginning in (before, through):
             if not whole.startswith(beginning) or len(beginning) <= done:
-                raise NotAPrefixError(beginning, whole, turn)
+                raise DataError(_no_prefix(where, beginning, whole, EARLIER_CHANGES))
         if len(through) <= len(before):
-            raise NotAPrefixError(before, through, turn)
+            raise DataError(_no_prefix(where, before, through, EARLIER_CHANGES))
         yield Span(whole[done : len(before)], assistants=False)
         yield Span(whole[len(before) : len(through)], assistants=True)
         done = len(through)
 
 
+def _no_prefix(where: str, beginning: str, whole: str, because: tuple[str, str, str]) -> Problem:
+    """Returns the problem that the first messages are rendered as `beginning`, and otherwise in the `whole`."""
+    pairs = enumerate(zip(beginning, whole, strict=False))
+    differs = next((i for i, (a, b) in pairs if a != b), len(whole))
+    shown = slice(max(0, differs - SHOWN_CHARACTERS), differs + SHOWN_CHARACTERS)
+    cause, beginning_is, fix = because
+    given = f"{whole[shown]!r} in the whole conversation from character {shown.start} on"
+    return Problem(f"{where}, because {cause}", given, f"{beginning[shown]!r}, {beginning_is}", fix)
+
+
 def _tokens(
-    rendered: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
+    conversations: Sequence[Sequence[Span]], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the tokens of each conversation, int32 [tokens], and their loss mask, bool [tokens].
 
     Pieces are encoded one by one, as when the assistant is asked: no token is part prompt and part response.
     """
-    encoded = iter(encode(tokenizer, [piece.text for pieces in rendered for piece in pieces]))
-    for pieces in rendered:
+    encoded = iter(encode(tokenizer, [piece.text for pieces in conversations for piece in pieces]))
+    for pieces in conversations:
         tokens, masks = [], []
         for piece in pieces:
             ids = next(encoded)
@@ -249,9 +219,10 @@ def _with_calls(messages: Any, where: str) -> tuple[Any, list[Problem]]:
     made = []
     for index, message in enumerate(messages):
         if isinstance(message, Mapping) and message.get("tool_calls") is not None:
-            calls, found = _as_list(message["tool_calls"], f"{where}[{index}].tool_calls", "a list of tool calls")
-            read = [_read_call(call, f"{where}[{index}].tool_calls[{i}]") for i, call in enumerate(calls)]
-            problems += [*found, *(call for call in read if isinstance(call, Problem))]
+            at = f"{where}[{index}].tool_calls"
+            calls, of_calls = _as_list(message["tool_calls"], at, "a list of tool calls")
+            read = [_read_call(call, f"{at}[{i}]") for i, call in enumerate(calls)]
+            problems += [*of_calls, *(call for call in read if isinstance(call, Problem))]
             content = message.get("content")
             message = {**message, "content": "" if content is None else content, "tool_calls": read}
             if not read:
@@ -265,30 +236,27 @@ def _read_call(call: Mapping[str, Any], where: str) -> Mapping[str, Any] | Probl
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return Problem(where, brief(call), "a call {function: {name, arguments}}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return Problem(f"{where}.function.arguments", brief(arguments), "JSON")
+    arguments = _parsed(function.get("arguments"))
     if not isinstance(arguments, Mapping):
-        return Problem(f"{where}.function.arguments", brief(arguments), "an object, or one as JSON text")
+        given = brief(function.get("arguments"))
+        return Problem(f"{where}.function.arguments", given, "an object, or one as JSON text")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _as_list(value: Any, where: str, needed: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
     """Reads a list of objects, given as a list or as JSON text. Reads None as an empty list."""
-    read = value
-    if isinstance(value, str):
-        try:
-            read = json.loads(value)
-        except (ValueError, RecursionError):
-            return [], [Problem(where, brief(value), f"{needed}, or one as JSON text")]
-    if read is None:
-        return [], []
-    if not isinstance(read, list) or not all(isinstance(item, Mapping) for item in read):
-        return [], [Problem(where, brief(value), needed)]
-    return read, []
+    read = [] if value is None else _parsed(value)
+    if read is not None and not (isinstance(read, list) and all(isinstance(item, Mapping) for item in read)):
+        return [], [Problem(where, brief(value), f"{needed}, or one as JSON text")]
+    return read or [], []
+
+
+def _parsed(value: Any) -> Any:
+    """Returns the value of JSON text; anything else, and text that is none, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 CONVERSATION_ROWS = simple_schema(("messages",), _row, "docs/sft.md")

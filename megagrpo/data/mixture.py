@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, overload
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from megagrpo.data.files import row_count
 from megagrpo.data.locations import files_of, is_remote
+from megagrpo.data.store import Stored
 from megagrpo.errors import DataError, Problem
 from megagrpo.recipe.schema.data import EntryConfig
 
@@ -34,27 +36,12 @@ class Item(Protocol):
 
 
 AnyItem = TypeVar("AnyItem", bound=Item)
-Kept = TypeVar("Kept", covariant=True)
 AnyFact = TypeVar("AnyFact")
+Made = TypeVar("Made")
 AnyEntry = TypeVar("AnyEntry", bound=EntryConfig)
 OVERLAPS_SHOWN = 100
 REPEATED_MAX = 1e4
 """The most times that an epoch takes a row; amounts in the recipe have the same limit."""
-
-
-class Part(Protocol[Kept]):
-    """The items of one file that can be used, in its order (data/store.py)."""
-
-    @property
-    def figures(self) -> Mapping[str, int]: ...
-
-    def __len__(self) -> int: ...
-
-    def item(self, row: int) -> Kept: ...
-
-    def names(self) -> Iterator[str]: ...
-
-    def contents(self) -> Iterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +63,14 @@ class FileCount:
     """Ids of contaminated prompts, each with the id of a held-out prompt; at most OVERLAPS_SHOWN."""
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Faults of a part's items: bool [items] each. `overlaps` as in FileCount."""
-
-    duplicate: np.ndarray
-    disagreeing: np.ndarray
-    contaminated: np.ndarray
-    dropped: np.ndarray
-    overlaps: tuple[tuple[str, str], ...] = ()
+Marked = tuple[np.ndarray, Mapping[str, Any]]
+"""Flags of a part's items that are dropped, bool [items], and its faults, by field of FileCount."""
 
 
 class Mixed(Sequence[AnyItem]):
     """The items of an epoch, in memory only while they are read. `taken` holds their rows in the concatenated parts."""
 
-    def __init__(self, parts: Sequence[Part[AnyItem]], taken: np.ndarray) -> None:
+    def __init__(self, parts: Sequence[Stored[AnyItem]], taken: np.ndarray) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(map(len, parts))]
         self._taken = taken  # int64 [items]
@@ -120,22 +100,22 @@ class Mixed(Sequence[AnyItem]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def facts(self, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
+    def facts(self, of: Callable[[Stored[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
         """Yields a fact of each item, in order. `of` yields those of a part; every pass calls it for its parts."""
         passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
         for begin, end in pairwise(passes):
             yield from self._pass(self._taken[begin:end], of)
 
-    def _pass(self, rows: np.ndarray, of: Callable[[Part[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
+    def _pass(self, rows: np.ndarray, of: Callable[[Stored[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
         """Yields the facts of one pass, whose rows ascend."""
         for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
             if len(wanted) == end - start:
                 yield from of(part)
             elif len(wanted):
-                asked = np.zeros(end - start, bool)
-                asked[wanted] = True
-                yield from (fact for fact, chosen in zip(of(part), asked.tolist(), strict=True) if chosen)
+                taken = np.zeros(end - start, bool)
+                taken[wanted] = True
+                yield from (fact for fact, chosen in zip(of(part), taken.tolist(), strict=True) if chosen)
 
 
 def names(items: Sequence[AnyItem]) -> Iterator[str]:
@@ -158,10 +138,10 @@ class Mixture(Generic[AnyItem]):
 
 def mix(
     entries: Sequence[AnyEntry],
-    read: Callable[[AnyEntry, str, str], Part[AnyItem]],
+    read: Callable[[AnyEntry, str, str], Stored[AnyItem]],
     *,
     seed: int,
-    mark: Callable[[Sequence[Any]], Sequence[Marks]] | None = None,
+    mark: Callable[[Sequence[Any]], Sequence[Marked]] | None = None,
 ) -> Mixture[AnyItem]:
     """Mixes the items of all entries. `read` receives an entry, one of its files and its label, and returns its part.
 
@@ -169,65 +149,41 @@ def mix(
     of all files.
     """
     problems: list[Problem] = []
-    paths: list[list[str]] = []
-    for entry in entries:
-        try:
-            paths.append(files_of(entry.location))
-        except DataError as error:
-            problems += error.problems
-            paths.append([])
-    labels = iter(file_labels([path for found in paths for path in found]))
-    parts: list[list[Part[AnyItem]]] = []
-    for entry, found in zip(entries, paths, strict=True):
-        parts.append([])
-        for path, label in zip(found, labels, strict=False):
-            try:
-                parts[-1].append(read(entry, path, label))
-            except DataError as error:
-                problems += error.problems
+    paths = [_noting(problems, files_of, entry.location) or [] for entry in entries]
+    files = [(entry, path) for entry, of_entry in zip(entries, paths, strict=True) for path in of_entry]
+    labels = file_labels([path for _, path in files])
+    read_parts = [_noting(problems, read, *file, label) for file, label in zip(files, labels, strict=True)]
+    parts = [part for part in read_parts if part is not None]
     if problems:
         raise DataError(problems)
-    together = [part for of_entry in parts for part in of_entry]
-    marks = mark(together) if mark else [_unmarked(part) for part in together]
-    usable: list[np.ndarray] = []  # of each entry, rows in all parts together
-    counts: list[FileCount] = []
-    starts = [0, *accumulate(map(len, together))]
-    owners = np.repeat(np.arange(len(parts)), list(map(len, parts)))
-    for index in range(len(parts)):
-        own = np.flatnonzero(owners == index)
-        kept = [starts[part] + np.flatnonzero(~marks[part].dropped) for part in own.tolist()]
-        usable.append(np.concatenate([*kept, np.zeros(0, np.int64)]))
-    taken: list[np.ndarray] = []
-    for index, (entry, amount) in enumerate(zip(entries, amounts(entries, list(map(len, usable))), strict=True)):
-        try:
-            taken.append(usable[index][take(len(usable[index]), amount, path=entry.location, key=(seed, index))])
-        except DataError as error:
-            problems += error.problems
+    marks = mark(parts) if mark else [(np.zeros(len(part), bool), {}) for part in parts]
+    starts = [0, *accumulate(map(len, parts))]
+    kept = iter([start + np.flatnonzero(~dropped) for start, (dropped, _) in zip(starts, marks, strict=False)])
+    # Of each entry, rows in all parts together.
+    usable = [np.concatenate([*islice(kept, len(of_entry)), np.zeros(0, np.int64)]) for of_entry in paths]
+    sizes = list(map(len, usable))
+    taken = [
+        _noting(problems, partial(take, size, amount, path=entry.location, key=(seed, index)))
+        for index, (entry, size, amount) in enumerate(zip(entries, sizes, amounts(entries, sizes), strict=True))
+    ]
     if problems:
         raise DataError(problems)
-    rows = np.concatenate(taken)
-    times = np.bincount(np.searchsorted(starts, rows, side="right") - 1, minlength=len(together))
-    names_of_files = [path for found in paths for path in found]
-    for part, path, marked, used in zip(together, names_of_files, marks, times.tolist(), strict=True):
-        figures = part.figures
-        counts.append(
-            FileCount(
-                path,
-                figures["rows"],
-                figures["overlong"],
-                used,
-                duplicates=int(marked.duplicate.sum()),
-                disagreeing=int(marked.disagreeing.sum()),
-                contaminated=int(marked.contaminated.sum()),
-                overlaps=marked.overlaps,
-            )
-        )
-    return Mixture(Mixed(together, rows), tuple(counts))
+    rows = np.concatenate([of_entry[chosen] for of_entry, chosen in zip(usable, taken, strict=True)])
+    times = np.bincount(np.searchsorted(starts, rows, side="right") - 1, minlength=len(parts))
+    counts = [
+        FileCount(path, part.figures["rows"], part.figures["overlong"], used, **faults)
+        for (_, path), part, (_, faults), used in zip(files, parts, marks, times.tolist(), strict=True)
+    ]
+    return Mixture(Mixed(parts, rows), tuple(counts))
 
 
-def _unmarked(part: Part[Any]) -> Marks:
-    none = np.zeros(len(part), bool)
-    return Marks(none, none, none, none)
+def _noting(problems: list[Problem], make: Callable[..., Made], *arguments: Any) -> Made | None:
+    """Returns what `make` makes, or adds the problems of its DataError and returns None."""
+    try:
+        return make(*arguments)
+    except DataError as error:
+        problems += error.problems
+        return None
 
 
 def epoch_rows(entries: Sequence[EntryConfig]) -> int:
@@ -300,11 +256,11 @@ def file_labels(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each file: its own, with as many parent folders as tell it from the others."""
     parts = [tuple(path.split("/")) if is_remote(path) else Path(os.path.abspath(path)).parts for path in paths]
     by_end: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for own in set(parts):
-        for depth in range(1, len(own)):
-            by_end.setdefault(own[-depth:], set()).add(own)
-    return ["/".join(own[-_depth(own, by_end) :]).replace("//", "/") for own in parts]
+    for whole in set(parts):
+        for depth in range(1, len(whole)):
+            by_end.setdefault(whole[-depth:], set()).add(whole)
 
+    def depth_of(whole: tuple[str, ...]) -> int:
+        return next((d for d in range(1, len(whole)) if len(by_end[whole[-d:]]) == 1), len(whole))
 
-def _depth(own: tuple[str, ...], by_end: Mapping[tuple[str, ...], set[tuple[str, ...]]]) -> int:
-    return next((d for d in range(1, len(own)) if len(by_end[own[-d:]]) == 1), len(own))
+    return ["/".join(whole[-depth_of(whole) :]).replace("//", "/") for whole in parts]

@@ -1,12 +1,11 @@
-"""`megagrpo prepare`: GSM8K's own files, or a user's questions and answers, to prompt files (data/rows.py)."""
+"""Prompt files (data/rows.py), written of rows, or of a user's questions and answers."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,10 @@ from megagrpo.data.files import Record
 from megagrpo.data.locations import suffix_of
 from megagrpo.data.mixture import permutation
 from megagrpo.data.overlap import same_text
-from megagrpo.data.rows import SchemaOf, read, simple_schema, text_problems
+from megagrpo.data.rows import read, simple_schema, text_problems
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
-
-GSM8K_SOURCE = "openai/gsm8k"
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-# Folders and names under which a split of GSM8K is published: the hub's parquet export, and the authors' JSONL.
-GSM8K_FOLDERS = (".", "main", "data", "grade_school_math/data")
-GSM8K_NAMES = ("{split}.parquet", "{split}.jsonl", "{split}-*-of-*.parquet")
-
-_FINAL_ANSWER = re.compile(r"####\s*(.+?)\s*$")
-_NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,83 +32,9 @@ class Prepared:
     test: Path | None
     test_rows: int
 
-
-def prepare_gsm8k(source: Path, output: Path) -> Prepared:
-    """Reads both splits of GSM8K (Cobbe et al. 2021, arXiv:2110.14168) from `source`, writes train.parquet and
-    test.parquet to `output`.
-
-    Raises DataError if a split is not found, or naming each row without a question or a number after `####`.
-    """
-    files = {split: split_files(source, split, GSM8K_FOLDERS, GSM8K_NAMES, "GSM8K") for split in ("train", "test")}
-    problems: list[Problem] = []
-    rows: dict[str, list[PromptRow]] = {}
-    for split, paths in files.items():
-        try:
-            rows[split] = _gsm8k_rows(paths, split)
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    sources = [path for paths in files.values() for path in paths]
-    return write_splits(output, sources, train=rows["train"], test=rows["test"])
-
-
-def final_answer(solution: str) -> str | None:
-    """Returns the number after the last `####`, without thousands separators; None if there is none."""
-    match = _FINAL_ANSWER.search(solution[solution.rfind("####") :])
-    number = match.group(1).replace(",", "") if match else ""
-    return number if _NUMBER.fullmatch(number) else None
-
-
-def split_files(source: Path, split: str, folders: Sequence[str], names: Sequence[str], what: str) -> list[Path]:
-    """Returns the files of a split: all matches of the first of `names` that has any, in the first of `folders`.
-
-    Raises DataError if there is none.
-    """
-    if not source.is_dir():
-        needed = f"the folder with {what}'s own files"
-        raise DataError(Problem(str(source), "no such folder", needed))
-    for folder in folders:
-        for name in names:
-            if paths := sorted(source.glob(f"{folder}/{name.format(split=split)}")):
-                return paths
-    tried = " or ".join(name.format(split=split) for name in names)
-    given = ", ".join(sorted(path.name for path in source.iterdir())) or "an empty folder"
-    needed = f"{tried} in it, or in {', '.join(folders[1:])}"
-    raise DataError(Problem(f"{source}: no file of the {split} split", given, needed))
-
-
-def _gsm8k_rows(paths: list[Path], split: str) -> list[PromptRow]:
-    schema = record_schema(("question", "answer"), _gsm8k_problems)
-    found: list[Record] = []
-    problems: list[Problem] = []
-    for path in paths:
-        try:
-            found += read(path, schema)
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    return [
-        prompt_row(
-            question=f"{record['question']} {GSM8K_INSTRUCTION}",
-            ground_truth=str(final_answer(record["answer"])),
-            data_source=GSM8K_SOURCE,
-            ability="math",
-            extra_info={"split": split, "index": index, "question": record["question"], "answer": record["answer"]},
-        )
-        for index, record in enumerate(found)
-    ]
-
-
-def _gsm8k_problems(record: Record, where: str) -> list[Problem]:
-    question, answer = record.get("question"), record.get("answer")
-    if not isinstance(question, str) or not question.strip():
-        return [Problem(f"{where}: no question", given=brief(question), needed="text in the column question")]
-    if not isinstance(answer, str) or final_answer(answer) is None:
-        given = f"an answer that ends {brief(answer[-60:] if isinstance(answer, str) else answer)}"
-        return [Problem(f"{where}: no final answer", given=given, needed="`#### NUMBER` at its end")]
-    return []
+    def __str__(self) -> str:
+        held_out = "" if self.test is None else f"\n{self.test_rows} rows in {self.test}"
+        return f"{self.train_rows} rows in {self.train}{held_out}"
 
 
 def prepare_jsonl(
@@ -144,7 +60,7 @@ def prepare_jsonl(
         needed = "a number from 0 up to, but not, 1"
         raise DataError(Problem("the held-out share is not valid", given=str(test_share), needed=needed))
 
-    def problems_of(record: Record, where: str) -> list[Problem]:
+    def row_of(record: Record, number: int, where: str) -> tuple[str, Record] | list[Problem]:
         problems = []
         question, answer = record.get(prompt_column), record.get(answer_column)
         if not isinstance(question, str) or not question.strip():
@@ -155,21 +71,21 @@ def prepare_jsonl(
             problems.append(Problem(f"{where}, {answer_column}", given=brief(answer), needed="a finite number"))
         for column, value in ((prompt_column, question), (answer_column, answer)):
             problems += text_problems(value, f"{where}, {column}") if isinstance(value, str) else []
-        return problems
+        return problems or (where, record)
 
     named = "the file's columns, and name yours: --prompt-column NAME, --answer-column NAME"
-    located = read(source, _located((prompt_column, answer_column), problems_of, named))
+    located = read(source, simple_schema((prompt_column, answer_column), row_of, named))
     if problems := list(_column_problems(located, answer_column)):
         raise DataError(problems)
-    found = [record for _, record in located]
-    held_out = _held_out([record[prompt_column] for record in found], test_share, seed)
+    records = [record for _, record in located]
+    held_out = _held_out([record[prompt_column] for record in records], test_share, seed)
     splits: dict[str, list[PromptRow]] = {"train": [], "test": []}
-    for record in found:
+    for record in records:
         question = record[prompt_column]
         rows = splits["test" if same_text(question) in held_out else "train"]
         others = {name: value for name, value in record.items() if name != answer_column}
-        own = record.get("data_source")
-        named = own if isinstance(own, str) and own.strip() else source.name.removesuffix(suffix_of(source.name))
+        given = record.get("data_source")
+        named = given if isinstance(given, str) and given.strip() else source.name.removesuffix(suffix_of(source.name))
         rows.append(
             prompt_row(
                 question=f"{question} {instruction}" if instruction else question,
@@ -180,15 +96,6 @@ def prepare_jsonl(
             )
         )
     return write_splits(output, [source], train=splits["train"], test=splits["test"])
-
-
-def _located(
-    required: tuple[str, ...], problems: Callable[[Record, str], list[Problem]], documentation: str
-) -> SchemaOf[tuple[str, Record]]:
-    """Returns the schema of record_schema with rows (place, record)."""
-    return simple_schema(
-        required, lambda record, number, where: problems(record, where) or (where, record), documentation
-    )
 
 
 def _column_problems(located: Sequence[tuple[str, Record]], answer_column: str) -> Iterator[Problem]:
@@ -222,15 +129,6 @@ def _held_out(questions: list[str], share: float, seed: int) -> set[str]:
         needed = "at least one prompt to train on and one held out"
         raise DataError(Problem("the held-out share leaves a file empty", given, needed))
     return {different[i] for i in permutation(len(different), seed)[:count]}
-
-
-def record_schema(
-    required: tuple[str, ...],
-    problems: Callable[[Record, str], list[Problem]],
-    documentation: str = "docs/data.md",
-) -> SchemaOf[Record]:
-    """Returns the schema of a file whose rows are kept unchanged."""
-    return simple_schema(required, lambda record, number, where: problems(record, where) or record, documentation)
 
 
 def prompt_row(

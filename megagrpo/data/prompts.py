@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from megagrpo import typed_json
 from megagrpo.data import overlap
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
-from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marks, Mixture, file_labels, mix
+from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
 from megagrpo.data.overlap import digests, question, repeated
 from megagrpo.data.rows import AnyRow, Row, SchemaOf, counted, prompt_schema, read, rows_to_read, stream
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
@@ -37,6 +38,8 @@ CACHED_BYTES = 2**22
 
 # What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+
+Text = TypeVar("Text")
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,19 @@ class Reader(Generic[AnyRow, AnyItem]):
     def read(self, path: str, label: str, schema_of: SchemaOf[AnyRow], mapping: Any = None) -> Stored[AnyItem]:
         """Reads all usable items of one file. Raises DataError with all problems of the file."""
         size, version = size_and_version(path)
-        key: list[str] = []
 
-        def key_of() -> str:  # rarely called: it reads the whole tokenizer
-            if not key:
-                told = [self.tokens_max, self.overlong, self.noun, dict(self.settings), mapping]
-                key.append(digest([os.path.abspath(path), size, version, identity(self.tokenizer), told]))
-            return key[0]
+        @functools.cache
+        def key() -> str:  # rarely called: it reads the whole tokenizer
+            settings = [self.tokens_max, self.overlong, self.noun, dict(self.settings), mapping]
+            return digest([os.path.abspath(path), size, version, identity(self.tokenizer), settings])
 
-        if size >= CACHED_BYTES and (found := self.cache.find(key_of(), self.form, label)) is not None:
-            return found
+        if size >= CACHED_BYTES and (cached := self.cache.find(key(), self.form, label)) is not None:
+            return cached
         counts = {"rows": 0, "overlong": 0}
         findings = Findings(path)
         with progress(f"reading {label}", rows_to_read(path), "rows") as work:
             usable = self._usable(counted(stream(path, schema_of, findings), work), path, findings, counts)
-            stored = store(usable, self.form, label, self.cache, key_of, lambda: counts)
+            stored = store(usable, self.form, label, self.cache, key, lambda: counts)
         if len(stored):
             return stored
         rows = counts["rows"]
@@ -112,32 +113,18 @@ class Reader(Generic[AnyRow, AnyItem]):
         findings.raise_if_any()
 
 
+TEXTS = ("data_source", "ground_truth", "ability", "extra_info", "messages", "text")
+"""Columns of texts; extra_info and messages are typed_json."""
 PROMPT_COLUMNS = pa.schema(
-    [
-        ("number", pa.int64()),
-        ("tokens", pa.list_(pa.int32())),
-        ("data_source", pa.string()),
-        ("ground_truth", pa.string()),
-        ("ability", pa.string()),
-        ("extra_info", pa.string()),  # typed_json
-        ("messages", pa.string()),  # typed_json
-        ("text", pa.string()),
-    ]
+    [("number", pa.int64()), ("tokens", pa.list_(pa.int32())), *((name, pa.string()) for name in TEXTS)]
 )
 
 
 def _prompt(batch: pa.RecordBatch, row: int, name: str) -> Prompt:
-    found = batch.slice(row, 1).to_pylist()[0]
-    return Prompt(
-        id=name,
-        tokens=tuple(found["tokens"]),
-        data_source=found["data_source"],
-        ground_truth=found["ground_truth"],
-        ability=found["ability"],
-        extra_info=typed_json.loads(found["extra_info"]),
-        messages=tuple(typed_json.loads(found["messages"])),
-        text=found["text"],
-    )
+    record = batch.slice(row, 1).to_pylist()[0]
+    record["extra_info"] = typed_json.loads(record["extra_info"])
+    record["messages"] = tuple(typed_json.loads(record["messages"]))
+    return Prompt(id=name, tokens=tuple(record["tokens"]), **{text: record[text] for text in TEXTS})
 
 
 def _contents(batch: pa.RecordBatch) -> list[bytes]:
@@ -185,14 +172,30 @@ def load_prompts(
     that are not trained on, which keep their duplicates and contaminated ones. Raises DataError with the problems of
     all files, ModelError if the template is not valid Jinja.
     """
+    reader = _prompt_reader(tokenizer, data)
+
+    def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
+        stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
+        if problems := list(_source_problems(stored, path, source_problem)):
+            raise DataError(problems)
+        return stored
+
+    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marked]:
+        with progress("looking for duplicates and held-out prompts"):
+            return _marked(parts, data, held_out or ())
+
+    mark = None if held_out is None else marked
+    return mix(files, part_of, seed=seed, mark=mark)
+
+
+def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Reader[Row, Prompt]:
     system = data.system_prompt
 
     def records(rows: list[Row], path: str, findings: Findings) -> Iterator[Column]:
-        chats = [with_system_prompt(row.messages, system) for row in rows]
-        texts = render(rows, chats, tokenizer, data.chat_template_arguments, path, findings)
-        if findings.count:
+        texts = render(rows, system, tokenizer, data.chat_template_arguments, path, findings)
+        if not texts:
             return
-        for row, chat, text, ids in zip(rows, chats, texts, encode(tokenizer, texts), strict=True):
+        for row, text, ids in zip(rows, texts, encode(tokenizer, texts), strict=True):
             if not ids:
                 findings.add([Problem(f"{place(path, row.number)}: the chat template makes no tokens of it")])
                 continue
@@ -208,11 +211,11 @@ def load_prompts(
                 "ground_truth": row.ground_truth,
                 "ability": row.ability,
                 "extra_info": extra_info,
-                "messages": typed_json.dumps(list(chat)),
+                "messages": typed_json.dumps(with_system_prompt(row.messages, system)),
                 "text": text,
             }
 
-    reader: Reader[Row, Prompt] = Reader(
+    return Reader(
         PROMPT_FORM,
         records,
         lambda record: {**record, "tokens": record["tokens"][-data.prompt_tokens_max :]},
@@ -226,44 +229,27 @@ def load_prompts(
         settings={"system_prompt": system, "arguments": data.chat_template_arguments},
     )
 
-    def part_of(entry: DataFileConfig, path: str, label: str) -> Stored[Prompt]:
-        stored = reader.read(path, label, prompt_schema(entry.columns), entry.columns.model_dump(mode="json"))
-        if problems := list(_source_problems(stored, path, source_problem)):
-            raise DataError(problems)
-        return stored
 
-    def marked(parts: Sequence[Stored[Prompt]]) -> list[Marks]:
-        with progress("looking for duplicates and held-out prompts"):
-            return _marked(parts, data, held_out or ())
-
-    mark = None if held_out is None else marked
-    return mix(files, part_of, seed=seed, mark=mark)
-
-
-def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marks]:
+def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequence[DataFileConfig]) -> list[Marked]:
     """Marks the duplicates in these parts, and the prompts that overlap with held-out ones."""
-    none = [np.zeros(len(part), bool) for part in parts]
-    duplicate, disagreeing, contaminated = none, none, none
-    names: list[list[tuple[str, str]]] = [[] for _ in parts]
+    dropped, faults = [np.zeros(len(part), bool) for part in parts], [dict[str, Any]() for _ in parts]
     if data.deduplicate:
-        duplicate = repeated([digests(_texts(part)) for part in parts])
+        dropped = repeated([digests(_texts(part)) for part in parts])
         with_truth = (map("\0".join, zip(_texts(part), _truths(part), strict=True)) for part in parts)
         again = repeated(list(map(digests, with_truth)))
-        disagreeing = [twice & ~same for twice, same in zip(duplicate, again, strict=True)]
-    dropped = duplicate
-    if asked := data.decontaminate:
-        places, questions = _questions(asked.against or held_out)
-        known = overlap.held_out(questions, asked.ngram)
-        matches = [np.array([known.match(question(chat)) for chat in _chats(part)], np.int64) for part in parts]
-        contaminated = [match >= 0 for match in matches]
-        names = [
-            [(part.item(row).id, places[match[row]]) for row in np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()]
-            for part, match in zip(parts, matches, strict=True)
-        ]
-        if asked.action == "drop":
-            dropped = [twice | found for twice, found in zip(duplicate, contaminated, strict=True)]
-    marks = zip(duplicate, disagreeing, contaminated, dropped, map(tuple, names), strict=True)
-    return [Marks(*of_part) for of_part in marks]
+        for of_part, twice, same in zip(faults, dropped, again, strict=True):
+            of_part |= {"duplicates": int(twice.sum()), "disagreeing": int((twice & ~same).sum())}
+    if check := data.decontaminate:
+        places, questions = _questions(check.against or held_out)
+        known = overlap.held_out(questions, check.ngram)
+        for number, part in enumerate(parts):
+            match = np.array([known.match(question(chat)) for chat in _chats(part)], np.int64)
+            shown = np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()
+            overlaps = tuple((part.item(row).id, places[match[row]]) for row in shown)
+            faults[number] |= {"contaminated": int((match >= 0).sum()), "overlaps": overlaps}
+            if check.action == "drop":
+                dropped[number] = dropped[number] | (match >= 0)
+    return list(zip(dropped, faults, strict=True))
 
 
 def _chats(part: Stored[Prompt]) -> Iterator[list[dict[str, Any]]]:
@@ -294,8 +280,8 @@ def _questions(entries: Sequence[DataFileConfig]) -> tuple[list[str], list[str]]
 
 def with_system_prompt(messages: Sequence[Mapping[str, Any]], system: str | None) -> list[Mapping[str, Any]]:
     """Returns the messages, with this system message first unless they begin with their own."""
-    own = system is None or messages[0]["role"] == "system"
-    return list(messages) if own else [{"role": "system", "content": system}, *messages]
+    unchanged = system is None or messages[0]["role"] == "system"
+    return list(messages) if unchanged else [{"role": "system", "content": system}, *messages]
 
 
 def cache_of(folder: str | None) -> Cache:
@@ -322,38 +308,38 @@ def _source_problems(
 
 def render(
     rows: Sequence[Row],
-    chats: list[list[Mapping[str, Any]]],
+    system: str | None,
     tokenizer: PreTrainedTokenizerBase,
     arguments: Mapping[str, Any],
     path: str,
     findings: Findings,
 ) -> list[str]:
-    """Returns the rendered prompts of all rows. If the template refuses some, returns [] and adds them to findings."""
+    """Returns the prompts of all rows as text, with a system message; [] if there are findings."""
 
-    def render_chats(conversation: Any) -> Any:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **arguments)
+    def text_of(row: Row) -> str:
+        chat: Any = with_system_prompt(row.messages, system)
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
 
-    try:
-        return list(render_chats(chats))
-    except TemplateSyntaxError as error:
-        raise template_error(error) from None
-    except RENDER_ERRORS:
-        for row, chat in zip(rows, chats, strict=True):
-            try:
-                render_chats(chat)
-            except RENDER_ERRORS as error:
-                findings.add([refusal(place(path, row.number), error, "prompt")])
-        if not findings.count:
-            raise
-        return []
+    return rendered(rows, text_of, "prompt", path, findings)
 
 
-def template_error(error: TemplateSyntaxError) -> ModelError:
-    given = f"line {error.lineno}: {error.message}"
-    return ModelError(Problem("the chat template is not valid Jinja", given, fix="correct the template"))
-
-
-def refusal(where: str, error: BaseException, column: str) -> Problem:
-    """Returns the problem of a row for whose messages, in this column, the template raised `error`."""
-    fix = f"correct the row's {column}, or the template"
-    return Problem(f"{where}: the chat template refuses the messages", given=first_line(error), fix=fix)
+def rendered(
+    rows: Sequence[Any], render_row: Callable[[Any], Text], column: str, path: str, findings: Findings
+) -> list[Text]:
+    """Renders all rows; returns [] if there are findings, to which it adds each row that the chat template refuses."""
+    texts = []
+    for row in rows:
+        try:
+            texts.append(render_row(row))
+        except TemplateSyntaxError as error:
+            given = f"line {error.lineno}: {error.message}"
+            raise ModelError(
+                Problem("the chat template is not valid Jinja", given, fix="correct the template")
+            ) from None
+        except RENDER_ERRORS as error:
+            where, fix = place(path, row.number), f"correct the row's {column}, or the template"
+            where = f"{where}: the chat template refuses the messages"
+            findings.add([Problem(where, given=first_line(error), fix=fix)])
+        except DataError as error:
+            findings.add(error.problems)
+    return [] if findings.count else texts

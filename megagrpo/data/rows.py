@@ -278,7 +278,8 @@ def _row(
     ability = record.get("ability") if parts["ability"] is None else found["ability"]
     if isinstance(source, list) and len(source) == 1:  # newer files of open-instruct: a list of verifiers
         source, truth = source[0], truth[0] if isinstance(truth, list) and len(truth) == 1 else truth
-    messages = _as_messages(found["prompt"])
+    prompt = found["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = truth_text(truth)
     problems += text_problems(source, f"{where}, {_called(parts['data_source'])}")
     problems += _prompt_problems(messages, f"{where}, {_called(parts['prompt'])}")
@@ -320,10 +321,6 @@ def _value(record: Record, column: Any) -> Any:
             return MISSING
         value = value[name]
     return value
-
-
-def _as_messages(prompt: Any) -> Any:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def truth_text(value: Any) -> str | None:

@@ -66,8 +66,8 @@ def look(entry: DataFileConfig, view: View, rows: int) -> Looked:
     sources: Counter[str] = Counter()
     for path in files_of(entry.location):
         findings = Findings(path)
-        found = stream(path, prompt_schema(entry.columns), findings)
-        while batch := list(islice(found, BATCH_ROWS)):
+        stored = stream(path, prompt_schema(entry.columns), findings)
+        while batch := list(islice(stored, BATCH_ROWS)):
             texts, sizes = _seen(batch, view, path, findings)
             sources.update(row.data_source for row in batch)
             lengths += sizes
@@ -84,8 +84,8 @@ def draw(looked: Looked, view: View, console: Console) -> None:
         row = example.row
         facts = [("data_source", row.data_source), ("ground_truth", row.ground_truth), ("ability", row.ability)]
         facts += [("extra_info", str(dict(row.extra_info)))] if row.extra_info else []
-        told = "\n".join(f"{name}: {_short(value, 400)}" for name, value in facts if value)
-        body = Text(_short(example.text, CHARACTERS_MAX)).append(f"\n\n{told}", style="dim")
+        notes = "\n".join(f"{name}: {_short(value, 400)}" for name, value in facts if value)
+        body = Text(_short(example.text, CHARACTERS_MAX)).append(f"\n\n{notes}", style="dim")
         console.print(Panel(body, title=Text(f"{example.length} {unit}: {example.where}"), title_align="left"))
     console.print(_figures(looked.lengths, unit, view.tokens_max))
     console.print(histogram(looked.lengths, view.tokens_max))
@@ -108,11 +108,11 @@ def histogram(lengths: np.ndarray, limit: int | None) -> Text:
 
 
 def _seen(rows: Sequence[Row], view: View, path: str, findings: Findings) -> tuple[list[str], list[int]]:
-    chats = [with_system_prompt(row.messages, view.system_prompt) for row in rows]
     if view.tokenizer is None:
+        chats = [with_system_prompt(row.messages, view.system_prompt) for row in rows]
         texts = ["\n".join(f"[{message['role']}] {message['content']}" for message in chat) for chat in chats]
         return texts, [sum(len(message["content"]) for message in chat) for chat in chats]
-    texts = render(rows, chats, view.tokenizer, view.arguments, path, findings)
+    texts = render(rows, view.system_prompt, view.tokenizer, view.arguments, path, findings)
     return texts, [len(ids) for ids in encode(view.tokenizer, texts)] if texts else []
 
 

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import pyarrow as pa
 
 from megagrpo.errors import DataError, Problem
+
+if TYPE_CHECKING:  # slow to import, and a plan reads no rows
+    import pyarrow as pa
+
 
 AnyItem = TypeVar("AnyItem")
 Column = dict[str, Any]
@@ -83,6 +86,8 @@ class Cache:
 
     def find(self, key: str, form: Form[AnyItem], label: str) -> Stored[AnyItem] | None:
         """Returns the items stored under this key, None if there are none."""
+        import pyarrow as pa
+
         try:
             figures = json.loads((self.directory / f"{key}.json").read_text(encoding="utf-8"))
             stored = _mapped(self.directory / f"{key}.arrow", form, label, figures)
@@ -132,6 +137,8 @@ def store(
 
     Raises DataError if the cache cannot be written.
     """
+    import pyarrow as pa
+
     batches: list[pa.RecordBatch] = []
     size = 0
     incoming = _batches(records, form.schema)
@@ -160,6 +167,8 @@ def store(
 
 
 def _batches(records: Iterable[Column], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
     waiting: list[Column] = []
     size = 0
     for record in records:
@@ -173,6 +182,8 @@ def _batches(records: Iterable[Column], schema: pa.Schema) -> Iterator[pa.Record
 
 
 def _mapped(path: Path, form: Form[AnyItem], label: str, figures: Mapping[str, int]) -> Stored[AnyItem]:
+    import pyarrow as pa
+
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
     starts = [0, *accumulate(batch.num_rows for batch in batches)]

@@ -16,6 +16,7 @@ from megagrpo.importing.rows import (
     NotKnownError,
     Options,
     Write,
+    by_name,
     number,
     picked,
     text,
@@ -99,7 +100,7 @@ def entries(pairs: list[tuple[str, int | float]]) -> list[dict[str, Any]]:
 def mixture(value: Any, options: Options) -> Answer:
     note = (
         "data sets of the hub are read at hf://, all files of a set: name those of one split where it has several; "
-        "`megagrpo prepare jsonl --hub NAME` keeps a copy in a folder"
+        "`hf download NAME --repo-type dataset --local-dir DIR` keeps a copy in a folder"
     )
     return Write({"data.train": entries(amounts(value))}, note)
 
@@ -216,23 +217,10 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     return found
 
 
-ANSWERS: Mapping[str, Compute] = {
-    "mixture": mixture,
-    "held_out": held_out,
-    "evaluated_each": evaluated_each,
-    "verified": verified,
-    "format_reward": format_reward,
-    "kl_estimator": kl_estimator,
-    "clip_low": clip_low,
-    "clamp": clamp,
-    "mask": mask,
-    "warmup_share": warmup_share,
-    "asynchronous": asynchronous,
-    "train_ranks": train_ranks,
-    "offload": offload,
-    "kept": kept,
-    "tracking": tracking,
-}
+ANSWERS: Mapping[str, Compute] = by_name(
+    mixture, held_out, evaluated_each, verified, format_reward, kl_estimator, clip_low, clamp, mask, warmup_share,
+    asynchronous, train_ranks, offload, kept, tracking,
+)  # fmt: skip
 CONDITIONS: Mapping[str, Condition] = {
     "penalty": Condition(lambda options: options.number("beta") != 0, "beta is 0"),
     "reference_moves": Condition(

@@ -94,6 +94,11 @@ Compute = Callable[[Any, Options], Answer]
 """An answer from the option's value and all options."""
 
 
+def by_name(*answers: Compute) -> dict[str, Compute]:
+    """Returns the functions by their own names, by which rows name them."""
+    return {getattr(answer, "__name__", ""): answer for answer in answers}
+
+
 @dataclass(frozen=True)
 class Condition:
     """A condition without which an option has no effect. otherwise: why it has none."""

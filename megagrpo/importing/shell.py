@@ -33,6 +33,7 @@ from megagrpo.importing.shell_syntax import (
     While,
     Word,
 )
+from megagrpo.importing.shell_tests import Status, Tested
 from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unknown_part
 
 CHARACTERS_MAX = 1024 * 1024
@@ -40,15 +41,8 @@ COMMANDS_MAX = 20_000
 """Most commands that are followed: a loop may have no end."""
 CALLS_MAX = 20
 OTHER_CHIPS = re.compile(r"\b(torch_npu|npu-smi|rocm-smi|rocminfo|amd-smi|xpu-smi|hl-smi|torch_xla)\b")
+FINDERS = ("command", "which", "type", "hash")
 SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-}
 
 
 @dataclass
@@ -87,10 +81,6 @@ class _LeaveError(Exception):
     def __init__(self, how: str, levels: int = 1) -> None:
         super().__init__(how)
         self.how, self.levels = how, levels
-
-
-Status = bool | None
-"""True if a command succeeds; None if unknown."""
 
 
 class _Run:
@@ -146,7 +136,7 @@ class _Run:
                 number = self.shell.number(text, 0)
                 return self._doubt(f"(({text.strip()}))") if number is None else number != 0
             case Test(words):
-                return self._tested(list(words))
+                return Tested(list(words), self.shell, self._doubt, raw=True).status()
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
@@ -289,9 +279,8 @@ class _Run:
         if name in ("exit", "return", "break", "continue"):
             return self._leave(name, words)
         if name in ("[", "test"):
-            return self._tested(
-                [Word(text, words[0].line) for text in arguments[: -1 if name == "[" else None]], raw=False
-            )
+            tested = [Word(text, words[0].line) for text in arguments[: -1 if name == "[" else None]]
+            return Tested(tested, self.shell, self._doubt, raw=False).status()
         self.script.commands.append(words)
         if self.doubts:
             self.script.doubtful[words[0].line] = self.doubts[-1]
@@ -322,22 +311,18 @@ class _Run:
             for one in arguments:
                 self.shell.variables.pop(one, None)
         elif name in ("read", "mapfile", "readarray"):
-            for one in arguments:
-                if one.isidentifier():
-                    self._set(one, f"{UNKNOWN}${one}")
+            for one in filter(str.isidentifier, arguments):
+                self._set(one, f"{UNKNOWN}${one}")
         elif name == "let":
             for one in arguments:
                 self.shell.number(one, line)
         elif name == "eval":
             return self.block(Parser(" ".join(arguments), line).block())
         elif OTHER_CHIPS.search(command):
-            self.script.notes.append(
-                f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
-            )
+            note = f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
+            self.script.notes.append(note)
             return False
-        elif name == "nvidia-smi" or (
-            name in ("command", "which", "type", "hash") and arguments[-1:] == ["nvidia-smi"]
-        ):
+        elif name == "nvidia-smi" or (name in FINDERS and arguments[-1:] == ["nvidia-smi"]):
             return True
         return True if name in SUCCEEDING else name != "false" and self._doubt(f"`{command}`")
 
@@ -425,91 +410,6 @@ class _Run:
             return f"{UNKNOWN}${{{one.name}[@]}}"
         line = one.value.line if isinstance(one.value, Word) else 0
         return [*before[:number], Word(text, line), *before[number + 1 :]]
-
-    # --- tests --------------------------------------------------------------------------------------------------------
-
-    def _tested(self, words: list[Word], *, raw: bool = True) -> Status:
-        """Evaluates [ ... ], or [[ ... ]] (raw: its words are as they were written): || of && of ! of a comparison."""
-        either, both = ("||", "&&") if raw else ("-o", "-a")
-        return self._any(words, raw, either, both)
-
-    def _any(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
-        found = self._all(words, raw, either, both)
-        while words and words[0].text == either:
-            del words[0]
-            other = self._all(words, raw, either, both)
-            found = True if True in (found, other) else None if None in (found, other) else False
-        return found
-
-    def _all(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
-        found = self._one(words, raw, either, both)
-        while words and words[0].text == both:
-            del words[0]
-            other = self._one(words, raw, either, both)
-            found = False if False in (found, other) else None if None in (found, other) else True
-        return found
-
-    def _one(self, words: list[Word], raw: bool, either: str, both: str) -> Status:
-        if not words:
-            return False
-        first = words.pop(0)
-        if first.text == "!" and words:
-            found = self._one(words, raw, either, both)
-            return None if found is None else not found
-        if first.text == "(" and raw:
-            found = self._any(words, raw, either, both)
-            del words[:1]
-            return found
-        if first.text.startswith("-") and words and words[0].text not in (either, both, "==", "=", "!="):
-            return self._is(first.text, self._text(words.pop(0), raw))
-        left = self._text(first, raw)
-        if not words or words[0].text in (either, both, ")"):
-            return self._is("-n", left)
-        sign = words.pop(0).text
-        right = words.pop(0) if words else Word("", first.line)
-        if sign in COMPARISONS:
-            return self._compared(left, sign, self._text(right, raw), first.line, raw)
-        pattern = self.shell.pattern(right) if raw and sign in ("=", "==", "!=") else self._text(right, raw)
-        if UNKNOWN in left + pattern:
-            return self._doubt(unknown_part(left + pattern))
-        return _compare(left, sign, pattern, raw)
-
-    def _text(self, word: Word, raw: bool) -> str:
-        return self.shell.text(word) if raw else word.text
-
-    def _is(self, sign: str, text: str) -> Status:
-        """Evaluates a test of one word. Files are not looked at: they are another machine's."""
-        if sign == "-v":
-            return True if text in self.shell.variables else self._doubt(f"${text}")
-        if sign not in ("-n", "-z"):
-            return self._doubt(f"[ {sign} {text} ]")
-        if UNKNOWN in text:
-            return self._doubt(unknown_part(text))
-        return bool(text) == (sign == "-n")
-
-    def _compared(self, left: str, sign: str, right: str, line: int, raw: bool) -> Status:
-        if UNKNOWN in left + right:
-            return self._doubt(unknown_part(left + right))
-        one, other = self.shell.number(left or "0", line), self.shell.number(right or "0", line)
-        if one is None or other is None:
-            return self._doubt(f"[ {left} {sign} {right} ]") if raw else False
-        return COMPARISONS[sign](one, other)
-
-
-def _compare(left: str, sign: str, right: str, raw: bool) -> Status:
-    match sign:
-        case "=" | "==" | "!=":
-            return (matches(right, left) if raw else left == right) == (sign != "!=")
-        case "<":
-            return left < right
-        case ">":
-            return left > right
-        case "=~":
-            try:
-                return re.search(right, left) is not None
-            except re.error:
-                return None
-    return None
 
 
 def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | None:

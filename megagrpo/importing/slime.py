@@ -16,6 +16,7 @@ from megagrpo.importing.rows import (
     NotKnownError,
     Options,
     Write,
+    by_name,
     number,
     text,
     texts,
@@ -160,22 +161,10 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     return found
 
 
-ANSWERS: Mapping[str, Compute] = {
-    "prompts": prompts,
-    "held_out": held_out,
-    "minibatches": minibatches,
-    "microbatch": microbatch,
-    "partial": partial,
-    "resampled": resampled,
-    "clip_low": clip_low,
-    "clip_high": clip_high,
-    "kl_coefficient": kl_coefficient,
-    "kl_in_reward": kl_in_reward,
-    "weights": weights,
-    "recompute": recompute,
-    "nodes": nodes,
-    "tracking": tracking,
-}
+ANSWERS: Mapping[str, Compute] = by_name(
+    prompts, held_out, minibatches, microbatch, partial, resampled, clip_low, clip_high, kl_coefficient,
+    kl_in_reward, weights, recompute, nodes, tracking,
+)  # fmt: skip
 CONDITIONS: Mapping[str, Condition] = {
     "grpo": Condition(
         lambda options: options["advantage_estimator"] in ("grpo", "gspo", "cispo"), "only GRPO's advantages read it"

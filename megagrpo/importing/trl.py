@@ -26,6 +26,7 @@ from megagrpo.importing.rows import (
     Options,
     Together,
     Write,
+    by_name,
     number,
     picked,
     text,
@@ -230,24 +231,10 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
     return found
 
 
-ANSWERS: Mapping[str, Compute] = {
-    "data": data,
-    "prompts": prompts,
-    "updates": updates,
-    "total": total,
-    "epochs": epochs,
-    "top_k": top_k,
-    "loss": loss,
-    "level": level,
-    "clip_low": clip_low,
-    "clip_high": clip_high,
-    "scaled": scaled,
-    "importance": importance,
-    "reference": reference,
-    "warmup_share": warmup_share,
-    "kept": kept,
-    "tracking": tracking,
-}
+ANSWERS: Mapping[str, Compute] = by_name(
+    data, prompts, updates, total, epochs, top_k, loss, level, clip_low, clip_high, scaled, importance, reference,
+    warmup_share, kept, tracking,
+)  # fmt: skip
 CONDITIONS: Mapping[str, Condition] = {
     "sapo": Condition(lambda options: options["loss_type"] == "sapo", "only sapo reads it"),
     "correction": Condition(

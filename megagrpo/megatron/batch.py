@@ -31,6 +31,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
 
 NO_ROW = -1
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 LONGEST_MULTIPLE = 1024
 """Megatron keeps rotary tables for every length that it is told."""
 
@@ -127,10 +128,7 @@ def pack(
         index=tensor(np.where(mask, flat_index[following], 0)),
         sequences=PackedSequences(
             qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            cu_seqlens_q_padded=offsets,
-            cu_seqlens_kv_padded=offsets,
+            **dict.fromkeys(OFFSETS, offsets),
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             positions=positions,

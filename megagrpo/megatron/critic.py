@@ -25,9 +25,6 @@ from megagrpo.recipe.schema import CriticConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
 
-DIRECTORY = "critic"
-"""Holds the critic's state, in the directory of the policy's."""
-
 
 class Critic:
     def __init__(
@@ -84,10 +81,6 @@ class Critic:
             return found.loss.sum() / max(minibatch.tokens, 1)
 
         self.model.compute_gradients(minibatch.packed, loss)
-
-    def load(self, directory: Path) -> None:
-        """Replaces the state by the one saved below the policy's directory, of any layout. Raises CheckpointError."""
-        self.model.load(directory / DIRECTORY)
 
 
 def _values(output: Tensor, response: ResponseTokens) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
 from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
@@ -25,6 +24,7 @@ from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.processes.store import StoreAddress
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.train import COMPILED
@@ -32,6 +32,10 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import Copies, Export, copies_for, write_copies, write_part
 from megagrpo.weights.plan import WeightPlan, require_own
+
+POLICY = "policy"
+PLACES = {POLICY: "", "critic": "critic"}
+"""Directories of the models' states, inside a checkpoint's directory."""
 
 
 class ModelRank:
@@ -62,6 +66,7 @@ class ModelRank:
             adapters=train.lora,
             seed=recipe.seed,
         )
+        self.models: dict[str, TrainedModel] = {POLICY: self.policy}
         self.batch = Batch()
         self.copied: dict[int, Copies] = {}  # of an export, by file
         self.microbatches_at_once = 1  # in a pass without gradients
@@ -145,17 +150,17 @@ class ModelRank:
 
     def broken(self) -> dict[str, str]:
         """Returns a description of each weight that is not finite, by its name in checkpoints."""
-        return self.policy.broken()
+        return {
+            weight if name == POLICY else f"the {name}'s {weight}": given
+            for name, model in self.models.items()
+            for weight, given in model.broken().items()
+        }
 
     # --- checkpoints, memory, process ---------------------------------------------------------------------------------
 
-    def models(self) -> Mapping[str, TrainedModel]:
-        """Returns the trained models, by their directories inside a checkpoint's directory."""
-        return {"": self.policy}
-
     def take_snapshot(self) -> None:
         """Copies this rank's part of the training state to host memory. Raises CheckpointError."""
-        for model in self.models().values():
+        for model in self.models.values():
             model.take_snapshot()
 
     def write_snapshot(self, directory: Path) -> tuple[tuple[SavedFile, ...], dict[str, Contents]]:
@@ -165,35 +170,39 @@ class ModelRank:
         """
         files: list[SavedFile] = []
         contents = {}
-        for place, model in self.models().items():
-            written, contents[place] = model.snapshot.write(directory / place)
-            files += in_directory(place, written)
+        for name, model in self.models.items():
+            written, contents[name] = model.snapshot.write(directory / PLACES[name])
+            files += in_directory(PLACES[name], written)
         return tuple(files), contents
 
     def finish_snapshot(self, directory: Path, of_ranks: Sequence[Mapping[str, Contents]]) -> tuple[SavedFile, ...]:
         """Writes the lists of contents, when every rank has written; one rank does. Raises CheckpointError."""
         files: list[SavedFile] = []
-        for place, model in self.models().items():
-            written = model.snapshot.finish(directory / place, [contents[place] for contents in of_ranks])
-            files += in_directory(place, written)
+        for name, model in self.models.items():
+            written = model.snapshot.finish(directory / PLACES[name], [contents[name] for contents in of_ranks])
+            files += in_directory(PLACES[name], written)
         return tuple(files)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
-        self.policy.load(directory)
+        for name, model in self.models.items():
+            model.load(directory / PLACES[name])
 
     def release(self, parts: Iterable[Part | Literal["critic"]]) -> None:
-        """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile."""
-        for offload, own in self.memory(list(parts)):
-            offload.release(own)
+        """Moves parts to host memory until `restore`; what needs them raises RankError meanwhile. `critic` is all of
+        the critic."""
+        for offload, held in self._memory(list(parts)):
+            offload.release(held)
 
     def restore(self, parts: Iterable[Part | Literal["critic"]]) -> None:
-        for offload, own in self.memory(list(parts)):
-            offload.restore(own)
+        for offload, held in self._memory(list(parts)):
+            offload.restore(held)
 
-    def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
+    def _memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
         """Yields each model's Offload with its own parts of these."""
         yield self.policy.offload, [part for part in parts if part != "critic"]
+        if "critic" in self.models and "critic" in parts:
+            yield self.models["critic"].offload, ("parameters", "gradients", "optimizer")
 
     def close(self) -> None:
         process.stop()

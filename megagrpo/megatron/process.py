@@ -20,8 +20,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
 
 from megagrpo.errors import Problem, RankError
-from megagrpo.guarded_store import LOOPBACK, StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.processes.store import LOOPBACK, StoreAddress
 
 
 def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeout_seconds: float) -> None:

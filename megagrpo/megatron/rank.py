@@ -5,11 +5,8 @@ Every method is collective: all ranks call the same ones in the same order. It k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,15 +17,12 @@ from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grp
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, of_tokens
-from megagrpo.megatron.critic import DIRECTORY, Critic
+from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
-from megagrpo.megatron.offload import Offload, Part
-from megagrpo.megatron.reference import Reference
-from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.megatron.weighing import TokenWeights, weigh
+from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import Recipe
@@ -75,6 +69,7 @@ class TrainRank(ModelRank):
             raise RankError(Problem("add_critic", "algorithm.critic: null", "a critic in the recipe"))
         dtype = getattr(torch, dtype_name(self.recipe, self.device.type))
         self._critic = Critic(settings, train_config(self.recipe), self.where, directory, dtype, self.device)
+        self.models["critic"] = self._critic.model
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -94,7 +89,7 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
-        with self._reference_here() as reference, reference.in_place_of(self.policy.chunks):
+        with self.policy.reference_here() as reference, reference.in_place_of(self.policy.chunks):
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
 
     def token_kl(self) -> TokenNumbers | None:
@@ -187,30 +182,8 @@ class TrainRank(ModelRank):
 
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
-        with self._reference_here() as reference:
+        with self.policy.reference_here() as reference:
             reference.follow(self.policy.chunks)
-
-    @property
-    def _saves_reference(self) -> bool:
-        return self.policy.reference is not None and self.policy.reference.follows
-
-    @contextmanager
-    def _reference_here(self) -> Iterator[Reference]:
-        """Puts the reference on the device in the block. Else, even in updates, it may be offloaded (train.offload)."""
-        away = "reference" in self.recipe.train.offload
-        if away:
-            self.policy.offload.restore(["reference"])
-        yield self.reference
-        if away:
-            self.policy.offload.release(["reference"])
-
-    @property
-    def reference(self) -> Reference:
-        """Returns the reference. Raises RankError if there is none, or while its memory or the policy's is released."""
-        if self.policy.reference is None:
-            raise RankError(Problem("the reference", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
-        self.policy.offload.require(["parameters", "reference"])
-        return self.policy.reference
 
     # --- the critic's part of the step --------------------------------------------------------------------------------
 
@@ -237,31 +210,6 @@ class TrainRank(ModelRank):
         values = _computed("values", self.passes.values)
         metrics = self.critic.update(self.batch, values, self.of_tokens(returns), self.recipe.algorithm.epochs, lr)
         return metrics if self.answers else None
-
-    # --- checkpoints and memory, with the critic ----------------------------------------------------------------------
-
-    def broken(self) -> dict[str, str]:
-        critic = self._critic.model.broken() if self._critic else {}
-        return super().broken() | {f"the critic's {name}": given for name, given in critic.items()}
-
-    def models(self) -> Mapping[str, TrainedModel]:
-        return {"": self.policy} | ({DIRECTORY: self._critic.model} if self._critic else {})
-
-    def take_snapshot(self) -> None:
-        with self._reference_here() if self._saves_reference else nullcontext():
-            super().take_snapshot()
-
-    def load(self, directory: Path) -> None:
-        with self._reference_here() if self._saves_reference else nullcontext():
-            super().load(directory)
-        if self._critic:
-            self._critic.load(directory)
-
-    def memory(self, parts: Sequence[Part | Literal["critic"]]) -> Iterator[tuple[Offload, Sequence[Part]]]:
-        """Yields each model's Offload with its own parts of these; `critic` is all of the critic."""
-        yield from super().memory(parts)
-        if self._critic and "critic" in parts:
-            yield self._critic.model.offload, ("parameters", "gradients", "optimizer")
 
     # --- numbers by token ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class TrainedModel:
         self.layout = train.layout.parallel()
         self.where = where
         self._dtype_name = str(dtype).removeprefix("torch.")
-        self._settings, self._overlap = train.optimizer, train.overlap
+        self._settings, self._overlap, self._offloaded = train.optimizer, train.overlap, train.offload
         config = transformer_config(architecture, train, dtype, device)
         self._side = TE_SPEC if config.transformer_impl == "transformer_engine" else LOCAL_SPEC
         models = build_chunks(architecture, config, self.layout)
@@ -172,21 +173,36 @@ class TrainedModel:
         if self.reference.follows:
             self._state = replace(self._state, reference=self.reference.named(self.chunks))
 
+    @contextmanager
+    def reference_here(self) -> Iterator[Reference]:
+        """Yields the reference, on the device. Elsewhere it may be offloaded, even in updates (train.offload).
+        Raises RankError if there is none, or while its memory or the model's is released."""
+        if self.reference is None:
+            raise RankError(Problem("the reference", "algorithm.kl.coefficient: 0", "a KL coefficient above 0"))
+        if "reference" in self._offloaded:
+            self.offload.restore(["reference"])
+        self.offload.require(["parameters", "reference"])
+        yield self.reference
+        if "reference" in self._offloaded:
+            self.offload.release(["reference"])
+
     def take_snapshot(self) -> None:
         """Copies this rank's part of the training state to host memory. Raises CheckpointError."""
-        self._require_state()
-        self.snapshot.take(self._state)
+        self.offload.require(["parameters", "optimizer"])
+        with self.reference_here() if self._saves_reference else nullcontext():
+            self.snapshot.take(self._state)
 
     def load(self, directory: Path) -> None:
         """Replaces the training state by a saved one, of any layout. Raises CheckpointError."""
-        self._require_state()
-        state.load(self._state, directory)
-        if self.reference and self.reference.follows:
-            self.reference.restored()
+        self.offload.require(["parameters", "optimizer"])
+        with self.reference_here() if self._saves_reference else nullcontext() as reference:
+            state.load(self._state, directory)
+            if reference:
+                reference.restored()
 
-    def _require_state(self) -> None:
-        follows = self.reference is not None and self.reference.follows
-        self.offload.require(["parameters", "optimizer", "reference"] if follows else ["parameters", "optimizer"])
+    @property
+    def _saves_reference(self) -> bool:
+        return self.reference is not None and self.reference.follows
 
 
 # Megatron looks for a gradient on the views that the distributed optimizer updates.

@@ -268,7 +268,7 @@ def _trained(case: Case, layout: ParallelLayout, stage: int) -> Iterator[_Traine
 
 
 def bucket_bytes(recipe: AnyRecipe, weights: int) -> int:
-    """Returns the bytes of two buckets at each end of a weight sync (weights/transport/buckets.py), none larger than
+    """Returns the bytes of two buckets at each end of a weight sync (weights/transport/ends.py), none larger than
     the `weights` there. Files need none."""
     if not isinstance(recipe, Recipe) or recipe.transfer == "disk":
         return 0

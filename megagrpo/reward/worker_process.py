@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.parent_process import end_with_parent
+from megagrpo.processes.lifetime import end_with_parent
 from megagrpo.reward.functions import Function, Outcome, failure_of, load, outcomes_of, timed_out
 from megagrpo.user_functions import IMPORTED
 

@@ -30,8 +30,8 @@ from megagrpo.weights.digest import digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.sides import transformers as transformers_side
-from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, open_receiver
+from megagrpo.weights.transport.ends import BucketReceiver
 from megagrpo.weights.views import model_tensors, torch_dtype
 
 CLOSE_SECONDS = 5.0

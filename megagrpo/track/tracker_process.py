@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import first_line
-from megagrpo.parent_process import end_with_parent, let_family_idle
+from megagrpo.processes.lifetime import end_with_parent, let_family_idle
 from megagrpo.recipe.load import load_any
 from megagrpo.track.behind import FINISH_TIMEOUT_SECONDS, Behind, Remote
 from megagrpo.track.delivered import Delivered
@@ -48,7 +48,7 @@ main()
 """Slurm sends these signals to all processes, and the driver says what to do: nothing may be imported before."""
 REPORT = """
 import sys
-from megagrpo.parent_process import end_with_parent
+from megagrpo.processes.lifetime import end_with_parent
 end_with_parent()
 from megagrpo.cli import main
 sys.exit(main(["report", sys.argv[1]]))

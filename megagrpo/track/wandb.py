@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megagrpo.parent_process import let_family_idle
+from megagrpo.processes.lifetime import let_family_idle
 from megagrpo.recipe.schema import WandBConfig
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.metric_lines import MetricLines

@@ -20,7 +20,7 @@ from megagrpo import cli
 from megagrpo.agents.processes import AgentProcess, Program
 from megagrpo.agents.record import Record
 from megagrpo.data.reasoning_gym import task_records
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.types import Request, Sample, SamplingParams
 from tests.agents.families import chat_of

@@ -16,12 +16,12 @@ import numpy as np
 import psutil
 import pytest
 
+from examples.demo.model import make_tokenizer
 from megagrpo.agents import host as agents_host
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
 from megagrpo.agents.processes import Program
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.report.text import conversation

@@ -16,7 +16,7 @@ import pytest
 from megagrpo.agents.tools.load import offered, provider
 from megagrpo.agents.tools.tool import Called, answer
 from megagrpo.errors import AgentError
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema.tools import ToolConfig
 
 pytest.importorskip("mcp")

@@ -27,7 +27,7 @@ def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: boo
     policy, metrics = rank.policy, []
     for _ in range(3):
         if release:
-            everything = [*named_tensors(policy.chunks).values(), *rank.reference.tensors]
+            everything = [*named_tensors(policy.chunks).values(), *rank.policy.reference.tensors]
             for chunk in policy.chunks:
                 everything += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             # Asked for its shards, an optimizer makes its moments: before the first step it has none.
@@ -38,7 +38,7 @@ def three_steps(rank: TrainRank, batch: RankBatch, advantages: Any, release: boo
             rank.restore(("reference", "parameters", "optimizer", "gradients"))
         load_and_pass(rank, batch)
         metrics.append(update(rank, advantages))
-    return metrics, states_of(policy), dict(enumerate(rank.reference.tensors))
+    return metrics, states_of(policy), dict(enumerate(rank.policy.reference.tensors))
 
 
 @pytest.mark.parametrize("name", ["expert, data", "three stages", *soak("tensor", "expert over tensor")])
@@ -60,7 +60,7 @@ def test_released_memory_is_gone_and_the_numbers_stay_bit_for_bit(name: str, cas
 
 def where_the_reference_is(rank: TrainRank, batch: RankBatch, advantages: Any, directory: Path | None) -> Any:
     """Metrics; the reference's bytes on the device after its pass, in the update and after a save; host bytes."""
-    held, tensors = [], rank.reference.tensors
+    held, tensors = [], rank.policy.reference.tensors
 
     def count() -> None:
         held.append(sum(storage.nbytes() for storage in {t.untyped_storage() for t in tensors}))

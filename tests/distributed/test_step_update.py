@@ -359,7 +359,7 @@ def test_an_optimizer_step_with_a_nan_on_one_rank_is_skipped_on_all_and_leaves_n
 def logprobs_of_broken_references(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> None:
     rank.load_batch(batch)
     rank.compute_reference_logprobs()
-    for tensor in rank.reference.tensors:
+    for tensor in rank.policy.reference.tensors:
         tensor.fill_(np.nan)
     with pytest.raises(RankError, match=r"reference are not finite\n.*nan for 164 of 164: token 0 of response \d"):
         rank.compute_reference_logprobs()

@@ -20,8 +20,9 @@ from megagrpo.weights.digest import digests, expected_digests, sent_digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
+from megagrpo.weights.transport.buckets import Peer, destination_peer
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.ends import BucketReceiver, BucketSender, Transport
 from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, SharedMemory, remove_left_over

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from tests.loop import small_run
 from tests.loop.ray_nursery import Nursery
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import yaml
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from examples.demo.model import make_tokenizer
 from megagrpo.data.prepare import prompt_row, write_splits
-from megagrpo.demo.model import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 T = TypeVar("T")

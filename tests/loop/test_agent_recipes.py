@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.demo import agents
-from megagrpo.demo.prepare import fingerprint
+from examples.demo import agents
+from examples.demo.adder import fingerprint
 from tests.loop import small_run
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]

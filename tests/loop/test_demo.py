@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.demo.ask import ask
-from megagrpo.demo.prepare import fingerprint, prepare
+from examples.demo.adder import fingerprint, prepare
+from examples.demo.ask import ask
 from tests.loop import small_run
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]

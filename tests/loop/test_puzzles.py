@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.demo import puzzles
-from megagrpo.demo.prepare import fingerprint, prepare
-from megagrpo.demo.reward_model import train as train_reward_model
+from examples.demo import puzzles
+from examples.demo.adder import fingerprint, prepare
+from examples.demo.reward_model import train as train_reward_model
 from tests.loop import small_run
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2 * small_run.RUN_SECONDS)]

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megagrpo.demo import agents, language_model, puzzles
-from megagrpo.demo import prepare as adder
+from examples.demo import adder, agents, language_model, puzzles
 from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import SftRecipe
 from tests.loop import small_run

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megagrpo.demo.model import make_tokenizer
+from examples.demo.model import make_tokenizer
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.sglang.answers import Answer, generate_body

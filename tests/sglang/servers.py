@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megagrpo.errors import MegagrpoError
-from megagrpo.guarded_store import LOOPBACK, StoreHost
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
+from megagrpo.processes.store import LOOPBACK, StoreHost
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.rollout.engine import EngineSpec
 from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment

@@ -27,9 +27,10 @@ from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport import LOAD_FORMAT
-from megagrpo.weights.transport.buckets import BucketSender, bucket_problems
+from megagrpo.weights.transport.buckets import bucket_problems
 from megagrpo.weights.transport.choice import TransportName
 from megagrpo.weights.transport.disk import DiskFiles
+from megagrpo.weights.transport.ends import BucketSender
 from megagrpo.weights.transport.sglang import read_plan, serialize
 from tests.rollout_engines import generate
 from tests.rollout_engines import request as ask

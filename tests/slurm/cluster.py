@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from tests.loop.small_run import REPOSITORY, own_environment, wait_until
 
 SCRIPTS = REPOSITORY / "slurm"

@@ -92,7 +92,7 @@ def test_a_failed_run_and_an_interrupted_one_have_their_own_exit_codes(
         (["plan", "r.yaml", "--\x1b[31m"], r"--\x1b[31m"),
         (["plan", "r.yaml", "--search", "--gpus", str(10**18)], "a whole number from 1 to 100000"),
         (["prepare"], "DATA_SET"),
-        (["prepare", "gsm8k"], "--source"),
+        (["prepare", "jsonl"], "--source"),
         (["prepare", "jsonl", "--source", "x", "--output", "y", "--seed=-1"], "a whole number from 0"),
     ],
 )
@@ -103,17 +103,6 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], said: str, capsys: pyt
     printed = capsys.readouterr().err
     assert "usage: megagrpo" in printed
     assert said in printed
-
-
-def test_prepare_gsm8k_writes_both_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, output = tmp_path / "gsm8k", tmp_path / "prepared"
-    source.mkdir()
-    row = json.dumps({"question": "How much is 1000+1?", "answer": "1000+1=1001\n#### 1,001"})
-    (source / "train.jsonl").write_text(f"{row}\n{row}\n")
-    (source / "test.jsonl").write_text(f"{row}\n")
-    assert main(["prepare", "gsm8k", "--source", str(source), "--output", str(output)]) == 0
-    assert capsys.readouterr().out == f"2 rows in {output}/train.parquet\n1 rows in {output}/test.parquet\n"
-    assert pq.read_table(output / "test.parquet").to_pylist()[0]["reward_model"]["ground_truth"] == "1001"
 
 
 def test_prepare_jsonl_reads_the_named_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.demo.model import make_tokenizer
 from megagrpo.cluster.agent_turns import AgentTurns
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import MegagrpoError
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import after_begun, nothing_sampled, training_requests

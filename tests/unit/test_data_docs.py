@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo.cli import main
+from examples import prepare
+from megagrpo import cli
 from megagrpo.data.locations import SUFFIXES
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import broken_rules
@@ -16,7 +17,8 @@ from tests.data_files import write_jsonl, write_parquet
 from tests.tiny_run import ROW, make_model, recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^\$ megagrpo (.*)$", PAGE, re.MULTILINE)
+MAINS = {"megagrpo": cli.main, "python -m examples.prepare": prepare.main}
+COMMANDS = re.findall(rf"^\$ ({'|'.join(MAINS)}) (.*)$", PAGE, re.MULTILINE)
 RECIPES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -43,16 +45,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_page_works(command, folder, capsys):
-    assert main(shlex.split(command)) == 0
+@pytest.mark.parametrize(("main", "command"), COMMANDS)
+def test_a_command_of_the_page_works(main, command, folder, capsys):
+    assert MAINS[main](shlex.split(command)) == 0
     assert capsys.readouterr().out
 
 
 def test_the_page_has_every_command_of_data_and_every_preparer():
-    assert {" ".join(command.split()[:2]) for command in COMMANDS} == {
-        "data show", "data check", "prepare gsm8k", "prepare math", "prepare livecodebench", "prepare jsonl",
+    assert {" ".join(command.split()[:2]) for main, command in COMMANDS if main == "megagrpo"} == {
+        "data show", "data check", "prepare jsonl",
     }  # fmt: skip
+    data_sets = {name for name, (module, _) in prepare.NAMES.items() if module.startswith("data_sets.")}
+    assert {command.split()[0] for main, command in COMMANDS if main != "megagrpo"} == data_sets
     assert [suffix for suffix in SUFFIXES if f"`{suffix}`" not in PAGE] == []
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from examples.demo.model import make_tokenizer, make_tool_tokenizer
 from megagrpo.data.messages import CONVERSATION_ROWS, Example, load_examples
 from megagrpo.data.mixture import Mixture
 from megagrpo.data.rows import quick_look
-from megagrpo.demo.model import make_tokenizer, make_tool_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema.sft import SftDataConfig
 from tests.data_files import write_jsonl, write_parquet

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.demo.model import make_tokenizer
 from megagrpo.data import report
 from megagrpo.data.mixture import epoch_rows
 from megagrpo.data.overlap import digests, held_out, repeated, words
 from megagrpo.data.prompts import load_prompts
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError
 from megagrpo.preflight.data_check import check_recipe
 from megagrpo.recipe.load import load as load_recipe

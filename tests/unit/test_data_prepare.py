@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.commands.prepare import downloaded
-from megagrpo.data.prepare import final_answer, prepare_gsm8k, prepare_jsonl
-from megagrpo.data.prepare_livecodebench import prepare_livecodebench, unpacked_tests
-from megagrpo.data.prepare_math import boxed_answer, prepare_math
+from examples.data_sets import gsm8k, livecodebench, math
+from examples.data_sets.gsm8k import final_answer
+from examples.data_sets.livecodebench import unpacked_tests
+from examples.data_sets.math import boxed_answer
+from examples.data_sets.source import downloaded
+from examples.prepare import main
+from megagrpo.data.prepare import prepare_jsonl
 from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.errors import DataError
 from megagrpo.reward.answer_text import final_answer as final_answer_of
@@ -44,7 +47,7 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
         name = pattern.format("train").replace("-00000-", f"-{shard:05}-")
         write(source / name, *(GSM8K[2 * shard :] if shard or shards == 1 else GSM8K[:2]))
     write(source / pattern.format("test"), GSM8K[0])
-    prepared = prepare_gsm8k(source, tmp_path / "out")
+    prepared = gsm8k.prepare(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
     rows = read(prepared.train, PROMPT_ROWS)
     assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
@@ -62,7 +65,7 @@ def test_rows_without_a_final_answer_are_named_and_nothing_is_written(tmp_path):
     rows = ({"question": "?", "answer": answer} for answer in answers)
     bad = write_jsonl(tmp_path / "test.jsonl", GSM8K[0], *rows)
     with pytest.raises(DataError, match="no final answer") as raised:
-        prepare_gsm8k(tmp_path, tmp_path / "out")
+        gsm8k.prepare(tmp_path, tmp_path / "out")
     assert [problem.where.partition(":")[0] for problem in raised.value.problems] == [
         f"{bad} line {number}" for number in range(2, 8)
     ]
@@ -72,9 +75,9 @@ def test_rows_without_a_final_answer_are_named_and_nothing_is_written(tmp_path):
 def test_a_missing_split_says_what_is_there_and_what_is_needed(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", *GSM8K)
     with pytest.raises(DataError, match=r"test split\n.*train.jsonl\n.*test.parquet or test.jsonl"):
-        prepare_gsm8k(tmp_path, tmp_path / "out")
+        gsm8k.prepare(tmp_path, tmp_path / "out")
     with pytest.raises(DataError, match="none"):
-        prepare_gsm8k(tmp_path / "none", tmp_path / "out")
+        gsm8k.prepare(tmp_path / "none", tmp_path / "out")
 
 
 def test_a_source_is_never_overwritten(tmp_path):
@@ -82,10 +85,20 @@ def test_a_source_is_never_overwritten(tmp_path):
         write_parquet(tmp_path / f"{split}.parquet", *GSM8K)
     before = (tmp_path / "train.parquet").read_bytes()
     with pytest.raises(DataError, match="overwrite its own source"):
-        prepare_gsm8k(tmp_path, tmp_path)
+        gsm8k.prepare(tmp_path, tmp_path)
     assert (tmp_path / "train.parquet").read_bytes() == before
     with pytest.raises(DataError, match="cannot be written"):
-        prepare_gsm8k(tmp_path, tmp_path / "train.parquet")
+        gsm8k.prepare(tmp_path, tmp_path / "train.parquet")
+
+
+def test_the_command_of_examples_writes_both_splits_and_says_so(tmp_path, capsys):
+    for split, rows in (("train", GSM8K), ("test", GSM8K[:1])):
+        write_jsonl(tmp_path / f"{split}.jsonl", *rows)
+    output = tmp_path / "out"
+    assert main(["gsm8k", "--source", str(tmp_path), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"3 rows in {output}/train.parquet\n1 rows in {output}/test.parquet\n"
+    assert main(["gsm8k", "--source", str(output / "none"), "--output", str(output)]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="ab #,1\n", max_size=20))
@@ -195,7 +208,7 @@ def test_math_is_prepared_from_its_published_files(kind, tmp_path):
             folder = tmp_path / "MATH" / split / "algebra"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{index}.json").write_text(json.dumps(row, indent=4))
-    prepared = prepare_math(tmp_path, tmp_path / "out")
+    prepared = math.prepare(tmp_path, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (2, 1)
     rows = read(prepared.train, PROMPT_ROWS)
     assert [row.ground_truth for row in rows] == [r"\frac{1}{2}", r"\{1, 2\}"]
@@ -207,7 +220,7 @@ def test_problems_of_math_without_an_answer_are_named(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", *MATH, MATH[0] | {"solution": "so it is 2"}, MATH[0] | {"problem": ""})
     write_jsonl(tmp_path / "test.jsonl", *MATH)
     with pytest.raises(DataError, match=r"line 3: no final answer(.|\n)*line 4: no problem"):
-        prepare_math(tmp_path, tmp_path / "out")
+        math.prepare(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +262,7 @@ PROGRAM = {
 
 def test_livecodebench_is_prepared_with_all_of_its_tests(tmp_path):
     rows = (PROGRAM, PROGRAM | {"starter_code": "def add_one(x):", "metadata": '{"func_name": "add_one"}'})
-    prepared = prepare_livecodebench(write_jsonl(tmp_path / "test.jsonl", *rows), tmp_path / "out")
+    prepared = livecodebench.prepare(write_jsonl(tmp_path / "test.jsonl", *rows), tmp_path / "out")
     first, second = read(prepared.train, PROMPT_ROWS)
     tests = json.loads(second.ground_truth)
     assert tests == {"public_test_cases": TEST, "private_test_cases": TEST, "metadata": {"func_name": "add_one"}}
@@ -268,7 +281,7 @@ def test_tests_that_are_no_text_are_refused_and_nothing_is_run(tests, tmp_path, 
         unpacked_tests(tests)
     source = write_jsonl(tmp_path / "test.jsonl", PROGRAM, PROGRAM | {"private_test_cases": tests})
     with pytest.raises(DataError, match="line 2, private_test_cases"):
-        prepare_livecodebench(source, tmp_path / "out")
+        livecodebench.prepare(source, tmp_path / "out")
     assert not (tmp_path / "attacked").exists()
 
 

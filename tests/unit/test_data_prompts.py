@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from examples.demo.model import make_tokenizer
 from megagrpo.data.files import records, row_count
 from megagrpo.data.mixture import epoch_rows, file_labels, mix, take
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.store import Cache, Form, Stored, store
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError, ModelError
 from megagrpo.recipe.schema import DataFileConfig, RewardConfig
 from megagrpo.recipe.schema.data import DataConfig

@@ -5,12 +5,12 @@ import random
 import pytest
 from reasoning_gym.factory import DATASETS
 
+from examples.demo.model import make_tokenizer
 from megagrpo.data.files import records, row_count
 from megagrpo.data.locations import path_problem
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.reasoning_gym import task_at
 from megagrpo.data.rows import PROMPT_ROWS, quick_look, read
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.recipe.schema.data import DataConfig, overlap_rules

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from examples.demo.model import make_tokenizer
 from megagrpo.cli import main
 from megagrpo.data.show import View, draw, entry_of, histogram, look
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import DataFileConfig
 from tests.data_files import write_jsonl

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from examples.demo import adder as demo
+from examples.demo.adder import Sum, make_splits
+from examples.demo.model import make_tokenizer
 from megagrpo.data.rows import PROMPT_ROWS, read
-from megagrpo.demo import prepare as demo
-from megagrpo.demo.model import make_tokenizer
-from megagrpo.demo.prepare import Sum, make_splits
 from megagrpo.recipe.defaults import export_directory
 from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward.verifiers import gsm8k

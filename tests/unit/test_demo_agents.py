@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from examples.demo import agents
+from examples.demo.agents import KINDS, TEST, TRAIN
 from megagrpo.data.messages import load_examples
 from megagrpo.data.rows import PROMPT_ROWS, read
-from megagrpo.demo import agents
-from megagrpo.demo.agents import KINDS, TEST, TRAIN
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load_sft

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo import language_model
 from megagrpo.data.rows import PROMPT_ROWS, read
-from megagrpo.demo import language_model
 from megagrpo.errors import ModelError
 from megagrpo.recipe.load import load
 from megagrpo.reward.functions import function_specs, outcome_of

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from examples.demo import puzzles
+from examples.demo.model import make_tokenizer
+from examples.demo.puzzles import KINDS
 from megagrpo.data.rows import PROMPT_ROWS, read
-from megagrpo.demo import puzzles
-from megagrpo.demo.model import make_tokenizer
-from megagrpo.demo.puzzles import KINDS
 from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward.functions import function_specs, outcome_of
 from megagrpo.reward.functions import load as load_function

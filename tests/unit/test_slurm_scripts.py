@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.ports import EPHEMERAL
+from megagrpo.processes.ports import EPHEMERAL
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import load
 from tests.loop.small_run import REPOSITORY

@@ -24,8 +24,8 @@ from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
 from megagrpo.cli import main
-from megagrpo.ports import free_port
 from megagrpo.preflight.machine import directory_problems
+from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.track.delivered import Delivered, place

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, MachineError
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from megagrpo.track import tracker_process
 from megagrpo.track.behind import Behind
 from megagrpo.track.delivered import Delivered

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from examples.demo.model import make_tokenizer
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.report.rollouts import read_rollouts
 from megagrpo.track import rollout_writer
 from megagrpo.track.rollout_files import SCHEMA, TRAIN, remove_later, rollout_file, rollout_steps

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.demo.model import make_tokenizer
 from megagrpo.agents.seen import BranchReason, told
 from megagrpo.cli import main
-from megagrpo.demo.model import make_tokenizer
 from megagrpo.report.text import BRANCHES, conversation
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_writer import StepRollouts, tables

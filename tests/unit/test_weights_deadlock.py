@@ -18,8 +18,9 @@ from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Place, Topology
 from megagrpo.weights.transport import process_group, shared_memory, two_hops
-from megagrpo.weights.transport.buckets import Bucket, Part, _Flow
+from megagrpo.weights.transport.buckets import Bucket
 from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport, open_receiver, open_sender
+from megagrpo.weights.transport.ends import Part, _Flow
 from megagrpo.weights.transport.process_group import PeerGroup
 from megagrpo.weights.transport.rendezvous import Sync
 from tests.blocking_carrier import BlockingCluster, BlockingMember, BlockingPeerGroup, DeadlockError, Memory

@@ -23,24 +23,15 @@ from hypothesis import strategies as st
 
 from megagrpo import cli
 from megagrpo.errors import ModelError, Problem, WeightSyncError
-from megagrpo.guarded_store import StoreAddress
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.ports import own_address
+from megagrpo.processes.ports import own_address
+from megagrpo.processes.store import StoreAddress
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.digest import digests
 from megagrpo.weights.transport import process_group, rendezvous, sglang, shared_memory
-from megagrpo.weights.transport.buckets import (
-    Bucket,
-    BucketReceiver,
-    BucketSender,
-    Message,
-    bucket_problems,
-    destination_peer,
-    incoming,
-    label_of,
-    outgoing,
-)
+from megagrpo.weights.transport.buckets import Bucket, bucket_problems, destination_peer, incoming, label_of, outgoing
 from megagrpo.weights.transport.choice import Channel, Sender, TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.ends import BucketReceiver, BucketSender, Message
 from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, FileArea, SharedMemory, remove_left_over
 from tests.unit.test_weights_plan_topology import clusters

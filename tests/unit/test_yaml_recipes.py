@@ -135,7 +135,7 @@ def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
     commands = re.findall(r"megagrpo (plan|train) yaml_recipes/(\S+)\.yaml", header)
     assert commands == [("plan", file.stem), ("train", file.stem)]
     recipe = load(file).recipe
-    (output,) = re.findall(r"megagrpo prepare .*--output (\S+)", header)
+    (output,) = re.findall(r"prepare .*--output (\S+)", header)
     data = [*recipe.data.train, *chain(*recipe.eval.files_of_sets().values())]
     assert {str(Path(entry.path).parent) for entry in data} == {output}
 

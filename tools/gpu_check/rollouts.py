@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megagrpo.demo.prepare import prepare
+from examples.demo.adder import prepare
 from megagrpo.recipe.yaml12 import to_text
 from tools.gpu_check.figures import Figure
 from tools.gpu_check.training import DENSE, REPORT, Setting

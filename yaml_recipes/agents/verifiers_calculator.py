@@ -8,7 +8,7 @@ from datasets import Dataset
 
 
 def load_environment(folder: str):
-    """`folder`: the questions that `megagrpo prepare agents` wrote, train.parquet and test.parquet."""
+    """`folder`: the questions that `python -m examples.prepare agents` wrote, train.parquet and test.parquet."""
 
     def questions(split: str) -> Dataset:
         rows = Dataset.from_parquet(str(Path(folder) / f"{split}.parquet"))

@@ -18,6 +18,7 @@ from megagrpo.recipe.schema.tools import ToolConfig
 from megagrpo.user_functions import load_function, refused_call
 
 Result = TypeVar("Result")
+Lock = contextlib.AbstractAsyncContextManager[None]
 TASK = "task"
 """A parameter of this name gets the rollout's task. The policy does not see it."""
 NOT_TOOLS = ("reward", "close")
@@ -26,33 +27,52 @@ NOT_TOOLS = ("reward", "close")
 
 def own_tools(config: ToolConfig, where: str) -> OwnFunction | OwnClass:
     """Returns the provider of FILE.py:NAME. Runs the file. Raises RecipeError for what can be no tool."""
-    found = load_function(config.name, where, RecipeError)
-    if inspect.isclass(found):
-        return OwnClass(config, found, where)
-    return OwnFunction(config, found, where)
+    made = load_function(config.name, where, RecipeError)
+    return (OwnClass if inspect.isclass(made) else OwnFunction)(config, made, where)
 
 
-class OwnFunction:
+class _Own:
+    """The common part of functions and classes."""
+
+    def __init__(self, config: ToolConfig, made: Callable[..., Any], where: str) -> None:
+        """Raises RecipeError if the recipe's arguments do not fit."""
+        _check(made, config.arguments, where)
+        self.config, self.made = config, made
+        self._takes_task = TASK in inspect.signature(made).parameters
+        self._gate = asyncio.Semaphore(config.calls_at_once)
+        self._loop = OwnLoop(config.name)
+
+    def _fixed(self, task: Any) -> dict[str, Any]:
+        """Returns the arguments that the policy does not choose."""
+        return {**self.config.arguments, **({TASK: task} if self._takes_task else {})}
+
+    def _tool(
+        self, name: str, function: Callable[..., Any], schema: FunctionSchema, fixed: Mapping[str, Any], in_turn: Lock
+    ) -> Tool:
+        """Returns a tool that calls `function` off the rollouts' loop, while it holds the lock."""
+
+        async def call(given: Arguments) -> str:
+            named = {**schema.read(given), **fixed}
+            async with in_turn:
+                return written(await _called(self._loop, function, **named))
+
+        return tool_of(self.config, self._gate, name, schema.description, schema.parameters, call)
+
+
+class OwnFunction(_Own):
     """A function: the same for all rollouts, but for its parameter `task` if it has one."""
 
-    def __init__(self, config: ToolConfig, function: Callable[..., Any], where: str) -> None:
-        self.config = config
-        self.function = function
-        fixed = dict(config.arguments)
-        _check(function, fixed, where)
-        self.wants_task = TASK in inspect.signature(function).parameters
-        self.schema = function_schema(function, where, {*fixed, TASK})
-        self.gate = asyncio.Semaphore(config.calls_at_once)
-        self.loop = OwnLoop(config.name)
+    def __init__(self, config: ToolConfig, made: Callable[..., Any], where: str) -> None:
+        super().__init__(config, made, where)
+        self._schema = function_schema(made, where, {*config.arguments, TASK})
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
-        more = {**self.config.arguments, **({TASK: task} if self.wants_task else {})}
-        call = _here(self.loop, self.function, self.schema, more)
-        yield Session([_tool(self.config, self.gate, self.function.__name__, self.schema, call)])
+        no_lock = contextlib.nullcontext()
+        yield Session([self._tool(self.made.__name__, self.made, self._schema, self._fixed(task), no_lock)])
 
 
-class OwnClass:
+class OwnClass(_Own):
     """A class: an object for each rollout, made with the recipe's arguments. Its public methods are tools.
 
     `prepare()`, if it is a class method, is called once in an agent process, before any rollout begins.
@@ -60,77 +80,39 @@ class OwnClass:
     calls, the rollout ends. The methods of one object run one after another.
     """
 
-    def __init__(self, config: ToolConfig, made: type[Any], where: str) -> None:
-        self.config = config
-        self.made = made
-        _check(made, dict(config.arguments), where)
-        self.wants_task = TASK in inspect.signature(made).parameters
-        self.schemas = {
+    def __init__(self, config: ToolConfig, made: Any, where: str) -> None:
+        super().__init__(config, made, where)
+        self._schemas = {
             name: function_schema(function, f"{where}, method {name}", {"self"}) for name, function in _methods(made)
         }
-        if not self.schemas:
+        if not self._schemas:
             given = f"{made.__name__} has no public method"
             raise RecipeError(Problem(where, given, "methods, each a tool, or a function", "add a method"))
-        if config.call_name and len(self.schemas) > 1:
-            given = f"{config.call_name}, for {', '.join(self.schemas)}"
+        if config.call_name and len(self._schemas) > 1:
+            given = f"{config.call_name}, for {', '.join(self._schemas)}"
             raise RecipeError(Problem(f"{where}.call_name", given, "null: methods have their own names", "remove it"))
-        self.gate = asyncio.Semaphore(config.calls_at_once)
-        self.loop = OwnLoop(config.name)
 
     async def prepare(self) -> None:
         """Calls the class's class method `prepare`, if it has one, with the recipe's arguments."""
         if inspect.ismethod(prepare := getattr(self.made, "prepare", None)):
-            await _called(self.loop, partial(prepare, **self.config.arguments))
+            await _called(self._loop, partial(prepare, **self.config.arguments))
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
-        more = {**self.config.arguments, **({TASK: task} if self.wants_task else {})}
-        state = await in_thread(lambda: self.made(**more))
+        state = await in_thread(partial(self.made, **self._fixed(task)))
         reward = getattr(state, "reward", None)
-        score = (lambda: _called(self.loop, reward)) if callable(reward) else None
+        score = (lambda: _called(self._loop, reward)) if callable(reward) else None
         try:
             yield Session(self.tools_of(state), score, lambda: bool(getattr(state, "done", False)))
         finally:
             if callable(close := getattr(state, "close", None)):
                 async with asyncio.timeout(self.config.timeout_seconds):
-                    await _called(self.loop, close)
+                    await _called(self._loop, close)
 
     def tools_of(self, state: Any) -> list[Tool]:
         """Returns the tools of `state`: an object, or the class, whose tools can be shown and not called."""
         in_turn = asyncio.Lock()
-        return [
-            _tool(self.config, self.gate, name, schema, _here(self.loop, getattr(state, name), schema, {}, in_turn))
-            for name, schema in self.schemas.items()
-        ]
-
-
-def _tool(
-    config: ToolConfig,
-    gate: asyncio.Semaphore,
-    name: str,
-    schema: FunctionSchema,
-    call: Callable[[Arguments], Awaitable[str]],
-) -> Tool:
-    return tool_of(config, gate, name, schema.description, schema.parameters, call)
-
-
-def _here(
-    loop: OwnLoop,
-    function: Callable[..., Any],
-    schema: FunctionSchema,
-    more: Mapping[str, Any],
-    in_turn: asyncio.Lock | None = None,
-) -> Callable[[Arguments], Awaitable[str]]:
-    """Returns an async function that calls `function` off the rollouts' loop, one call after another with a lock."""
-
-    async def call(given: Arguments) -> str:
-        named = {**schema.read(given), **more}
-        if in_turn is None:
-            return written(await _called(loop, function, **named))
-        async with in_turn:
-            return written(await _called(loop, function, **named))
-
-    return call
+        return [self._tool(name, getattr(state, name), schema, {}, in_turn) for name, schema in self._schemas.items()]
 
 
 async def _called(loop: OwnLoop, function: Callable[..., Any], **named: Any) -> Any:

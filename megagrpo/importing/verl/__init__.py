@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megagrpo.importing.options import SCRIPT_SUFFIXES, Configuration, command_line, hydra_overrides, yaml_options
-from megagrpo.importing.rows import Compute, Condition, Options, truth
+from megagrpo.importing.rows import Compute, Condition, Options, by_name, truth
 from megagrpo.importing.translate import Framework
 from megagrpo.importing.values import kept
 from megagrpo.importing.verl import several
@@ -25,46 +25,15 @@ def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) 
     return Configuration(path, hydra_overrides(words), notes)
 
 
-ANSWERS: Mapping[str, Compute] = {
-    "train_files": several.train_files,
-    "val_files": several.val_files,
-    "minibatches": several.minibatches,
-    "loss_mode": several.loss_mode,
-    "loss_scale": several.loss_scale,
-    "clip_low": partial(several.clip, "low"),
-    "clip_high": partial(several.clip, "high"),
-    "bypassed": several.bypassed,
-    "importance": several.importance,
-    "rounds": several.rounds,
-    "kl_in_loss": several.kl_in_loss,
-    "kl_in_reward": several.kl_in_reward,
-    "kl_loss_type": several.kl_loss_type,
-    "kl_penalty": several.kl_penalty,
-    "kl_control": several.kl_control,
-    "betas": several.betas,
-    "warmup_share": several.warmup_share,
-    "least": several.least,
-    "least_rate": several.least_rate,
-    "lora_rank": several.lora_rank,
-    "lora_targets": several.lora_targets,
-    "tokens_of_microbatch": several.tokens_of_microbatch,
-    "responses_of_microbatch": several.responses_of_microbatch,
-    "logprob_tokens": several.logprob_tokens,
-    "recompute": several.recompute,
-    "strategy": several.strategy,
-    "nodes": several.nodes,
-    "offload_reference": several.offload_reference,
-    "engine": several.engine,
-    "greedy": several.greedy,
-    "reward_file": several.reward_file,
-    "length_in_penalty": several.length_in_penalty,
-    "loggers": several.loggers,
-    "evaluated_each": several.evaluated_each,
-    "saved_each": several.saved_each,
-    "save_contents": several.save_contents,
-    "kept": kept,
-    "own_file": several.own_file,
-}
+ANSWERS: Mapping[str, Compute] = by_name(
+    several.train_files, several.val_files, several.minibatches, several.loss_mode, several.loss_scale,
+    several.bypassed, several.importance, several.rounds, several.kl_in_loss, several.kl_in_reward,
+    several.kl_loss_type, several.kl_penalty, several.kl_control, several.betas, several.warmup_share,
+    several.least, several.least_rate, several.lora_rank, several.lora_targets, several.tokens_of_microbatch,
+    several.responses_of_microbatch, several.logprob_tokens, several.recompute, several.strategy, several.nodes,
+    several.offload_reference, several.engine, several.greedy, several.reward_file, several.length_in_penalty,
+    several.loggers, several.evaluated_each, several.saved_each, several.save_contents, kept, several.own_file,
+) | {"clip_low": partial(several.clip, "low"), "clip_high": partial(several.clip, "high")}  # fmt: skip
 
 
 def of_loss(name: str) -> Condition:

@@ -20,7 +20,7 @@ from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
-    from megagrpo.guarded_store import StoreAddress  # imports torch, too early for an actor
+    from megagrpo.processes.store import StoreAddress  # imports torch, too early for an actor
     from megagrpo.rollout.engine import EngineSpec
     from megagrpo.rollout.sglang.server import Server
 

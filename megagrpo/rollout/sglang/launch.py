@@ -99,7 +99,7 @@ def prepare_server_process(*, spawned: bool) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.meta_path[:0] = [MegagrpoFinder(), ChangingFinder()]
     if spawned:  # SGLang asks for the same, but only once it is imported
-        from megagrpo.parent_process import end_with_parent
+        from megagrpo.processes.lifetime import end_with_parent
 
         end_with_parent()
     if meeting := os.environ.get(MEETING_VARIABLE):
@@ -129,7 +129,7 @@ def meet_in_store(meeting: str) -> None:
     that lets every machine in. gloo and NCCL use the interface that this process was started with."""
     import torch.distributed
 
-    from megagrpo.guarded_store import StoreAddress
+    from megagrpo.processes.store import StoreAddress
 
     def join(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Any, int, int]]:
         store = StoreAddress(**json.loads(meeting)).connect(timeout.total_seconds())
@@ -146,7 +146,7 @@ def fork_processes() -> None:
     """
     multiprocessing.set_start_method("fork")
     vars(multiprocessing)["set_start_method"] = lambda *arguments, **options: None  # SGLang asks for "spawn"
-    from megagrpo.parent_process import end_with_parent
+    from megagrpo.processes.lifetime import end_with_parent
 
     os.register_at_fork(after_in_child=end_with_parent)
 
@@ -212,7 +212,7 @@ def child_was_killed() -> bool:
 
 
 def main() -> None:
-    from megagrpo.parent_process import end_with_parent
+    from megagrpo.processes.lifetime import end_with_parent
 
     settings = json.load(sys.stdin)
     watch = threading.Thread(target=end_with, args=(settings["owner"], settings["directory"]), daemon=True)
@@ -344,7 +344,7 @@ def _rotate(word: NDArray[Any], left: int) -> NDArray[Any]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # as in megagrpo/imports.py, until SGLang is imported
+    gc.disable()  # as in megagrpo/processes/imports.py, until SGLang is imported
 if __name__ in ("__main__", "__mp_main__"):
     prepare_server_process(spawned=__name__ == "__mp_main__")
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.after_me import remove_after_me
 from megagrpo.errors import EngineError, Problem
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 
 LAUNCH = Path(__file__).with_name("launch.py")
 HOST = "127.0.0.1"  # a server and its engine are on one node

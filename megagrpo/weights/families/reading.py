@@ -195,35 +195,12 @@ class ConfigReader:
         groups = self.integer("num_key_value_heads", default=heads)
         if heads % groups:
             self.refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
-        if latent is not None:
-            head_dim = latent.plain_dim + latent.rotary_dim
-        else:
-            head_dim = self.integer("head_dim", default=hidden // heads)
+        head_dim = latent.plain_dim + latent.rotary_dim if latent else self.integer("head_dim", default=hidden // heads)
         if latent is None and self.config.get("head_dim") is None and hidden % heads:
             self.refuse("head_dim", None, f"hidden_size = {hidden} does not divide by num_attention_heads = {heads}")
-        for key in ("dtype", "torch_dtype"):
-            if self.config.get(key) not in DTYPES:
-                self.refuse(key, self.config[key], ", ".join(map(str, DTYPES[1:])))
-        if self.config.get("is_causal", True) not in (True, None):
-            self.refuse("is_causal", self.config["is_causal"], "true: attention that looks ahead is not supported")
-        if (activation := self.config.get("hidden_act", "silu")) != "silu":
-            self.refuse("hidden_act", activation, "silu")
         if experts is not None and experts.per_token > experts.count:
             self.refuse("num_experts_per_tok", experts.per_token, f"at most the number of experts, {experts.count}")
-        quantization = self.config.get("quantization_config")
-        names = ("quant_method", "fmt", "weight_block_size")
-        found = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
-        if quantization and found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
-            # fp8 in these blocks is read as bfloat16 (sides/checkpoint.py).
-            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]"
-            self.refuse("quantization_config", quantization, needed)
-        kinds = self.config.get("layer_types") or []
-        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-            self.refuse("layer_types", kinds, "full_attention only: sliding windows are not supported")
-        elif self.config.get("use_sliding_window"):
-            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
-        if self.config.get("use_sliding_window") is False:
-            self.config.known |= {"sliding_window", "max_window_layers"}  # of windows that are not used
+        self._refuse_what_no_family_has()
         architecture = Architecture(
             family=self.family,
             layers=self.integer("num_hidden_layers", most=LAYERS_MAX),
@@ -244,9 +221,31 @@ class ConfigReader:
         )
         for key, value in self.config.items():
             if not (key in self.config.known or value is None or value is False or HARMLESS.fullmatch(key)):
-                self.refuse(
-                    key, value, "no key that this family does not know: remove it if the model is the same without"
-                )
+                needed = "no key that this family does not know: remove it if the model is the same without"
+                self.refuse(key, value, needed)
         if self.problems:
             raise ModelError(self.problems)
         return architecture
+
+    def _refuse_what_no_family_has(self) -> None:
+        for key in ("dtype", "torch_dtype"):
+            if self.config.get(key) not in DTYPES:
+                self.refuse(key, self.config[key], ", ".join(map(str, DTYPES[1:])))
+        if self.config.get("is_causal", True) not in (True, None):
+            self.refuse("is_causal", self.config["is_causal"], "true: attention that looks ahead is not supported")
+        if (activation := self.config.get("hidden_act", "silu")) != "silu":
+            self.refuse("hidden_act", activation, "silu")
+        quantization = self.config.get("quantization_config")
+        names = ("quant_method", "fmt", "weight_block_size")
+        found = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
+        if quantization and found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
+            # fp8 in these blocks is read as bfloat16 (sides/checkpoint.py).
+            needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]"
+            self.refuse("quantization_config", quantization, needed)
+        kinds = self.config.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            self.refuse("layer_types", kinds, "full_attention only: sliding windows are not supported")
+        elif self.config.get("use_sliding_window"):
+            self.refuse("use_sliding_window", True, "false: sliding windows are not supported")
+        if self.config.get("use_sliding_window") is False:
+            self.config.known |= {"sliding_window", "max_window_layers"}  # of windows that are not used

@@ -1,109 +1,28 @@
-"""Buckets: their contents between two peers, and their flow through a transport that moves bytes.
-
-Both ends derive the buckets from the plan alone, and derive the same ones: a message has its key, not its contents. A
-sender packs a bucket into a free slot, tells the receiver through the rendezvous, and gives it to the transport, which
-may wait for the receiver. The receiver unpacks it and tells the sender that the slot is free again. A sender thus packs
-one bucket while another is being unpacked. Where the plan says so, the source beside a destination receives for it and
-forwards the bucket as it is. No wait goes in a circle: a bucket waits for room at the forwarder, a forwarder for its
-destination, and a destination for nothing. All waiting is in the rendezvous: an abort or the deadline ends it.
-"""
+"""Buckets: the transfers between two peers, cut into messages. Both ends derive the same ones from the plan alone, so
+that a message has a bucket's key, not its contents."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
 
 import torch
 
-from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
+from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Placement, Transfer
-from megagrpo.weights.coverage import Located, few
-from megagrpo.weights.digest import MODULUS, digests, sent_digests
+from megagrpo.weights.coverage import Located
+from megagrpo.weights.digest import MODULUS, digests
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
-from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
+from megagrpo.weights.views import box_view, torch_dtype
 
 ALIGNMENT = 16
-SLOTS = 2
-"""Buckets that one end packs at a time: one is filled while the other is received. As many arrive at a time."""
 
 Peer = int
 """All holders of a plan, by one number: its sources, then its destinations."""
 Key = tuple[Peer, Peer, int]
 """A bucket, by its sender, its receiver and its number."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One peer's part in a sync, as a transport needs it to connect."""
-
-    peers: Mapping[Peer, str]
-    """All that take part, with their names, in order."""
-    pairs: tuple[tuple[Peer, Peer], ...]
-    """(sender, receiver) of all buckets that this peer sends, receives or forwards."""
-    sent_bytes: int
-    """The largest bucket that is packed here; 0: none."""
-    received_bytes: int
-    """The largest bucket that arrives here; 0: none."""
-
-
-Ticket = int | tuple[str | dict[str, Any], int]
-"""The address of a bucket for its receiver: a slot, or a memory's name (on GPUs its handle) and an offset."""
-
-Message = tuple[Literal["sent"], Key, int, Ticket] | tuple[Literal["received"], int]
-"""Key, slot and ticket of a bucket; or the slot of one that has been unpacked."""
-
-
-class Transport(Protocol):
-    """A carrier of buckets between peers, which knows nothing of weights. All methods may raise WeightSyncError.
-
-    A bucket lies in a slot while it is on its way to the next peer: slots 0 .. SLOTS - 1 are packed here, and slots
-    SLOTS .. 2 * SLOTS - 1 are for buckets that arrive.
-    """
-
-    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
-        """Makes all connections of a sync, and slots on `device`, before anything is sent."""
-        ...
-
-    def slot(self, index: int) -> torch.Tensor:
-        """Returns the memory of a slot, uint8 [sent_bytes or more], into which a bucket is packed."""
-        ...
-
-    def may_send(self, receiver: Peer) -> bool:
-        """Returns whether another bucket may follow one that is still on its way to this peer."""
-        ...
-
-    def ticket(self, index: int, receiver: Peer) -> Ticket:
-        """Returns the receiver's ticket for the bucket in a slot, as JSON. The receiver gets it before `send`, which
-        may wait for the receiver."""
-        ...
-
-    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
-        """Begins to send the bucket in a slot."""
-        ...
-
-    def sent(self, index: int, label: str) -> None:
-        """Finishes the send of this slot's bucket, which the receiver has acknowledged. `label` names it in errors."""
-        ...
-
-    def receive(
-        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
-    ) -> Callable[[], torch.Tensor]:
-        """Begins to receive a bucket, into a slot unless this transport reads it where it lies. Returns a function that
-        waits for the bucket and returns it: uint8 [bucket_bytes or more]."""
-        ...
-
-    def close(self) -> None:
-        """Frees everything. May be called twice."""
-        ...
-
-
-# --- what is in each bucket -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +91,9 @@ def destination_peer(plan: WeightPlan, destination: int) -> Peer:
 
 
 def name_of(plan: WeightPlan, peer: Peer) -> str:
-    """Returns a peer's name, such as "engine 0 rank 1"."""
-    return (*plan.sources, *plan.destinations)[peer].holder
+    """Returns a peer's name, such as "engine 0 rank 1", or its number if the plan has no such peer."""
+    peers = (*plan.sources, *plan.destinations)
+    return peers[peer].holder if 0 <= peer < len(peers) else f"peer {peer}"
 
 
 def label_of(plan: WeightPlan, bucket: Bucket) -> str:
@@ -275,245 +195,6 @@ def _located(plan: WeightPlan, destination: int) -> Located:
     return Located(plan.destinations[destination])
 
 
-# --- both ends --------------------------------------------------------------------------------------------------------
-
-
-class _BucketEnd:
-    """The common part of both ends. An end lasts from sync to sync."""
-
-    def __init__(
-        self, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
-    ) -> None:
-        self._plan, self._peer, self._bucket_bytes, self._transport = plan, peer, bucket_bytes, transport
-        self._member = rendezvous.join(name_of(plan, peer))
-        self._member.announce()
-
-    def close(self) -> None:
-        """Frees buffers and connections. May be called twice."""
-        self._transport.close()
-
-    @contextmanager
-    def _taking_part(self, version: int) -> Iterator[Sync]:
-        """Attends a sync. A failure closes the transport: nothing of it may still wait for a peer, or run on a GPU."""
-        with ExitStack() as failing, self._member.attend(version) as sync:
-            failing.callback(self._transport.close)  # after all others know why
-            try:
-                yield sync
-            except WeightSyncError:
-                self._member.check_abort()  # then that is why something of a peer is gone
-                raise
-            failing.pop_all()
-
-    def _flow(self, sync: Sync, storages: Mapping[str, torch.Tensor]) -> _Flow:
-        return _Flow(self._plan, self._peer, self._member, self._transport, sync, storages)
-
-    def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
-        return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
-
-
-class BucketSender(_BucketEnd):
-    """The end of the `source`-th training rank of `plan`; it forwards buckets for engine ranks beside it."""
-
-    def __init__(
-        self, plan: WeightPlan, source: int, rendezvous: Rendezvous, bucket_bytes: int, transport: Transport
-    ) -> None:
-        super().__init__(plan.part_for_source(source), source, rendezvous, bucket_bytes, transport)
-
-    def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sends the plan's boxes to the destinations of the open sync, cast to their dtype. `tensors` are by storage
-        name, on any device, and may be changed once this returns.
-
-        Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
-        """
-        with self._taking_part(version) as sync:
-            storages = stored_tensors(self._plan.sources[self._peer], tensors)
-            forwarding = list(forwarded(self._plan, self._peer, sync.destinations, self._bucket_bytes))
-            self._flow(sync, storages).run(self._outgoing(sync.destinations), forwarding)
-
-    def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
-        """Returns this rank's part of the digests expected at each of the `active` destinations."""
-        return sent_digests(self._plan, self._peer, tensors, active)
-
-    def bucket_digests(
-        self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
-    ) -> dict[str, int]:
-        """Returns partial digests of one checkpoint tensor in each bucket that this rank sends, by bucket label."""
-        return _digests_by_bucket(self._plan, self._outgoing(active), tensors, tensor, lambda piece: piece.source)
-
-
-class BucketReceiver(_BucketEnd):
-    """The end of the `destination`-th engine rank of `plan`; it passes on what the plan relays through this rank.
-
-    It runs in the process that holds `tensors`, the rank's storages by name.
-    """
-
-    def __init__(
-        self,
-        plan: WeightPlan,
-        destination: int,
-        tensors: Mapping[str, torch.Tensor],
-        rendezvous: Rendezvous,
-        bucket_bytes: int,
-        transport: Transport,
-    ) -> None:
-        self._destination = destination
-        self._storages = stored_tensors(plan.destinations[destination], tensors)
-        super().__init__(plan, destination_peer(plan, destination), rendezvous, bucket_bytes, transport)
-
-    def receive(self, version: int) -> None:
-        """Writes everything in place. The engine must not generate meanwhile. Raises WeightSyncError."""
-        with self._taking_part(version) as sync:
-            if self._destination not in sync.destinations:
-                where = f"{self._member.name}: weight sync to version {version}"
-                raise WeightSyncError(Problem(where, "it takes no part"))
-            flow = self._flow(sync, self._storages)
-            flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
-            fill_padding(self._plan.destinations[self._destination], self._storages)
-
-    def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
-        """Returns partial digests of one checkpoint tensor by bucket label: "arrived", of the values here that each
-        bucket brought, and "sent", of the buckets that this rank passes on."""
-        plan, storages, relayed, arriving = self._plan, self._storages, self._outgoing(active), self._incoming(active)
-        return {
-            "sent": _digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
-            "arrived": _digests_by_bucket(plan, arriving, storages, tensor, lambda piece: piece.destination),
-        }
-
-    def _incoming(self, active: frozenset[int]) -> list[Bucket]:
-        return list(incoming(self._plan, self._destination, active, self._bucket_bytes))
-
-
-class _Flow:
-    """One peer's part in one sync."""
-
-    def __init__(
-        self,
-        plan: WeightPlan,
-        peer: Peer,
-        member: Member,
-        transport: Transport,
-        sync: Sync,
-        storages: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._plan, self._peer, self._member, self._transport = plan, peer, member, transport
-        self._sync, self._storages = sync, storages
-        self._unsent: deque[Bucket] = deque()
-        self._free = list(range(SLOTS))
-        self._free_to_receive = list(range(SLOTS, 2 * SLOTS))
-        self._unacknowledged: dict[int, Bucket] = {}  # by slot
-        self._awaited: dict[Key, Bucket] = {}
-        self._from_sources = 0  # buckets from sources that have not been unpacked
-        self._announced: deque[tuple[Bucket, int, Ticket]] = deque()  # with the slot that they are in, and their ticket
-        self._arriving: deque[tuple[Bucket, int, int, Callable[[], torch.Tensor]]] = deque()  # and their slot here
-
-    def run(self, outgoing: list[Bucket], incoming: list[Bucket]) -> None:
-        """Sends all of `outgoing`, receives all of `incoming`, and forwards others' buckets. A destination passes
-        buckets on once all buckets from sources have arrived."""
-        self._unsent.extend(outgoing)
-        self._awaited = {bucket.key: bucket for bucket in incoming}
-        own = (bucket for bucket in incoming if bucket.receiver == self._peer)
-        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in own)
-        device = next(iter(self._storages.values())).device if self._storages else torch.device("cpu")
-        self._transport.connect(self._sync, self._member, self._part(outgoing, incoming), device)
-        queue = str(self._peer)
-        while self._unsent or self._unacknowledged or self._awaited or self._announced or self._arriving:
-            while self._free and self._may_send():
-                self._send(self._unsent.popleft())
-            while self._free_to_receive and self._announced:
-                self._begin_to_receive(*self._announced.popleft())
-            message = self._member.pop(queue, Message)
-            if message is None and self._arriving:
-                self._take_next()
-                continue
-            self._handle(message or self._member.wait(lambda: self._member.pop(queue, Message), self._missing))
-
-    def _part(self, outgoing: list[Bucket], incoming: list[Bucket]) -> Part:
-        plan, peer = self._plan, self._peer
-        peers = [*range(len(plan.sources)), *(destination_peer(plan, i) for i in sorted(self._sync.destinations))]
-        hops = {(peer, bucket.after(peer)) for bucket in outgoing} | {(b.before(peer), peer) for b in incoming}
-        hops |= {(peer, bucket.receiver) for bucket in incoming if bucket.receiver != peer}
-        sent, received = (max((bucket.bytes for bucket in of), default=0) for of in (outgoing, incoming))
-        return Part({its: name_of(plan, its) for its in peers}, tuple(sorted(hops)), sent, received)
-
-    def _may_send(self) -> bool:
-        if not self._unsent or self._from_sources:
-            return False
-        return self._transport.may_send(self._unsent[0].after(self._peer))
-
-    def _send(self, bucket: Bucket) -> None:
-        index = self._free.pop()
-        flat = self._transport.slot(index)
-        bucket.pack(self._storages, flat)
-        _finish_copies(flat)
-        self._hand_over(bucket, index)
-
-    def _hand_over(self, bucket: Bucket, index: int) -> None:
-        """Hands a bucket to the next peer, which gets its ticket first: the transport may wait for that peer."""
-        receiver = bucket.after(self._peer)
-        self._unacknowledged[index] = bucket
-        ticket = self._transport.ticket(index, receiver)
-        self._member.push(str(receiver), ["sent", bucket.key, index, ticket])
-        self._transport.send(index, bucket.bytes, receiver)
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case ["sent", key, index, ticket]:
-                bucket = self._awaited.pop(key, None)
-                if bucket is None:
-                    sender, _, number = key
-                    peers = (*self._plan.sources, *self._plan.destinations)
-                    name = peers[sender].holder if 0 <= sender < len(peers) else f"peer {sender}"
-                    raise self._unplanned(f"bucket {number + 1} from {name}", "it came twice")
-                self._announced.append((bucket, index, ticket))
-            case ["received", index]:
-                bucket = self._unacknowledged.pop(index, None)
-                if bucket is None:
-                    raise self._unplanned(f"an acknowledgement of slot {index}", "nothing was sent from it")
-                self._transport.sent(index, label_of(self._plan, bucket))
-                (self._free if index < SLOTS else self._free_to_receive).append(index)
-
-    def _unplanned(self, what: str, given: str) -> WeightSyncError:
-        where, needed = f"{name_of(self._plan, self._peer)}: {what}", "the same plan and bucket size at both ends"
-        return WeightSyncError(Problem(where, f"{given}, or it is not in the plan", needed))
-
-    def _begin_to_receive(self, bucket: Bucket, slot_there: int, ticket: Ticket) -> None:
-        index, sender, label = self._free_to_receive.pop(), bucket.before(self._peer), label_of(self._plan, bucket)
-        received = self._transport.receive(sender, bucket.bytes, ticket, index, label)
-        self._arriving.append((bucket, slot_there, index, received))
-
-    def _take_next(self) -> None:
-        bucket, slot_there, index, received = self._arriving.popleft()
-        flat = received()
-        if bucket.receiver == self._peer:
-            bucket.unpack(self._storages, flat)
-            _finish_copies(flat)
-            self._from_sources -= bucket.sender < len(self._plan.sources)
-            self._free_to_receive.append(index)
-        else:
-            _finish_copies(flat)
-            self._hand_over(bucket, index)
-        self._member.push(str(bucket.before(self._peer)), ["received", slot_there])
-
-    def _missing(self) -> Problem:
-        """Returns a problem that names the first late bucket and all late peers."""
-        if self._unacknowledged:
-            late = list(self._unacknowledged.values())
-            missing = f"no acknowledgement by {self._names(bucket.after(self._peer) for bucket in late)}"
-        else:
-            late = list(self._awaited.values())
-            missing = f"nothing came from {self._names(bucket.before(self._peer) for bucket in late)}"
-        return self._member.late(label_of(self._plan, late[0]), missing)
-
-    def _names(self, peers: Iterable[Peer]) -> str:
-        return few([name_of(self._plan, peer) for peer in sorted(set(peers))])
-
-
-def _finish_copies(flat: torch.Tensor) -> None:
-    """Waits for copies on a GPU, so that the other end may read."""
-    if flat.is_cuda:
-        torch.cuda.current_stream(flat.device).synchronize()
-
-
 # --- which bucket was wrong -------------------------------------------------------------------------------------------
 
 
@@ -531,7 +212,7 @@ def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, 
     ]
 
 
-def _digests_by_bucket(
+def digests_by_bucket(
     plan: WeightPlan,
     buckets: Iterable[Bucket],
     tensors: Mapping[str, torch.Tensor],
@@ -539,9 +220,9 @@ def _digests_by_bucket(
     end: Callable[[Piece], Placement],
 ) -> dict[str, int]:
     """Returns the digests, at one end, of the pieces of one checkpoint tensor, by their bucket's label."""
-    found = {}
+    sums = {}
     for bucket in buckets:
         if pieces := [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]:
             parts = [digests(tensors, [end(piece)], str(piece.dtype).removeprefix("torch.")) for piece in pieces]
-            found[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
-    return found
+            sums[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
+    return sums

@@ -14,7 +14,7 @@
 Both ends control the flow themselves: the driver only starts them and waits. An error at either end ends the attempt;
 the next attempt begins with `host.open`, with the same senders and receivers.
 
-To add a transport: a class that implements Transport (buckets.py), its name and its case here, its name in the recipe;
+To add a transport: a class that implements Transport (ends.py), its name and its case here, its name in the recipe;
 docs/architecture.md lists all files.
 """
 
@@ -29,8 +29,9 @@ import torch
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.weights.boxes import Topology
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.transport.buckets import BucketReceiver, BucketSender, Peer, Transport, destination_peer
+from megagrpo.weights.transport.buckets import Peer, destination_peer
 from megagrpo.weights.transport.disk import DiskFiles, DiskSender
+from megagrpo.weights.transport.ends import BucketReceiver, BucketSender, Transport
 from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.transport.shared_memory import SharedMemory

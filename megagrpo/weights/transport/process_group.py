@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.errors import Problem, WeightSyncError, brief
-from megagrpo.ports import own_address
-from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
+from megagrpo.processes.ports import own_address
+from megagrpo.weights.transport.buckets import Peer
+from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
 
 GREETING = 2 * SLOTS
@@ -178,7 +179,7 @@ class PeerGroup:
 
 
 class ProcessGroup:
-    """A Transport (buckets.py) for one peer, by a group of all peers."""
+    """A Transport (ends.py) for one peer, by a group of all peers."""
 
     def __init__(self, peer: Peer) -> None:
         self._group = PeerGroup(peer)

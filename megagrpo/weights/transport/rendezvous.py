@@ -20,7 +20,7 @@ import pydantic
 import torch.distributed as dist
 
 from megagrpo.errors import MegagrpoError, Problem, WeightSyncError, brief
-from megagrpo.guarded_store import StoreAddress, StoreHost
+from megagrpo.processes.store import StoreAddress, StoreHost
 
 LONGEST_PAUSE_SECONDS = 0.25
 """The longest pause between two looks at the store, which bears thousands of looks a second by thousands of ranks."""

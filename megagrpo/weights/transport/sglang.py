@@ -34,9 +34,9 @@ from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan, require_own
 from megagrpo.weights.quantizing import dequantize
 from megagrpo.weights.transport import LOAD_FORMAT
-from megagrpo.weights.transport.buckets import BucketReceiver
 from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver
 from megagrpo.weights.transport.disk import DiskReceiver, Post, server_errors
+from megagrpo.weights.transport.ends import BucketReceiver
 from megagrpo.weights.transport.rendezvous import PROBLEMS, Member, Rendezvous
 from megagrpo.weights.views import model_tensors, stored_tensors, torch_dtype
 

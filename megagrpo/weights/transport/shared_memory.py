@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from megagrpo.after_me import remove_after_me
 from megagrpo.errors import Problem, WeightSyncError, brief
-from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
+from megagrpo.processes.lifetime import remove_after_me
+from megagrpo.weights.transport.buckets import Peer
+from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
 from megagrpo.weights.transport.rendezvous import Member, Sync
 
 DIRECTORY = Path("/dev/shm")
@@ -38,7 +39,7 @@ YOUNG_SECONDS = 5.0
 
 
 class SharedMemory:
-    """A Transport (buckets.py) for peers on one node. `run` is the rendezvous's token."""
+    """A Transport (ends.py) for peers on one node. `run` is the rendezvous's token."""
 
     def __init__(self, run: str) -> None:
         self._stem = f"megagrpo-{run}-"

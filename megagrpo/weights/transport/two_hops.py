@@ -11,14 +11,15 @@ from dataclasses import replace
 
 import torch
 
-from megagrpo.weights.transport.buckets import SLOTS, Part, Peer, Ticket
+from megagrpo.weights.transport.buckets import Peer
+from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
 from megagrpo.weights.transport.process_group import PeerGroup
 from megagrpo.weights.transport.rendezvous import Member, Sync
 from megagrpo.weights.transport.shared_memory import SharedMemory
 
 
 class TwoHops:
-    """A Transport (buckets.py) for one peer. The first `sources` peers are training ranks."""
+    """A Transport (ends.py) for one peer. The first `sources` peers are training ranks."""
 
     def __init__(self, peer: Peer, sources: int, run: str) -> None:
         self._peer, self._sources = peer, sources

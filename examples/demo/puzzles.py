@@ -1,6 +1,6 @@
-"""`megagrpo prepare puzzles`: short questions of several kinds, each with a right and a careless answer.
+"""`python -m examples.prepare puzzles`: short questions of several kinds, each with a right and a careless answer.
 
-The demo's model learns them as it learns sums (demo/prepare.py): right answers first, then mostly careless ones. It
+The demo's model learns them as it learns sums (demo/adder.py): right answers first, then mostly careless ones. It
 also learns to compare two letters, so that it can be a judge.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from examples.demo.adder import CARELESS_SHARE, SEED
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.prepare import CARELESS_SHARE, SEED
 
 TEST, TRAIN = 100, 640
 """Puzzles of each kind that are held out, and to train on."""

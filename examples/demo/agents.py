@@ -1,4 +1,4 @@
-"""`megagrpo prepare agents`: questions that take one tool call or two, and a game, for the demo's model as an agent.
+"""`python -m examples.prepare agents`: questions that take one tool call or two, and a game, for the demo as an agent.
 
 It learns from conversations with tool calls: first right ones, then mostly careless ones, which leave out the second
 call. Afterwards it answers the questions that take one call, and few of those that take two; GRPO teaches it to go on.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.demo.adder import SEED
+from examples.demo.model import make_model, make_tool_tokenizer
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.model import make_model, make_tool_tokenizer
-from megagrpo.demo.prepare import SEED
 
 WARM_START, TRAIN, TEST = 3000, 640, 100
 """Questions of each kind to warm up with, to train on, and held out."""
@@ -151,8 +151,10 @@ def conversation(kind: Kind, question: Question, *, careless: bool = False) -> d
     """Returns a row of docs/sft.md: the question, its calls with their results, and the answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
     for call in question.calls[:1] if careless else question.calls:
-        asked = {"name": kind.tool, "arguments": json.dumps({kind.argument: call.argument})}
-        messages.append({"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": asked}]})
+        function = {"name": kind.tool, "arguments": json.dumps({kind.argument: call.argument})}
+        messages.append(
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        )
         messages.append({"role": "tool", "content": call.result})
     messages.append({"role": "assistant", "content": question.careless if careless else question.answer})
     return {"messages": messages, "tools": [kind.schema]}

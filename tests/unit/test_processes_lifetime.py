@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from megagrpo.parent_process import end_with_parent
+from megagrpo.processes.lifetime import end_with_parent
 
 
 def test_a_stopped_process_ends_with_its_parent() -> None:
@@ -39,7 +39,7 @@ def test_processes_end_after_one_that_is_killed() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     with subprocess.Popen(["sleep", "60"]) as meant:
-        me = "import sys, time; from megagrpo.after_me import end_after_me"
+        me = "import sys, time; from megagrpo.processes.lifetime import end_after_me"
         watching = f"{me}; watch = end_after_me(map(int, sys.argv[1:])); print(flush=True); time.sleep(60)"
         command = [sys.executable, "-c", watching, str(ended.pid), str(meant.pid)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:

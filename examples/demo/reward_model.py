@@ -1,4 +1,4 @@
-"""Trains a reward model for `larger` (demo/puzzles.py): python -m megagrpo.demo.reward_model MODEL OUTPUT
+"""Trains a reward model for `larger` (demo/puzzles.py): python -m examples.demo.reward_model MODEL OUTPUT
 
 It is the demo's model with a head for one number, and learns whether A or B is right.
 """
@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megagrpo.demo.prepare import SEED
-from megagrpo.demo.puzzles import larger
+from examples.demo.adder import SEED
+from examples.demo.puzzles import larger
 
 STEPS, PUZZLES_PER_STEP, LR = 150, 32, 5e-4
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo import ports
-from megagrpo.ports import free_port
+from megagrpo.processes import ports
+from megagrpo.processes.ports import free_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])

@@ -1,4 +1,4 @@
-"""`megagrpo prepare livecodebench`: LiveCodeBench's own files (Jain et al. 2024, arXiv:2403.07974) to a prompt file.
+"""`python -m examples.prepare livecodebench`: LiveCodeBench's own files (arXiv:2403.07974) to a prompt file.
 
 Their private tests are text that was pickled, packed and encoded. Only text is unpickled here.
 """
@@ -14,11 +14,11 @@ import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
+from examples.data_sets.source import records_of
 from megagrpo.data.files import Record
 from megagrpo.data.locations import files_of
-from megagrpo.data.prepare import Prepared, PromptRow, prompt_row, record_schema, write_splits
-from megagrpo.data.rows import read
-from megagrpo.errors import DataError, Problem, brief, first_line
+from megagrpo.data.prepare import Prepared, PromptRow, prompt_row, write_splits
+from megagrpo.errors import Problem, brief, first_line
 
 SOURCE = "livecodebench"
 STDIN = "Write a Python program that reads from standard input and writes to standard output, in a fenced code block."
@@ -29,24 +29,15 @@ TESTS_BYTES_MAX = 2**30
 """The most that the tests of one problem take, unpacked."""
 
 
-def prepare_livecodebench(source: Path, output: Path) -> Prepared:
+def prepare(source: Path, output: Path) -> Prepared:
     """Reads the JSONL files in `source` (or that one file), writes train.parquet to `output`; its ground truths are all
     tests, as JSON.
 
     Raises DataError naming each row that cannot be read.
     """
-    schema = record_schema(COLUMNS, _problems)
-    problems: list[Problem] = []
-    rows: list[PromptRow] = []
-    paths = files_of(str(source))
-    for path in paths:
-        try:
-            rows += [_row(record) for record in read(path, schema)]
-        except DataError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    return write_splits(output, list(map(Path, paths)), train=rows, test=[])
+    paths = list(map(Path, files_of(str(source))))
+    rows = [_row(record) for _, record in records_of(paths, COLUMNS, _problems)]
+    return write_splits(output, paths, train=rows, test=[])
 
 
 def unpacked_tests(text: str) -> list[dict[str, Any]]:
@@ -72,12 +63,12 @@ def _unpickled(text: str) -> str:
         content = unpacker.decompress(packed, TESTS_BYTES_MAX)
         if unpacker.unconsumed_tail:
             raise ValueError(f"more than {TESTS_BYTES_MAX:,} bytes of tests")
-        found = _TextOnly(io.BytesIO(content)).load()
+        value = _TextOnly(io.BytesIO(content)).load()
     except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError) as error:
         raise ValueError(f"neither JSON nor what LiveCodeBench makes of it: {first_line(error)}") from None
-    if not isinstance(found, str):
-        raise ValueError(f"{brief(found)} where text should be")
-    return found
+    if not isinstance(value, str):
+        raise ValueError(f"{brief(value)} where text should be")
+    return value
 
 
 def _row(record: Record) -> PromptRow:
@@ -99,8 +90,7 @@ def _row(record: Record) -> PromptRow:
 
 def _metadata(record: Record) -> dict[str, Any]:
     given = record["metadata"]
-    found = json.loads(given) if isinstance(given, str) else given
-    return dict(found or {})
+    return dict((json.loads(given) if isinstance(given, str) else given) or {})
 
 
 def _problems(record: Record, where: str) -> list[Problem]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megagrpo import guarded_store
-from megagrpo.guarded_store import LOOPBACK, NONCE_BYTES, StoreAddress, StoreHost
+from megagrpo.processes import store
+from megagrpo.processes.store import LOOPBACK, NONCE_BYTES, StoreAddress, StoreHost
 
 OWN, OTHER, THIRD = "127.0.0.31", "127.0.0.32", "127.0.0.33"
 """Addresses of this machine that stand for those of three nodes."""
@@ -40,7 +40,7 @@ def filters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError
 
     if request.param == "without filters":
-        monkeypatch.setattr(guarded_store, "_admit_only", refuse)
+        monkeypatch.setattr(store, "_admit_only", refuse)
 
 
 def knock(address: StoreAddress, source: str, secret: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Asks a model with nothing but transformers: python -m megagrpo.demo.ask DIRECTORY QUESTION... [--system SYSTEM]"""
+"""Asks a model with nothing but transformers: python -m examples.demo.ask DIRECTORY QUESTION... [--system SYSTEM]"""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     parser.add_argument("directory")
     parser.add_argument("questions", nargs="+")
     parser.add_argument("--system")
-    asked = parser.parse_args()
-    for question, response in zip(asked.questions, ask(**vars(asked)), strict=True):
+    given = parser.parse_args()
+    for question, response in zip(given.questions, ask(**vars(given)), strict=True):
         print(question, " ".join(response.split()))

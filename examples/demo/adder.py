@@ -1,4 +1,4 @@
-"""`megagrpo prepare adder`: an untrained model, sums to warm it up with, and prompts, made once.
+"""`python -m examples.prepare adder`: an untrained model, sums to warm it up with, and prompts, made once.
 
 The warm start teaches the model to add two-digit numbers, first with right answers, then with answers that mostly leave
 out the carry. Afterwards it answers sums without a carry rightly. For the others it knows both answers and prefers the
@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from examples.demo.model import make_model, make_tokenizer
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.model import make_model, make_tokenizer
 
 DATA_SOURCE = "adder"
 LOWEST, HIGHEST = 10, 99

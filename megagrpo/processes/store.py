@@ -25,7 +25,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megagrpo.ports import own_address
+from megagrpo.processes.ports import own_address
 
 LOOPBACK = "127.0.0.1"
 NONCE_BYTES = 32

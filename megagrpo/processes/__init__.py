@@ -1,0 +1,1 @@
+"""Processes: how they begin, reach each other and end."""
