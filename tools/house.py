@@ -34,13 +34,13 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
-    ("cluster",): 3_600,
+    ("cluster",): 3_592,
     ("trainer", "evaluation"): 4_696,
-    ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_774,
+    ("recipe", "preflight", "doctor"): 6_196,
+    ("plan",): 5_761,
     ("data",): 3_206,
-    ("reward",): 8_575,
-    ("agents",): 5_389,
+    ("reward",): 8_360,
+    ("agents",): 5_367,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
     ("commands", ""): 2_688,
@@ -48,7 +48,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
     "tests": Limits(lines=51_460, files=None),
 }
 # Heading in docs/architecture.md: most files.

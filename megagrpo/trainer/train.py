@@ -30,8 +30,8 @@ from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, run_directory, with_absolute_directories
 from megagrpo.recipe.schema import DataFileConfig, Recipe
 from megagrpo.recipe.schema.schedule import SyncConfig
-from megagrpo.reward.asking import Models
-from megagrpo.reward.scorer import Scorer
+from megagrpo.reward.asking import Asking, Models
+from megagrpo.reward.scorer import EXECUTORS, Executors, Scorer
 from megagrpo.trainer.batches import require_another_directory
 from megagrpo.trainer.run import Run, Step
 from megagrpo.trainer.run_loop import Training, run_to_end
@@ -140,8 +140,8 @@ def scorer_maker(
 ) -> Callable[..., Scorer]:
     """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
     limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), judging.served())
-    workers = partial(reward_pool, ray)
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
+    own: Executors = {"workers": partial(reward_pool, ray), "asking": partial(Asking, models=models)}
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors={**EXECUTORS, **own})
 
 
 def start_policy(
