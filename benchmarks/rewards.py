@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import RewardConfig
-from megagrpo.reward.functions import INLINE, Function, Task, function_specs, load
+from megagrpo.reward.functions import Function, Task, function_specs, load
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import Group, Prompt, Sample
 
@@ -103,7 +104,7 @@ def main() -> None:
             print(f"{name:20}  asks a server")
             continue
         times = 1000 * call_seconds(function, groups)
-        inline = name in INLINE
+        inline = executor_of(name) == "inline"
         counts = arguments.workers[:1] if inline else arguments.workers
         rates = (
             scores_per_second(reward.model_copy(update={"workers": count}), groups, arguments.seconds)

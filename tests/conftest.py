@@ -59,7 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @cache
 def missing(extra: str) -> str:
     """Returns why an extra cannot be used here, empty if it can."""
-    from megagrpo.reward.sandbox.kinds import search
+    from megagrpo.reward.sandbox.programs import search
     from tests.slurm.cluster import PROGRAMS
 
     if extra == "gguf":

@@ -16,43 +16,43 @@ from pathlib import Path
 from statistics import median
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FILE_LINES_MAX = 600
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most lines of all Python files of a folder, and most files."""
+    """Most lines of all Python files of a folder and of each of them, and most files."""
 
     lines: int
+    lines_of_file: int
     files: int | None
 
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_579,
-    ("megatron",): 4_196,
+    ("weights",): 6_357,
+    ("megatron",): 4_160,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_392,
-    ("rollout",): 3_064,
-    ("cluster",): 3_600,
-    ("trainer", "evaluation"): 4_696,
-    ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_774,
-    ("data",): 3_206,
-    ("reward",): 8_575,
-    ("agents",): 5_389,
+    ("checkpoint", "convert"): 2_623,
+    ("rollout",): 3_138,
+    ("cluster",): 3_603,
+    ("trainer", "evaluation"): 4_490,
+    ("recipe", "preflight", "doctor"): 6_197,
+    ("plan",): 5_746,
+    ("data",): 2_838,
+    ("reward",): 8_360,
+    ("agents",): 5_280,
     ("track", "report"): 5_771,
-    ("importing",): 3_678,
-    ("commands", ""): 2_688,
-    ("demo",): 767,
+    ("importing",): 3_616,
+    ("commands", "processes", ""): 2_600,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
-    "tests": Limits(lines=51_470, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=397),
+    "tests": Limits(lines=51_642, lines_of_file=600, files=None),
 }
-# Heading in docs/architecture.md: most files.
-WALKS = {"A sample's walk": 18, "A weight's walk": 16}
+# Heading in docs/architecture.md: most files, and most nouns (in bold).
+WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6)}
+NOUN = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
 
 
@@ -74,9 +74,9 @@ def folder_problems(repository: Path, name: str, limits: Limits) -> list[str]:
         f"   longest {sizes[longest]}: {longest.relative_to(repository)}"
     )
     problems = [
-        f"{path.relative_to(repository)}: {size} lines, at most {FILE_LINES_MAX}"
+        f"{path.relative_to(repository)}: {size} lines, at most {limits.lines_of_file}"
         for path, size in sizes.items()
-        if size > FILE_LINES_MAX
+        if size > limits.lines_of_file
     ]
     if total > limits.lines:
         problems.append(f"{name}/: {total:,} lines, at most {limits.lines:,}")
@@ -101,15 +101,15 @@ def budget_problems(repository: Path, budgets: Mapping[tuple[str, ...], int]) ->
     return problems + [f"megagrpo: {folder or 'root'}: no budget" for folder in counts]
 
 
-def walk_problems(repository: Path, title: str, most: int) -> list[str]:
-    """Prints a line about a walk: the numbered list below its heading. What is wrong with it."""
+def walk_problems(repository: Path, title: str, most: int, nouns_most: int) -> list[str]:
+    """Prints a line about a walk: its nouns, and the numbered list below its heading. What is wrong with it."""
     page = "docs/architecture.md"
     text = (repository / page).read_text(encoding="utf-8")
     section = re.search(rf"^(#+) {re.escape(title)}\b.*?\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     if section is None:
         return [f"{page}: no heading {title!r}"]
-    files = ITEM.findall(section[2])
-    print(f"{title}: {len(files)} files")
+    files, nouns = ITEM.findall(section[2]), set(NOUN.findall(section[2]))
+    print(f"{title}: {len(files)} files, {len(nouns)} nouns")
     problems = [f"{page}: {title}: no file {file}" for file in files if not (repository / file).is_file()]
     if not files:
         problems.append(f"{page}: {title}: no numbered list of files, each in backquotes")
@@ -117,6 +117,8 @@ def walk_problems(repository: Path, title: str, most: int) -> list[str]:
         problems.append(f"{page}: {title}: a file is listed twice")
     if len(files) > most:
         problems.append(f"{page}: {title}: {len(files)} files, at most {most}")
+    if len(nouns) > nouns_most:
+        problems.append(f"{page}: {title}: {len(nouns)} nouns, at most {nouns_most}")
     return problems
 
 
@@ -125,8 +127,8 @@ def house_problems(repository: Path, budgets: Mapping[tuple[str, ...], int] = BU
     for name, limits in FOLDERS.items():
         problems += folder_problems(repository, name, limits)
     problems += budget_problems(repository, budgets)
-    for title, most in WALKS.items():
-        problems += walk_problems(repository, title, most)
+    for title, (files, nouns) in WALKS.items():
+        problems += walk_problems(repository, title, files, nouns)
     return problems
 
 

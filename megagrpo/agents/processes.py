@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megagrpo.reward import worker_process
-from megagrpo.reward.workers import END_SECONDS, ENVIRONMENT
+from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of
 
 MESSAGE_BYTES_MAX = 1 << 24
 """Longest line from an agent process."""
@@ -43,30 +38,19 @@ class Program:
 class AgentProcess:
     """An agent process that `start` has started. Its methods are for one event loop."""
 
-    def __init__(
-        self, keeper: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.ready = False
-        self._keeper, self._reader, self._writer = keeper, reader, writer
+        self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod
     async def start(cls, program: Program, log: Path) -> AgentProcess:
         """Starts the process, whose message `ready` says when it is ready. Raises OSError."""
-        ours, theirs = socket.socketpair()
         command = [program.python or sys.executable, str(RUNNER)]
         log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("ab") as output:
-            keeper = subprocess.Popen(
-                worker_process.python("keep", theirs.fileno(), command, LOG_BYTES_MAX),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment_of(program),
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        process = cls(keeper, *await asyncio.open_connection(sock=ours, limit=MESSAGE_BYTES_MAX))
+        with log.open("ab") as output:
+            kept = KeptProcess(command, environment_of_program(program), output, LOG_BYTES_MAX)
+        kept.socket.setblocking(False)
+        process = cls(kept, *await asyncio.open_connection(sock=kept.socket, limit=MESSAGE_BYTES_MAX))
         process.send({"start": {
             "path": None if program.python else [entry for entry in sys.path if entry],
             "file": program.file,
@@ -100,25 +84,20 @@ class AgentProcess:
 
     def stop(self) -> None:
         """Tells its keeper to end the process and all that it started."""
-        worker_process.tell_to_end(self._keeper)
+        self._process.tell_to_end()
 
     async def end(self) -> str:
         """Ends the process and all that it started. Returns how it ended, in words."""
         self.stop()
-        try:
-            status = await asyncio.to_thread(self._keeper.wait, END_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._keeper.pid, signal.SIGKILL)
-            status = await asyncio.to_thread(self._keeper.wait)
+        how = await asyncio.to_thread(self._process.end)
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return how
 
 
-def environment_of(program: Program) -> dict[str, str]:
+def environment_of_program(program: Program) -> dict[str, str]:
     names = {*ENVIRONMENT, *program.environment}
     if program.python:  # what is this interpreter's own
         names -= {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX"} - {*program.environment}
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return environment_of(names)

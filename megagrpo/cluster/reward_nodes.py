@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
-from threading import Event
 from typing import Any
 
 import ray
@@ -16,28 +15,27 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import end_actors, node_names, on_node
 from megagrpo.errors import MegagrpoError, Problem, RewardError
 from megagrpo.recipe.defaults import run_directory
-from megagrpo.recipe.schema import Recipe
-from megagrpo.reward.asking import Models, Served
-from megagrpo.reward.functions import FunctionSpec, Outcome, Task
-from megagrpo.reward.scorer import Scorer
-from megagrpo.reward.workers import Limits, LoadedFunction, RewardPool, WorkerPool
+from megagrpo.recipe.schema import Recipe, RewardConfig
+from megagrpo.reward.asking import Asking, Models, Served
+from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, fail
+from megagrpo.reward.functions import FunctionSpec, Outcome, with_source
+from megagrpo.reward.scorer import EXECUTORS, Executors, Scorer
+from megagrpo.reward.workers import Limits, WorkerPool, limits_of
 
 PARTS_PER_NODE = 4
 """Parts for each node: several, because responses take unequal times."""
-CHECK_SECONDS = 0.2
 END_SECONDS = 10.0
 
-Calls = Sequence[tuple[int, Task]]
 
-
-def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> RewardPool:
-    """Returns a pool of `workers` processes on the nodes of the run, the driver's node first."""
+def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], reward: RewardConfig) -> Executor:
+    """Returns an executor of reward.workers processes on the nodes of the run, the driver's node first."""
     here = ray.get_runtime_context().get_node_id()
     others = sorted({str(place.node) for place in runtime.places} - {here})
-    counts = workers_of_nodes(workers, 1 + len(others))
+    counts = workers_of_nodes(reward.workers, 1 + len(others))
     if len(counts) < 2:
-        return WorkerPool(specs, workers, limits)
-    return RewardNodes(specs, counts[0], dict(zip(others, counts[1:], strict=False)), limits)
+        return WorkerPool.of(specs, reward)
+    there = dict(zip(others, counts[1:], strict=False))
+    return RewardNodes(list(map(with_source, specs)), counts[0], there, limits_of(reward))
 
 
 def scorer_maker(
@@ -49,8 +47,8 @@ def scorer_maker(
 ) -> Callable[..., Scorer]:
     """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
     limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), served)
-    workers = partial(reward_pool, runtime)
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, pool_of=workers, models=models)
+    own: Executors = {"workers": partial(reward_pool, runtime), "asking": partial(Asking, models=models)}
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors={**EXECUTORS, **own})
 
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:
@@ -59,81 +57,86 @@ def workers_of_nodes(workers: int, nodes: int) -> list[int]:
     return [count for count in (each + (node < more) for node in range(nodes)) if count]
 
 
-class RewardNodes:
-    """A RewardPool with processes on this node and on others. A lost node costs no outcome: another node scores its
-    part."""
+class RewardNodes(Executor):
+    """Processes on this node and on others. A lost node costs no outcome: another node scores its part.
+
+    A thread of its own gives the calls of one `submit` after the other to the nodes.
+    """
 
     def __init__(
         self, specs: Sequence[FunctionSpec], workers_here: int, workers_there: Mapping[str, int], limits: Limits
     ) -> None:
         """Creates this node's pool. workers_there: processes on each other node, by Ray's id of the node."""
         self._here = WorkerPool(specs, workers_here, limits)
-        self._thread = ThreadPoolExecutor(1, "scoring here")
+        self._thread = ThreadPoolExecutor(1, "scoring on nodes")
         self._specs, self._limits, self._workers_there = tuple(specs), limits, dict(workers_there)
         self._there: dict[str, Any] = {}
 
-    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]:
-        return self._here.start(check)
+    def by_group(self, check: Callable[[], None] = lambda: None) -> list[bool]:
+        return self._here.by_group(check)
 
-    def run(self, calls: Calls, check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
-        if not calls:
-            return []
-        self._start_there()
-        size = -(-len(calls) // (PARTS_PER_NODE * (1 + len(self._workers_there))))
-        waiting = deque(range(0, len(calls), size))
-        running: dict[Future[list[list[Outcome]]], tuple[str, int]] = {}
-        outcomes: dict[int, list[list[Outcome]]] = {}
-        ended = Event()
+    def submit(self, calls: Calls) -> list[Outcomes]:
+        futures = [Outcomes() for _ in calls]
+        if calls:
+            self._thread.submit(self._run, calls, futures)
+        return futures
 
-        def give(node: str) -> None:
-            if waiting and (node in self._there or node == ""):
-                start = waiting.popleft()
-                part = calls[start : start + size]
-                if node:
-                    future = self._there[node].run.remote(part).future()
-                else:
-                    future = self._thread.submit(self._here.run, part, _check_of(ended))
-                running[future] = node, start
+    def close(self) -> None:
+        self._thread.submit(self._end_there).result()
+        self._here.close()
 
+    def _run(self, calls: Calls, futures: Sequence[Outcomes]) -> None:
+        running: dict[Future[Any], tuple[str, slice]] = {}
         try:
+            self._start_there()
+            size = -(-len(calls) // (PARTS_PER_NODE * (1 + len(self._workers_there))))
+            waiting = deque(slice(start, start + size) for start in range(0, len(calls), size))
+
+            def give(node: str) -> None:
+                if waiting and (node in self._there or node == ""):
+                    part = waiting.popleft()
+                    if node:
+                        running[self._there[node].run.remote(calls[part]).future()] = node, part
+                    else:
+                        running[self._here.run(calls[part], futures[part])] = node, part
+
             for node in ("", *self._there):
                 give(node)
             while running:
-                check()
-                done, _ = wait(running, CHECK_SECONDS, FIRST_COMPLETED)
-                for future in done:
-                    node, start = running.pop(future)
-                    answer = self._answer(future, node)
-                    if answer is None:
-                        waiting.append(start)
-                        if not any(busy == "" for busy, _ in running.values()):
-                            give("")
-                    else:
-                        outcomes[start] = answer
+                ended, _ = wait(running, CHECK_SECONDS, FIRST_COMPLETED)
+                for future in ended:
+                    node, part = running.pop(future)
+                    if node == "" or self._answered(future, node, futures[part]):
                         give(node)
-            return [outcome for start in sorted(outcomes) for outcome in outcomes[start]]
-        except BaseException:
-            ended.set()
+                        continue
+                    waiting.append(part)
+                    if not any(busy == "" for busy, _ in running.values()):
+                        give("")
+                if any(future.cancelled() for _, part in running.values() for future in futures[part]):
+                    raise CancelledError
+        except BaseException as error:  # noqa: BLE001
             self._end_there()  # their outcomes are not needed
-            wait([future for future, (node, _) in running.items() if not node])
-            raise
+            here = {future for node, part in running.values() if not node for future in futures[part]}
+            fail((future for future in futures if future not in here), error)
+            for future in here:
+                future.cancel()
 
-    def close(self) -> None:
-        self._end_there()
-        self._here.close()
-        self._thread.shutdown()
-
-    def _answer(self, future: Future[list[list[Outcome]]], node: str) -> list[list[Outcome]] | None:
-        """Returns a part's outcomes; None if its node is lost, which then gets no further part."""
+    def _answered(self, answer: Future[list[list[Outcome]]], node: str, futures: Sequence[Outcomes]) -> bool:
+        """Gives a part's outcomes to its futures. Returns False if its node is lost; it then gets no further part."""
         try:
-            return future.result()
+            outcomes = answer.result()
         except RayTaskError as failure:
             if isinstance(failure.cause, MegagrpoError):
                 raise failure.cause from failure
             raise RewardError(Problem(f"scoring on node {node}", str(failure).strip())) from failure
         except (RayActorError, NodeDiedError):
             del self._there[node]
-            return None
+            return False
+        for future, of_call in zip(futures, outcomes, strict=True):
+            if not future.set_running_or_notify_cancel():
+                raise CancelledError
+            future.set_result(of_call)
+        return True
 
     def _start_there(self) -> None:
         """Starts the pools of other nodes that are alive and have none."""
@@ -147,30 +150,19 @@ class RewardNodes:
         self._there.clear()
 
 
-class _EndedError(Exception):
-    """An exception that ends the part being scored in this process."""
-
-
-def _check_of(ended: Event) -> Callable[[], None]:
-    """Returns a check that ends the part being scored once `ended` is set."""
-
-    def check() -> None:
-        if ended.is_set():
-            raise _EndedError
-
-    return check
-
-
 @ray.remote(num_cpus=0, max_concurrency=2)  # two calls at once: it can be closed while it scores
 class RewardNodeActor:
     """The reward workers of a node without the driver."""
 
     def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
-        self._pool, self._ended = WorkerPool(specs, workers, limits), Event()
+        self._pool = WorkerPool(specs, workers, limits)
+        self._futures: list[Outcomes] = []
 
     def run(self, calls: Calls) -> list[list[Outcome]]:
-        return self._pool.run(calls, _check_of(self._ended))
+        self._futures = self._pool.submit(calls)
+        return [future.result() for future in self._futures]
 
     def close(self) -> None:
-        self._ended.set()
+        for future in self._futures:
+            future.cancel()
         self._pool.close()

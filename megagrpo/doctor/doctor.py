@@ -19,7 +19,7 @@ from megagrpo.doctor.packages import Finding, fit_findings, missing_to_compile, 
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.kernels import Attention, Capability, Installed, installed, layers_on
 from megagrpo.recipe.schema.train import COMPILED
-from megagrpo.reward.sandbox.kinds import search
+from megagrpo.reward.sandbox.programs import search
 from megagrpo.reward.sandbox.sandbox import Kind
 
 PYTHON = (3, 11)

@@ -46,10 +46,10 @@ from megagrpo.preflight.reward_models import reward_model_directories
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, with_absolute_directories
 from megagrpo.recipe.load import load
+from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.run import ConsoleMode
-from megagrpo.reward.functions import ASKING
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
@@ -308,7 +308,7 @@ def _own_files(recipe: Recipe) -> Iterator[str]:
             if ".py:" in function.function:
                 yield function.function.rpartition(":")[0]
             rubric = function.arguments.get("rubric")
-            if function.function in ASKING and isinstance(rubric, str) and is_file(rubric):
+            if executor_of(function.function) == "asking" and isinstance(rubric, str) and is_file(rubric):
                 yield rubric
     for model in recipe.reward.models.values():
         if isinstance(model, ClassifierConfig) and model.chat_template is not None:

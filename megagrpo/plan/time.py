@@ -15,25 +15,12 @@ from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.plan.turns import Turns
 from megagrpo.recipe.defaults import prompts_of_round, total_steps
+from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import Recipe, SftRecipe
 from megagrpo.weights.families.architecture import critic_of
 
 POINTS = 24
 """Intervals of the sum over time at the end of a batch."""
-
-ON_DRIVER = (
-    "agent",
-    "gsm8k",
-    "strict_math",
-    "multiple_choice",
-    "string_match",
-    "f1",
-    "search_answer",
-    "think_answer",
-    "length",
-    "repetition",
-)
-"""Reward functions that run on the driver (INLINE of reward/functions.py); the others run in reward.workers."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +194,10 @@ def _rollout(case: Case, rounds: list[int]) -> Seconds:
 
 def _reward(recipe: Recipe, assumed: Assumptions, responses: float) -> Seconds:
     # The slowest list of functions: which share of the rows each list scores is in the data, not in the recipe.
-    lists = [[entry.function in ON_DRIVER for entry in entries] for entries in recipe.reward.lists().values()]
-    isolated = max(len(inline) - sum(inline) for inline in lists)
+    lists = [[executor_of(entry.function) for entry in entries] for entries in recipe.reward.lists().values()]
+    isolated = max(len(executors) - executors.count("inline") for executors in lists)
     return {
-        "on the driver": responses * assumed.reward_seconds * max(map(sum, lists)),
+        "on the driver": responses * assumed.reward_seconds * max(executors.count("inline") for executors in lists),
         "in workers": responses * assumed.isolated_reward_seconds * isolated / max(1, recipe.reward.workers),
     }
 

@@ -169,10 +169,10 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
     Raises ModelError.
     """
     from megagrpo.agents.host_settings import program_of
-    from megagrpo.agents.processes import environment_of
+    from megagrpo.agents.processes import environment_of_program
     from megagrpo.agents.tools.load import offered
 
-    environment = environment_of(program_of(agent))
+    environment = environment_of_program(program_of(agent))
     schemas: dict[str, dict[str, Any]] = {}
     problems, unchecked = list[Problem](), list[str]()
     for number, config in enumerate(agent.tool_configs):

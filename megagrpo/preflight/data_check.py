@@ -28,9 +28,10 @@ from megagrpo.errors import DataError, MegagrpoError, Problem, brief
 from megagrpo.preflight.data import sources_of
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
+from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import DataFileConfig, Recipe, RewardConfig, RewardFunctionConfig
 from megagrpo.recipe.schema.data import DecontaminateConfig
-from megagrpo.reward.functions import ASKING, FunctionSpec, function_specs, static_problems
+from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import Group, Prompt, Sample
 
@@ -42,8 +43,8 @@ FULL_MARKS = 1 - 1e-6
 OTHERS = 3
 """Right responses of other rows to try before a row is reported to accept a wrong one."""
 Solution = Callable[[str, Mapping[str, Any]], str | None]
-ELSEWHERE = (*ASKING, "remote", "reward_model", "agent")
-"""These ask models or servers, where what they give costs something, or read what an agent gave."""
+ELSEWHERE = ("remote", "agent")
+"""A server's scores cost something, as models' do; an agent's need a rollout."""
 FORM = ("format", "language", "length", "repetition")
 """These look at the form of a response alone, and may take an empty one for right."""
 
@@ -273,8 +274,8 @@ def _problems(
 
 def solution_of(spec: FunctionSpec) -> Solution | None:
     """Returns the maker of right responses for a function of the recipe; it makes none if the module has no `solution`.
-    Returns None for functions that only a run calls: a user's own, and ELSEWHERE."""
-    if not spec.built_in or spec.function in ELSEWHERE:
+    Returns None for functions that only a run calls: a user's own, those that ask models, and ELSEWHERE."""
+    if not spec.built_in or spec.function in ELSEWHERE or executor_of(spec.function) == "asking":
         return None
     make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)
     if make is None:

@@ -1,24 +1,25 @@
-"""Calls of reward functions that ask models, in an event loop of this process, beside the workers' calls."""
+"""The executor of reward functions that ask models: an event loop of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, outcomes_of
+from megagrpo.reward.executors import Calls, Executor, Outcomes
+from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, load, outcomes_of
 from megagrpo.reward.judging.cache import AnswerCache
-from megagrpo.reward.judging.client import AskConfig, Endpoint, Judge, OverBudgetError
-from megagrpo.reward.judging.scoring import ScoringModel, ServedClassifier
+from megagrpo.reward.judging.client import AskConfig, Endpoint, Judge, OverBudgetError, ScoringModel, ServedClassifier
 
-CHECK_SECONDS = 0.2
+if TYPE_CHECKING:
+    from megagrpo.recipe.schema import RewardConfig
+
 CLOSE_SECONDS = 10.0
 
 Served = Endpoint | ServedClassifier
@@ -36,48 +37,35 @@ class Models:
     """The models of reward.models, by name."""
 
 
-class AskingFunctions:
-    """The functions of a recipe that ask models, by their indices among its specs.
+NO_MODELS = Models()
+
+
+class Asking(Executor):
+    """Calls functions that ask models, in an event loop of a thread of its own.
 
     The constructor raises RewardError if the variable of an API key is not set, or if a model is not served.
     """
 
-    def __init__(self, functions: Mapping[int, Function], specs: Sequence[FunctionSpec], models: Models) -> None:
-        self._functions, self._models = functions, models
-        self._names = {place: specs[place].name for place in functions}
-        self._keys = {place: _api_key(function.arguments, specs[place]) for place, function in functions.items()}
-        for place, function in functions.items():
-            _require_model(function.arguments, specs[place], models)
+    def __init__(self, specs: Sequence[FunctionSpec], _: RewardConfig, models: Models = NO_MODELS) -> None:
+        self.functions: list[Function] = [load(spec) for spec in specs]
+        self._models = models
+        self._names = [spec.name for spec in specs]
+        self._keys = [_api_key(function, spec, models) for function, spec in zip(self.functions, specs, strict=True)]
         self._judges: dict[int, Judge | ScoringModel] = {}
         self._cache: AnswerCache | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread()
+        self._left = 0
+        """Number of calls of the last `submit` that are under way."""
 
-    def begin(self, calls: Sequence[tuple[int, Task]]) -> Future[list[list[Outcome]]]:
-        """Starts the calls (index of the function, task). Returns the future for `wait`."""
+    def submit(self, calls: Calls) -> list[Outcomes]:
         if not calls:
-            nothing: Future[list[list[Outcome]]] = Future()
-            nothing.set_result([])
-            return nothing
+            return []
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="asks models", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._outcomes(calls), self._loop)
-
-    def wait(self, begun: Future[list[list[Outcome]]], check: Callable[[], None]) -> list[list[Outcome]]:
-        """Returns the outcomes of each call. If `check` raises, cancels the calls and raises the same."""
-        while True:
-            try:
-                return begun.result(CHECK_SECONDS)
-            except TimeoutError:
-                if begun.done():
-                    raise
-                try:
-                    check()
-                except BaseException:
-                    begun.cancel()
-                    raise
+        return asyncio.run_coroutine_threadsafe(self._begun(calls), self._loop).result()
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the judges' metrics since the last call, as `judge/NAME/METRIC`. Begins new budgets."""
@@ -86,7 +74,7 @@ class AskingFunctions:
         return asyncio.run_coroutine_threadsafe(self._take_metrics(), self._loop).result()
 
     def close(self) -> None:
-        """Cancels the running calls, and closes the judges and the cache. A later `begin` opens them again."""
+        """Cancels the running calls, and closes the judges and the cache. A later `submit` opens them again."""
         if self._loop is None:
             return
         with suppress(TimeoutError):
@@ -96,17 +84,21 @@ class AskingFunctions:
         self._loop.close()
         self._loop = None
 
-    async def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
-        for place in {place for place, _ in calls} - self._judges.keys():
-            self._judges[place] = self._opened(place)
-        try:
-            return list(await asyncio.gather(*(self._call(place, task) for place, task in calls)))
-        finally:
-            if self._cache is not None:
-                self._cache.write()
+    async def _begun(self, calls: Calls) -> list[Outcomes]:
+        """Starts the calls in the loop's thread, so that all of them begin before any goes on."""
+        self._left, loop = len(calls), asyncio.get_running_loop()
+        return [asyncio.run_coroutine_threadsafe(self._outcomes(place, task), loop) for place, task in calls]
 
-    async def _call(self, place: int, task: Task) -> list[Outcome]:
-        function, model = self._functions[place], self._judges[place]
+    async def _outcomes(self, place: int, task: Task) -> list[Outcome]:
+        if place not in self._judges:
+            self._judges[place] = self._opened(place)
+        outcomes = await self._call(self.functions[place], self._judges[place], task)
+        self._left -= 1
+        if self._left == 0 and self._cache is not None:
+            self._cache.write()
+        return outcomes
+
+    async def _call(self, function: Function, model: Judge | ScoringModel, task: Task) -> list[Outcome]:
         try:
             returned = await function.function(model, **task.arguments(function.wanted))
         except OverBudgetError as over:
@@ -121,7 +113,7 @@ class AskingFunctions:
         return outcomes_of(returned, function.by_group, len(task.samples))
 
     def _opened(self, place: int) -> Judge | ScoringModel:
-        config = self._functions[place].arguments
+        config = self.functions[place].arguments
         served = self._models.served.get(config.model)
         if not isinstance(config, AskConfig):
             return ScoringModel(cast(ServedClassifier, served))
@@ -134,16 +126,16 @@ class AskingFunctions:
         return Judge(config, HttpEndpoint(config.url, self._keys[place], config.concurrency), self._cache)
 
     async def _take_metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for place, judge in self._judges.items():
             for what, value in judge.new_step().items():
                 name = f"judge/{self._names[place]}/{what}"
-                found[name] = found.get(name, 0.0) + value
-        return found
+                metrics[name] = metrics.get(name, 0.0) + value
+        return metrics
 
     async def _close(self) -> None:
-        own = asyncio.current_task()
-        for task in asyncio.all_tasks() - {own}:
+        closing = asyncio.current_task()
+        for task in asyncio.all_tasks() - {closing}:
             task.cancel()
         for judge in self._judges.values():
             await judge.close()
@@ -153,16 +145,17 @@ class AskingFunctions:
             self._cache = None
 
 
-def _require_model(arguments: Any, spec: FunctionSpec, models: Models) -> None:
-    if getattr(arguments, "url", None) is None and arguments.model not in models.served:
-        needed = "a model of reward.models that this command has started: training starts them"
-        raise RewardError(Problem(f"{spec.where}.arguments.model", arguments.model, needed))
-
-
-def _api_key(arguments: Any, spec: FunctionSpec) -> str | None:
-    if not isinstance(arguments, AskConfig) or (variable := arguments.api_key_variable) is None:
+def _api_key(function: Function, spec: FunctionSpec, models: Models) -> str | None:
+    """Returns the key of a judge's endpoint. Raises RewardError if it is not set, or if the model is not served."""
+    arguments, where = function.arguments, f"{spec.where}.arguments"
+    if getattr(arguments, "url", None) is None:
+        if arguments.model not in models.served:
+            needed = "a model of reward.models that this command has started: training starts them"
+            raise RewardError(Problem(f"{where}.model", arguments.model, needed))
         return None
-    if not (key := os.environ.get(variable)):
-        where = f"{spec.where}.arguments.api_key_variable"
-        raise RewardError(Problem(where, f"{variable}, which is not set", "the API key", f"export {variable}=..."))
-    return key
+    if (variable := arguments.api_key_variable) is None:
+        return None
+    if key := os.environ.get(variable):
+        return key
+    given = f"{variable}, which is not set"
+    raise RewardError(Problem(f"{where}.api_key_variable", given, "the API key", f"export {variable}=..."))

@@ -21,7 +21,8 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
-from megagrpo.reward.sandbox.kinds import ISOLATIONS
+from megagrpo.recipe.reward_functions import BUILT_IN, executor_of
+from megagrpo.reward.sandbox.sandbox import Isolation
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
@@ -50,50 +51,6 @@ ANSWER = "answer"
 NOTE_CHARACTERS_MAX = 2000
 NOTES_MAX = 20
 
-BUILT_IN = (
-    "agent",
-    "gsm8k",
-    "math",
-    "strict_math",
-    "multiple_choice",
-    "string_match",
-    "f1",
-    "search_answer",
-    "json_schema",
-    "format",
-    "code",
-    "ifeval",
-    "reasoning_gym",
-    "think_answer",
-    "length",
-    "language",
-    "repetition",
-    "judge",
-    "judge_pairs",
-    "judge_ranking",
-    "remote",
-    "reward_model",
-)
-"""Each is the module of that name in reward/verifiers/, with `make(**arguments) -> RewardCallable`."""
-
-INLINE = (
-    "agent",
-    "gsm8k",
-    "strict_math",
-    "multiple_choice",
-    "string_match",
-    "f1",
-    "search_answer",
-    "think_answer",
-    "length",
-    "repetition",
-)
-"""Called in the scorer's process, because they are fast whatever the response. `format` is not: a pattern can backtrack
-for hours, and so can that of a JSON schema."""
-
-ASKING = ("judge", "judge_pairs", "judge_ranking", "reward_model")
-"""Called in an event loop of the scorer's process, because they ask models and compute next to nothing."""
-
 SANDBOXED = ("code", "reasoning_gym")
 """Verifiers that score in a sandbox, for `seconds` at most; `isolation` selects the sandbox."""
 
@@ -105,7 +62,7 @@ TAKEN_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFunction:
-    """The result of `make` for a function in ASKING: called with the model, then with the usual arguments."""
+    """The result of `make` for a function that asks a model: called with the model, then with the usual arguments."""
 
     function: Callable[..., Awaitable[Any]]
     arguments: Any
@@ -113,55 +70,25 @@ class ModelFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
-    """A loaded reward function and the names of the arguments that it takes."""
+class Signature:
+    """The names of the arguments that a reward function takes, and whether it is async."""
 
-    function: RewardCallable
     wanted: tuple[str, ...]
-    arguments: Any = None
-    """For a function in ASKING, the arguments of its ModelFunction."""
+    is_async: bool
 
     @property
     def by_group(self) -> bool:
         """Returns whether one call scores all responses of a group."""
         return "responses" in self.wanted
 
-    @property
-    def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function)
-
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """The input of one call: one response to a prompt, or all of a group for a function `by_group`."""
+class Function(Signature):
+    """A loaded reward function."""
 
-    prompt: Prompt
-    samples: tuple[Sample, ...]
-
-    def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
-        """Returns the arguments of these names as plain values."""
-        by_group = "responses" in wanted
-        return {name: self._argument(name, by_group) for name in wanted}
-
-    def _argument(self, name: str, by_group: bool) -> Any:
-        prompt, first = self.prompt, self.samples[0]
-        match name:
-            case "response" | "solution_str":
-                return first.text
-            case "responses":
-                return [sample.text for sample in self.samples]
-            case "tokens":
-                return [sample.tokens.tolist() for sample in self.samples] if by_group else first.tokens.tolist()
-            case "finish":
-                return [sample.finish for sample in self.samples] if by_group else first.finish
-            case "messages" | "tool_calls" | "agent_reward":
-                values = [OF_AGENT[name](prompt, sample) for sample in self.samples]
-                return values if by_group else values[0]
-            case "prompt":
-                return [dict(message) for message in prompt.messages]
-            case "prompt_text":
-                return prompt.text
-        return getattr(prompt, name)
+    function: RewardCallable
+    arguments: Any = None
+    """For a function that asks a model, the arguments of its ModelFunction."""
 
 
 def messages_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
@@ -180,11 +107,7 @@ def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
     said = [event["said"] for event in sample.agent.events if event["kind"] == "turn"]
     results = {message.get("tool_call_id"): message.get("content") for message in messages if message["role"] == "tool"}
     return [
-        {
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-            "result": results.get(call.get("id")),
-        }
+        {**{key: call["function"][key] for key in ("name", "arguments")}, "result": results.get(call.get("id"))}
         for message in messages
         for call in message.get("tool_calls") or ()
         if message in said
@@ -195,7 +118,38 @@ def agent_reward_of(prompt: Prompt, sample: Sample) -> dict[str, float] | None:
     return None if sample.agent is None or sample.agent.reward is None else dict(sample.agent.reward)
 
 
-OF_AGENT = {"messages": messages_of, "tool_calls": tool_calls_of, "agent_reward": agent_reward_of}
+OF_SAMPLE: dict[str, Callable[[Prompt, Sample], Any]] = {
+    "response": lambda prompt, sample: sample.text,
+    "responses": lambda prompt, sample: sample.text,
+    "solution_str": lambda prompt, sample: sample.text,
+    "tokens": lambda prompt, sample: sample.tokens.tolist(),
+    "finish": lambda prompt, sample: sample.finish,
+    "messages": messages_of,
+    "tool_calls": tool_calls_of,
+    "agent_reward": agent_reward_of,
+}
+"""Arguments that each response has of its own. The others are the prompt's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The input of one call: one response to a prompt, or all of a group for a function `by_group`."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
+        """Returns the arguments of these names as plain values."""
+        by_group = "responses" in wanted
+        return {name: self._argument(name, by_group) for name in wanted}
+
+    def _argument(self, name: str, by_group: bool) -> Any:
+        if (of_sample := OF_SAMPLE.get(name)) is not None:
+            values = (of_sample(self.prompt, sample) for sample in self.samples)
+            return list(values) if by_group else next(values)
+        if name == "prompt":
+            return [dict(message) for message in self.prompt.messages]
+        return self.prompt.text if name == "prompt_text" else getattr(self.prompt, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +179,7 @@ def outcomes_of(returned: object, by_group: bool, responses: int) -> list[Outcom
 
 def outcome_of(returned: object) -> Outcome:
     """Checks a return value: a finite number, or a mapping with a finite `score`, other finite metrics, and texts.
-    Returns an Outcome unchanged: functions in ASKING return one if a single response of several has no score."""
+    Returns an Outcome unchanged: functions that ask models return one if a single response of several has no score."""
     if isinstance(returned, Outcome):
         return returned
     if type(returned) is float and math.isfinite(returned):  # nearly always
@@ -337,7 +291,7 @@ def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Probl
     if not sandbox:
         specs = tuple(_in_any_sandbox(spec) for spec in specs)
     problems = [problem for spec in specs for problem in _spec_problems(spec)]
-    isolated = list(dict.fromkeys(spec.function for spec in specs if spec.function not in (*INLINE, *ASKING)))
+    isolated = list(dict.fromkeys(spec.function for spec in specs if executor_of(spec.function) == "workers"))
     if isolated and reward.workers == 0:
         problems.append(Problem("reward.workers", given="0", needed=f"at least 1, for {', '.join(isolated)}"))
     if not problems:
@@ -352,7 +306,7 @@ def sandbox_problems(reward: RewardConfig) -> list[Problem]:
 
 
 def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
-    if spec.function not in SANDBOXED or spec.arguments.get("isolation", "auto") not in ISOLATIONS:
+    if spec.function not in SANDBOXED or spec.arguments.get("isolation", "auto") not in get_args(Isolation):
         return spec
     return replace(spec, arguments={**spec.arguments, "isolation": "none"})
 
@@ -443,8 +397,8 @@ def _load_built_in(spec: FunctionSpec) -> Function:
     except ValueError as error:
         raise RewardError(Problem(where, given=str(error))) from None
     if isinstance(function, ModelFunction):
-        return Function(function.function, wanted_arguments(function.function, {}), function.arguments)
-    return Function(function, wanted_arguments(function, {}))
+        return Function(wanted_arguments(function.function, {}), True, function.function, function.arguments)
+    return Function(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function)
 
 
 def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Problem | None:
@@ -453,7 +407,9 @@ def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Pr
     value = spec.arguments[name]
     if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
         return None
-    needed = str(inspect.formatannotation(parameter.annotation)).replace("collections.abc.", "")
+    needed = inspect.formatannotation(parameter.annotation).replace("collections.abc.", "")
+    if get_origin(parameter.annotation) is Literal:
+        needed = " or ".join(get_args(parameter.annotation))
     return Problem(f"{spec.where}.arguments.{name}", brief(value), needed, f"give `{name}` another value, or remove it")
 
 
@@ -486,4 +442,5 @@ def _load_user_function(spec: FunctionSpec) -> Function:
     if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
         needed = "a parameter response, responses, tokens or messages: what it scores"
         raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
-    return Function(partial(function, **spec.arguments) if spec.arguments else function, wanted)
+    function = partial(function, **spec.arguments) if spec.arguments else function
+    return Function(wanted, inspect.iscoroutinefunction(function), function)

@@ -3,55 +3,52 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.progress import progress
 from megagrpo.recipe import schema
-from megagrpo.reward.asking import AskingFunctions, Models
+from megagrpo.recipe.reward_functions import executor_of
+from megagrpo.reward.asking import Asking
+from megagrpo.reward.executors import CHECK_SECONDS, Executor, Inline, Outcomes
 from megagrpo.reward.functions import (
     ANSWER,
-    ASKING,
-    INLINE,
-    Function,
     FunctionSpec,
     Outcome,
     Task,
-    failure_of,
     function_specs,
-    load,
-    outcomes_of,
     static_problems,
     user_file_problem,
-    with_source,
 )
-from megagrpo.reward.workers import Limits, RewardPool, WorkerPool, load_problems
+from megagrpo.reward.workers import WorkerPool, limits_of, load_problems
 from megagrpo.types import Group, Sample, Score
 
 OVERLONG = "overlong"
 """The part of a score that is its penalty for length."""
 
 REACHED_LIMIT = "the response reached the token limit"
-NO_MODELS = Models()
 GIVEN_UP = "the engine gave up on the response"
 NOT_DONE = ("late", "failed")
 """Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 
+Executors = Mapping[str, Callable[[Sequence[FunctionSpec], schema.RewardConfig], Executor]]
+EXECUTORS: Executors = {"asking": Asking, "workers": WorkerPool.of, "inline": Inline}
+"""Makers of executors, by the names in BUILT_IN. They get their calls in this order: inline functions run meanwhile."""
+
 
 class Scorer:
-    """The scorer of groups by the `reward:` section. Functions in INLINE run here, functions that ask `models` in a
-    thread here, all others in processes, which start at the first score.
+    """The scorer of groups by the `reward:` section. Each of `executors` calls the functions that name it.
 
     Penalties for length are measured from response_tokens_max. `check` is called a few times a second while functions
     run; an exception from it ends the scoring. `say` reports the first failure of each function. The constructor raises
     RewardError if the section is wrong. Scoring raises it if a user's file cannot be loaded, or if functions fail on
     more than reward.failed_share_max of the responses, once there are at least `judged_responses`. A function that
     fails on a response masks that sample (value None, error says why); it never scores 0. Any thread may score; one
-    does at a time. `pool_of` makes the processes, which may run on other nodes.
+    does at a time. Processes start at the first score.
     """
 
     def __init__(
@@ -61,8 +58,7 @@ class Scorer:
         check: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
         judged_responses: int = 1,
-        pool_of: Callable[[Sequence[FunctionSpec], int, Limits], RewardPool] = WorkerPool,
-        models: Models = NO_MODELS,
+        executors: Executors = EXECUTORS,
     ) -> None:
         if problems := static_problems(reward):
             raise RewardError(problems)
@@ -73,26 +69,28 @@ class Scorer:
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._specs = function_specs(reward)
         self._lists = function_lists(reward)
-        self._inline = {i: load(spec) for i, spec in enumerate(self._specs) if spec.function in INLINE}
-        self._asking = {i: load(spec) for i, spec in enumerate(self._specs) if spec.function in ASKING}
-        self._isolated = [i for i in range(len(self._specs)) if i not in self._inline and i not in self._asking]
-        specs = [with_source(self._specs[i]) for i in self._isolated]
-        self._pool = pool_of(specs, reward.workers, _limits(reward))
-        self._models = AskingFunctions(self._asking, self._specs, models)
+        of_executor: dict[str, list[FunctionSpec]] = {name: [] for name in executors}
+        self._places: list[tuple[str, int]] = []
+        """The executor of each function, and its place among the executor's functions."""
+        for spec in self._specs:
+            name = executor_of(spec.function)
+            self._places.append((name, len(of_executor[name])))
+            of_executor[name].append(spec)
+        self._executors = {name: make(of_executor[name], reward) for name, make in executors.items()}
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the same groups with a score for each response as training uses it, with penalties and masks."""
         with self._lock:
             scored = self._score_unshaped([replace(group, samples=group.responses) for group in groups])
-        found = []
+        shaped_groups = []
         for group, whole in zip(groups, scored, strict=True):
             shaped = [
                 shaped_score(score, sample, self._reward, self._response_tokens_max)
                 for sample, score in zip(whole.samples, whole.scores, strict=True)
             ]
             baseline_score = shaped.pop() if group.baseline else None
-            found.append(replace(group, scores=tuple(shaped), baseline_score=baseline_score))
-        return found
+            shaped_groups.append(replace(group, scores=tuple(shaped), baseline_score=baseline_score))
+        return shaped_groups
 
     def score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the same groups with the weighted sums, gates included, for an evaluation: length and finish do not
@@ -103,9 +101,7 @@ class Scorer:
 
     def _score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         chosen = [self._list_of(group) for group in groups]
-        by_group = {i: function.by_group for i, function in (self._inline | self._asking).items()}
-        if any(i in self._isolated for functions in chosen for i in functions.specs):
-            by_group |= zip(self._isolated, (found.by_group for found in self._pool.start(self._check)), strict=True)
+        by_group = self._by_group({spec for functions in chosen for spec in functions.specs})
         calls = [
             (spec, row, members)
             for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
@@ -113,24 +109,18 @@ class Scorer:
             for members in _members_of_calls(group, by_group[spec])
         ]
         calls.sort(key=lambda call: call[0])  # function after function: workers stay warm, async ones run side by side
-        tasks = [Task(groups[row].prompt, tuple(groups[row].samples[i] for i in members)) for _, row, members in calls]
-        both = [(spec, task) for (spec, _, _), task in zip(calls, tasks, strict=True)]
-        asking = self._models.begin([call for call in both if call[0] in self._asking])
-        in_workers = [(self._isolated.index(spec), task) for spec, task in both if spec in self._isolated]
-        try:
-            isolated = iter(self._pool.run(in_workers, self._check))
-            with progress("asking models") if self._asking else nullcontext():
-                asked = iter(self._models.wait(asking, self._check))
-        finally:
-            asking.cancel()  # unless it is done
-        found: dict[tuple[int, int, int], Outcome] = {}  # by function, group and place in the group
-        for (spec, row, members), task in zip(calls, tasks, strict=True):
-            if spec in self._inline:
-                outcomes = _call_inline(self._inline[spec], task)
-            else:
-                outcomes = next(asked if spec in self._asking else isolated)
-            found |= {(spec, row, member): outcome for member, outcome in zip(members, outcomes, strict=True)}
-        self._note_failures(groups, found)
+        outcomes = self._outcomes(
+            [
+                (spec, Task(groups[row].prompt, tuple(groups[row].samples[member] for member in members)))
+                for spec, row, members in calls
+            ]
+        )
+        outcome_of = {
+            (spec, row, member): outcome
+            for (spec, row, members), of_call in zip(calls, outcomes, strict=True)
+            for member, outcome in zip(members, of_call, strict=True)
+        }
+        self._note_failures(groups, outcome_of)
         return [
             replace(
                 group,
@@ -140,7 +130,7 @@ class Scorer:
                     else weighted_score(
                         [self._specs[spec] for spec in functions.specs],
                         functions.gated,
-                        [found[spec, row, member] for spec in functions.specs],
+                        [outcome_of[spec, row, member] for spec in functions.specs],
                         functions.solved_at,
                     )
                     for member, sample in enumerate(group.samples)
@@ -149,6 +139,37 @@ class Scorer:
             for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
         ]
 
+    def _by_group(self, specs: Iterable[int]) -> dict[int, bool]:
+        """Returns, for each of these functions, whether one call scores all responses of a group."""
+        names = {self._places[spec][0] for spec in specs}
+        loaded = {name: self._executors[name].by_group(self._check) for name in names}
+        return {spec: loaded[self._places[spec][0]][self._places[spec][1]] for spec in specs}
+
+    def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
+        """Gives each call (index of the function, task) to its executor. Returns the outcomes of each."""
+        futures: dict[int, Outcomes] = {}
+        ended: SimpleQueue[Outcomes] = SimpleQueue()
+        try:
+            for name, executor in self._executors.items():
+                numbers = [number for number, (spec, _) in enumerate(calls) if self._places[spec][0] == name]
+                its_calls = [(self._places[calls[number][0]][1], calls[number][1]) for number in numbers]
+                futures |= zip(numbers, executor.submit(its_calls), strict=True)
+            pending = [future for future in futures.values() if not future.done()]
+            for future in pending:
+                future.add_done_callback(ended.put)
+            with progress("scoring", len(calls), "calls") as work:
+                work.done = len(calls) - len(pending)
+                while work.done < len(calls):
+                    self._check()
+                    with suppress(Empty):
+                        ended.get(timeout=CHECK_SECONDS).result()  # raises an executor's error at once
+                        work.done += 1
+        except BaseException:
+            for future in futures.values():
+                future.cancel()
+            raise
+        return [futures[number].result() for number in range(len(calls))]
+
     def _list_of(self, group: Group) -> FunctionList:
         where = self._reward.list_of(group.prompt.data_source)
         if where is None:
@@ -156,20 +177,20 @@ class Scorer:
             raise RewardError(problem or [])
         return self._lists[where]
 
-    def _note_failures(self, groups: Sequence[Group], found: Mapping[tuple[int, int, int], Outcome]) -> None:
+    def _note_failures(self, groups: Sequence[Group], outcome_of: Mapping[tuple[int, int, int], Outcome]) -> None:
         """Reports the row at which each function first failed. Raises RewardError, with the same rows, if too many
         responses have no score."""
         failed, first_failed = set[tuple[int, int]](), dict[str, str]()
-        for (spec, row, member), outcome in found.items():
+        for (spec, row, member), outcome in outcome_of.items():
             if outcome.score is not None or outcome.masked:
                 continue
             failed.add((row, member))
             if (name := self._specs[spec].name) not in self._first_failures:
-                # what a built-in function cannot use is the row's fault: where it was found out tells nothing
+                # what a built-in function cannot use is the row's fault: where it was outcome_of out tells nothing
                 of_row = self._specs[spec].built_in and outcome.error.startswith("ValueError: ")
-                told = outcome.error.removeprefix("ValueError: ") if of_row else outcome.trace or outcome.error
-                self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {told}"
-        self._responses += len({(row, member) for _, row, member in found})
+                reason = outcome.error.removeprefix("ValueError: ") if of_row else outcome.trace or outcome.error
+                self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {reason}"
+        self._responses += len({(row, member) for _, row, member in outcome_of})
         self._failed_responses += len(failed)
         responses, failed_responses = self._responses, self._failed_responses
         judged = responses >= self._judged_responses
@@ -188,40 +209,27 @@ class Scorer:
             self._say(f"warning: reward {name} failed for the first time: {first}".rstrip())
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the judges' metrics since the last call, and begins a new budget. Called once in each step, and after
-        each evaluation."""
-        return self._models.take_metrics()
+        """Returns the executors' metrics since the last call, and begins new budgets. Called once in each step, and
+        after each evaluation."""
+        return {name: value for executor in self._executors.values() for name, value in executor.take_metrics().items()}
 
     def close(self) -> None:
         """Ends the worker processes. A later `score` starts them again."""
-        self._pool.close()
-        self._models.close()
+        for executor in self._executors.values():
+            executor.close()
 
 
 def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> list[Problem]:
     """Returns all problems of the section; without `sandbox`, not those of this machine's isolation. Imports the user's
     own files, in a process that ends afterwards."""
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, _limits(reward)) if loadable else [])
-
-
-def _limits(reward: schema.RewardConfig) -> Limits:
-    given = {name: os.environ[name] for name in reward.environment if name in os.environ}
-    return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), given)
+    return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, limits_of(reward)) if loadable else [])
 
 
 def _members_of_calls(group: Group, by_group: bool) -> list[tuple[int, ...]]:
     """Returns the samples that each call scores, as indices in the group. Leaves out those that the engine gave up."""
     whole = tuple(member for member, sample in enumerate(group.samples) if sample.finish != "abort")
     return [whole] if by_group and whole else [(member,) for member in whole]
-
-
-def _call_inline(function: Function, task: Task) -> list[Outcome]:
-    try:
-        returned = function.function(**task.arguments(function.wanted))
-    except Exception as raised:  # noqa: BLE001  (a row or a response may hold anything: it costs one score)
-        return [failure_of(raised)] * len(task.samples)
-    return outcomes_of(returned, function.by_group, len(task.samples))
 
 
 @dataclass(frozen=True)
@@ -235,13 +243,13 @@ class FunctionList:
 
 def function_lists(reward: schema.RewardConfig) -> dict[str, FunctionList]:
     """Returns every list of functions by the field that holds it, in the order of `function_specs`."""
-    found: dict[str, FunctionList] = {}
+    lists: dict[str, FunctionList] = {}
     start = 0
     for where, entries in reward.lists().items():
         specs = range(start, start + len(entries))
-        found[where] = FunctionList(specs, gated_functions(entries), solved_from(reward.solved_at, entries))
+        lists[where] = FunctionList(specs, gated_functions(entries), solved_from(reward.solved_at, entries))
         start = specs.stop
-    return found
+    return lists
 
 
 def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:

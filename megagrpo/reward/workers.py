@@ -11,47 +11,41 @@ where bubblewrap works no process but their own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.progress import progress
-from megagrpo.reward import worker_process
-from megagrpo.reward.functions import FunctionSpec, Outcome, Task, checked_outcome, timed_out
+from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, fail, waited
+from megagrpo.reward.functions import FunctionSpec, Outcome, Signature, Task, checked_outcome, timed_out, with_source
+from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of, python
 from megagrpo.timeline import TIMELINE
 from megagrpo.user_functions import IMPORTED
 
+if TYPE_CHECKING:
+    from megagrpo.recipe.schema import RewardConfig
+
 ASYNC_AT_ONCE = 64
-CHECK_SECONDS = 0.2
 START_TIMEOUT_SECONDS = 60.0
 ASYNC_GRACE_SECONDS = 1.0
 """A worker cancels its own async calls at the time limit; it is killed only if it has not done so this much later."""
 
 ANSWER_BYTES_MAX = 1 << 20
 APART_SECONDS = 10.0
-END_SECONDS = 10.0
-"""Time for a worker to end with all that its functions started, before it is killed without them."""
-ENVIRONMENT = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR",
-    "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE",
-    "SSL_CERT_DIR", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
-)  # fmt: skip
+OUTPUT_BYTES_MAX = 1 << 20
+"""Most bytes that the functions of one worker may print in all; the rest is read and dropped."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +58,8 @@ class Limits:
     """Variables beside those in ENVIRONMENT, with the driver's values."""
 
 
-@dataclass(frozen=True)
-class LoadedFunction:
-    """The properties of a loaded function, as its worker reports them."""
-
-    is_async: bool
-    wanted: tuple[str, ...]
-
-    @property
-    def by_group(self) -> bool:
-        """Returns whether one call scores all responses of a group."""
-        return "responses" in self.wanted
+def limits_of(reward: RewardConfig) -> Limits:
+    return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), environment_of(reward.environment))
 
 
 @dataclass(frozen=True)
@@ -91,24 +76,21 @@ class Worker:
     """A keeper with its worker and the calls in flight. `ready` once its functions are loaded."""
 
     def __init__(self, specs: Sequence[FunctionSpec], limits: Limits) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # A plain subprocess: multiprocessing would fork a threaded driver or import its main module again.
-            self.process = subprocess.Popen(
-                worker_process.python("main", theirs.fileno(), processes_apart()),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__,  # what a function prints must not mix with the program's own output
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | dict(limits.environment),
-                start_new_session=True,
-            )
+        apart = processes_apart()
+        self.process = KeptProcess(
+            [*apart, *python("worker_process", "work")],
+            environment_of(ENVIRONMENT) | dict(limits.environment),
+            sys.__stderr__,  # what a function prints must not mix with the program's own output
+            OUTPUT_BYTES_MAX,
+            apart=bool(apart),
+        )
         # A worker that does not read must not block the pool for ever: sending gives up at the time limit.
         send_seconds = 1 + int(limits.timeout_seconds)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
-        self.connection = Connection(ours.detach())
+        self.process.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
+        self.connection = Connection(self.process.socket.detach())
         self.timeout_seconds = limits.timeout_seconds
         self.ready = False
-        self.functions: tuple[LoadedFunction, ...] = ()
+        self.functions: tuple[Signature, ...] = ()
         self.in_flight: dict[int, Call] = {}  # by number
         self.alone = False
         self.broken = False
@@ -149,8 +131,7 @@ class Worker:
                 Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
             ]
             functions = tuple(
-                LoadedFunction(bool(given["is_async"]), tuple(map(str, given["wanted"])))
-                for given in message["functions"]
+                Signature(tuple(map(str, given["wanted"])), bool(given["is_async"])) for given in message["functions"]
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -193,17 +174,11 @@ class Worker:
         except OSError:  # dead, or not reading
             self.broken = True
 
-    def kill(self) -> int:
-        """Ends the process and all that it started. Returns its exit status."""
-        worker_process.tell_to_end(self.process)
-        try:
-            status = self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            status = self.process.wait()
+    def kill(self) -> str:
+        """Ends the process and all that it started. Returns how it ended, in words."""
+        how = self.process.end()
         self.connection.close()
-        return status
+        return how
 
 
 @lru_cache
@@ -218,60 +193,42 @@ def processes_apart() -> tuple[str, ...]:
     return command if works else ()
 
 
-class RewardPool(Protocol):
-    """The processes that score: a WorkerPool, or one on each node."""
+class WorkerPool(Executor):
+    """`workers` processes, each with all of `specs` loaded. They start when they are first needed and after a failure.
 
-    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]: ...
-    def run(
-        self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None
-    ) -> list[list[Outcome]]: ...
-    def close(self) -> None: ...
-
-
-class WorkerPool:
-    """`workers` processes, each with all of `specs` loaded. They start at the first `run` and after a failure."""
+    A thread of its own runs the calls of one `submit` after the other.
+    """
 
     def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
         self.specs = tuple(specs)
         self.size = workers
         self.limits = limits
         self._workers: list[Worker] = []
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "reward workers")
 
-    def run(self, calls: Sequence[tuple[int, Task]], check: Callable[[], None] = lambda: None) -> list[list[Outcome]]:
-        """Returns the outcomes of each call (index of the function, task), in order: one per response of the call.
+    @classmethod
+    def of(cls, specs: Sequence[FunctionSpec], reward: RewardConfig) -> WorkerPool:
+        """Makes a pool with the limits of a recipe. Reads the users' files. Raises RewardError if one is missing."""
+        return cls([with_source(spec) for spec in specs], reward.workers, limits_of(reward))
 
-        `check` is called a few times a second; an exception from it ends the run.
-        Takes at most about len(calls) x timeout_seconds / workers. Raises RewardError if a function cannot be loaded.
-        """
-        with self._lock:
-            for worker in [w for w in self._workers if w.process.poll() is not None]:
-                self.remove(worker)  # it died while idle, so no response is to blame
-            try:
-                return _Run(self, calls, check).outcomes()
-            except BaseException:
-                self._kill_all()  # tasks of this run may be in flight: no later run may see their answers
-                raise
+    def by_group(self, check: Callable[[], None] = lambda: None) -> list[bool]:
+        """Waits until a worker has loaded the functions."""
+        loaded: Future[list[bool]] = Future()
+        self._thread.submit(self._load, loaded)
+        return waited(loaded, check)
 
-    def start(self, check: Callable[[], None] = lambda: None) -> tuple[LoadedFunction, ...]:
-        """Waits until a worker has loaded the functions. Returns their properties. Raises RewardError if one cannot be
-        loaded."""
-        if not self.specs:
-            return ()
-        with self._lock:
-            starting = _Run(self, [], check)
-            try:
-                while not (ready := [worker for worker in self.workers() if worker.ready]):
-                    check()
-                    starting.wait()
-            except BaseException:
-                self._kill_all()
-                raise
-            return ready[0].functions
+    def submit(self, calls: Calls) -> list[Outcomes]:
+        """Starts the calls. All are over after about len(calls) x timeout_seconds / workers."""
+        futures = [Outcomes() for _ in calls]
+        self.run(calls, futures)
+        return futures
+
+    def run(self, calls: Calls, futures: Sequence[Outcomes]) -> Future[None]:
+        """Starts the calls, whose futures these are. Returns a future of the end of all."""
+        return self._thread.submit(self._run, calls, futures)
 
     def close(self) -> None:
-        with self._lock:
-            self._kill_all()
+        self._thread.submit(self._kill_all).result()
 
     def workers(self) -> list[Worker]:
         """Starts the missing workers. Returns all workers."""
@@ -279,13 +236,35 @@ class WorkerPool:
             self._workers.append(Worker(self.specs, self.limits))
         return self._workers
 
-    def remove(self, worker: Worker) -> int:
+    def remove(self, worker: Worker) -> str:
         self._workers.remove(worker)
         return worker.kill()
 
+    def _load(self, loaded: Future[list[bool]]) -> None:
+        starting = _Run(self, [], [])
+        try:
+            while not (ready := [worker for worker in self.workers() if worker.ready]):
+                if loaded.cancelled():
+                    raise CancelledError
+                starting.wait()
+            if loaded.set_running_or_notify_cancel():
+                loaded.set_result([function.by_group for function in ready[0].functions])
+        except BaseException as error:  # noqa: BLE001
+            self._kill_all()
+            fail([loaded], error)
+
+    def _run(self, calls: Calls, futures: Sequence[Outcomes]) -> None:
+        for worker in [worker for worker in self._workers if worker.process.keeper.poll() is not None]:
+            self.remove(worker)  # it died while idle, so no response is to blame
+        try:
+            _Run(self, calls, futures).to_end()
+        except BaseException as error:  # noqa: BLE001
+            self._kill_all()  # calls may be in flight: no later run may see their answers
+            fail(futures, error)
+
     def _kill_all(self) -> None:
         for worker in self._workers:
-            worker_process.tell_to_end(worker.process)
+            worker.process.tell_to_end()
         while self._workers:
             self._workers.pop().kill()
 
@@ -293,23 +272,23 @@ class WorkerPool:
 class _Run:
     """The state of one WorkerPool.run."""
 
-    def __init__(self, pool: WorkerPool, calls: Sequence[tuple[int, Task]], check: Callable[[], None]) -> None:
+    def __init__(self, pool: WorkerPool, calls: Calls, futures: Sequence[Outcomes]) -> None:
         self.pool = pool
         self.calls = calls
-        self.check = check
+        self.futures = futures
         self.waiting = deque(range(len(calls)))
         self.suspects: deque[int] = deque()  # in flight together when their worker was lost: each to be run alone
-        self.done: dict[int, list[Outcome]] = {}
+        self.left = len(calls)
 
-    def outcomes(self) -> list[list[Outcome]]:
-        with progress("scoring", len(self.calls), "calls") as work:
-            while len(self.done) < len(self.calls):
-                for worker in self.pool.workers():
-                    self._assign(worker)
-                self.check()
-                self.wait()
-                work.done = len(self.done)
-        return [self.done[number] for number in range(len(self.calls))]
+    def to_end(self) -> None:
+        """Runs all calls. Raises CancelledError once one that is under way is cancelled, and RewardError if a function
+        cannot be loaded."""
+        while self.left:
+            for worker in self.pool.workers():
+                self._assign(worker)
+            if any(self.futures[number].cancelled() for worker in self.pool.workers() for number in worker.in_flight):
+                raise CancelledError
+            self.wait()
 
     def wait(self) -> None:
         """Waits for a message, a deadline or CHECK_SECONDS. Reads the messages and ends the late workers."""
@@ -321,7 +300,8 @@ class _Run:
             if worker.connection in readable:
                 self._read(worker)
             elif worker.deadline <= time.monotonic():
-                self._lose(worker, timed_out(self.pool.limits.timeout_seconds), _not_ready())
+                late = f"not ready after {START_TIMEOUT_SECONDS:g} s"
+                self._lose(worker, timed_out(self.pool.limits.timeout_seconds), late)
 
     def _assign(self, worker: Worker) -> None:
         if not worker.ready or worker.alone or worker.broken:
@@ -345,8 +325,7 @@ class _Run:
         try:
             for message in worker.receive():
                 if worker.ready:
-                    number, outcomes = worker.take(message)
-                    self.done[number] = outcomes
+                    self._settle(*worker.take(message))
                 else:
                     worker.greet(message)
         except (EOFError, OSError):
@@ -355,34 +334,32 @@ class _Run:
             garbage = f"its process sent what is no answer ({error})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
+    def _settle(self, number: int, outcomes: list[Outcome]) -> None:
+        if not self.futures[number].set_running_or_notify_cancel():
+            raise CancelledError
+        self.futures[number].set_result(outcomes)
+        self.left -= 1
+
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
         """Ends a worker that died or is late and settles its calls in flight. `outcome`: its error, None if it died."""
         numbers, ready = list(worker.in_flight), worker.ready
-        status = self.pool.remove(worker)
+        how = self.pool.remove(worker)
         if not ready:
-            raise worker.start_failure(f"{start_reason} ({_exit_words(status)})")
+            raise worker.start_failure(f"{start_reason} ({how})")
         if len(numbers) > 1:
             self.suspects.extend(numbers)
         elif numbers:
-            died = Outcome(None, error=f"the reward's process died ({_exit_words(status)})")
-            self.done[numbers[0]] = [outcome or died] * len(self.calls[numbers[0]][1].samples)
+            died = Outcome(None, error=f"the reward's process died ({how})")
+            self._settle(numbers[0], [outcome or died] * len(self.calls[numbers[0]][1].samples))
 
 
 def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
     """Returns the problems found by loading these functions in a process, which is ended afterwards."""
     pool = WorkerPool(specs, workers=1, limits=limits)
     try:
-        pool.start()
+        pool.by_group()
     except RewardError as error:
         return list(error.problems)
     finally:
         pool.close()
     return []
-
-
-def _not_ready() -> str:
-    return f"not ready after {START_TIMEOUT_SECONDS:g} s"
-
-
-def _exit_words(status: int) -> str:
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

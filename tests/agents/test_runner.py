@@ -200,7 +200,7 @@ def test_nothing_that_a_process_has_started_outlives_it(how: str, program: Progr
             assert [message async for message in messages] == []
         elif how == "its driver ends":
             process._writer.close()
-            await asyncio.to_thread(process._keeper.wait, SECONDS)
+            await asyncio.to_thread(process._process.keeper.wait, SECONDS)
         return child, await process.end()
 
     child, how_it_ended = run(work())

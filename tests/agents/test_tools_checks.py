@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megagrpo.agents.host_settings import program_of
-from megagrpo.agents.processes import environment_of
+from megagrpo.agents.processes import environment_of_program
 from megagrpo.agents.tools.checks import NOT_HERE, tool_problems
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.section import broken_rules
@@ -99,7 +99,7 @@ def test_what_tools_read_from_the_environment_reaches_their_processes(monkeypatc
     agent = AgentConfig.model_validate({"tools": tools, "environment": ["MINE"]})
     program = program_of(agent)
     assert sorted(program.environment) == ["MINE", "OTHER_KEY", "WEATHER_KEY"]
-    assert environment_of(program)["WEATHER_KEY"] == "a secret"
+    assert environment_of_program(program)["WEATHER_KEY"] == "a secret"
 
 
 def test_a_run_elsewhere_may_have_what_is_not_here() -> None:

@@ -34,7 +34,7 @@ ROOM = BETWEEN - 2
 MAX_STALENESS = 2
 ADDRESSEE_SECONDS = 300.0
 """For an engine that is starting to be there, and for what a run leaves to be gone."""
-KINDS = {"engine": "ray::EngineActor", "training rank": "ray::RankActor", "reward worker": "reward.worker_process"}
+KINDS = {"engine": "ray::EngineActor", "training rank": "ray::RankActor", "reward worker": "worker_process"}
 """What the command line of each has."""
 FAULTS = [("kill", "driver"), *((how, kind) for kind in KINDS for how in ("kill", "stop"))]
 MARGIN = 0.1

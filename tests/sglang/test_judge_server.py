@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.reward.asking import Models
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 from megagrpo.rollout.sglang.server import Server
+from tests.judge_server import asking
 from tests.reward_models import make_judge
 from tests.sglang.servers import START_SECONDS
 from tests.unit.test_reward_judges import group_of, section
@@ -44,7 +44,7 @@ def test_a_real_server_judges(server: Server, monkeypatch: pytest.MonkeyPatch, t
     given = {"url": f"{server.url}/v1", "model": "grader", "rubric": "{{response}}", "verdict": "yes_no"}
     given |= {"sampling": SAMPLING, "api_key_variable": "JUDGE_KEY"}
     texts = ("abc4", "4abc", "77", "x7x", "zz9")
-    scorer = Scorer(section("judge", **given), 8, models=Models(tmp_path))
+    scorer = Scorer(section("judge", **given), 8, executors=asking(tmp_path))
     (group,) = scorer.score([group_of(*texts)])
     assert [score.value for score in group.scores] == [text[-1].isdigit() for text in texts]
     assert group.scores[0].notes["judge.verdict"] == "yes"

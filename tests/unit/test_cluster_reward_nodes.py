@@ -29,6 +29,11 @@ there, raylet = other["NodeID"], raylet_with(other["RayletSocketName"])
 spec = FunctionSpec("mine", sys.argv[1], 1.0, {}, "test")
 nothing = np.zeros(0, np.int32)
 
+def run(calls, lose=lambda: None):
+    futures = pool.submit(calls)
+    futures[0].add_done_callback(lambda _: lose())
+    return [future.result() for future in futures]
+
 def tasks(start, count):
     sample = lambda i: Sample("a", i, nothing, nothing.astype(np.float32), nothing, "stop", str(start + i))
     return [(0, Task(Prompt("a", (), "s", "7"), (sample(i),))) for i in range(count)]
@@ -41,24 +46,16 @@ def tell(outcomes):
     secrets = sorted({outcome.notes["secret"] for (outcome,) in outcomes})
     print(json.dumps([numbers, drivers(outcomes), secrets]), flush=True)
 
-lost = []
-def lose():
-    if not lost:
-        lost.append(os.kill(raylet, signal.SIGKILL))
-
-def stop():
-    raise KeyboardInterrupt
-
 pool = RewardNodes([spec], 1, {there: 1}, Limits(100.0, 1 << 32, {"TOKEN": "x"}))
 try:
-    tell(pool.run(tasks(0, 40)))
-    tell(pool.run(tasks(100, 40), lose))
-    while len(drivers(after_loss := pool.run(tasks(200, 8)))) > 1:
+    tell(run(tasks(0, 40)))
+    tell(run(tasks(100, 40), lambda: os.kill(raylet, signal.SIGKILL)))
+    while len(drivers(after_loss := run(tasks(200, 8)))) > 1:
         pass  # until Ray says that the node is lost
     tell(after_loss)
-    pool.run(tasks(0, 4000), stop)
-except KeyboardInterrupt:
-    tell(pool.run(tasks(300, 3)))
+    for future in pool.submit(tasks(0, 4000)):
+        future.cancel()
+    tell(run(tasks(300, 3)))
 finally:
     pool.close()
 """

@@ -10,8 +10,9 @@ import yaml
 from megagrpo.cli import main
 from megagrpo.data.cursor import Cursor
 from megagrpo.preflight.data_check import check_rows, namer, sample_warnings, solution_of
+from megagrpo.recipe.reward_functions import BUILT_IN
 from megagrpo.recipe.schema import DataFileConfig, RewardConfig
-from megagrpo.reward.functions import BUILT_IN, FunctionSpec
+from megagrpo.reward.functions import FunctionSpec
 from megagrpo.types import Prompt
 from tests.data_files import write_jsonl
 from tests.tiny_run import ROW, make_run, recipe

@@ -38,11 +38,11 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
     (tmp_path / "megagrpo" / "plan" / "a.py").write_text("x = 1\n")
     assert house_problems(tmp_path, budgets) == ["megagrpo: plan, recipe: 1 lines, at most 0"]
     assert house_problems(tmp_path, {("",): 40}) == ["megagrpo: plan: no budget"]
-    (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (FILE_LINES_MAX + 1))
-    for number in range(121):
-        (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 600)
+    (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (most + 1))
+    for number in range(150):
+        (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 500)
     nouns = " ".join(f"**{i}**" for i in range(10))
-    page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(120, 138)) + nouns + "\n"))
+    page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py`\n" for i in range(149, 167)) + nouns + "\n"))
     problems = house_problems(tmp_path, {("", "plan"): 10**6})
     assert len(problems) == 21
     for part in (

@@ -9,31 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.reward.verifiers.ifeval import constraints, formats, iftrain, make, open_instruct, text
+from megagrpo.errors import RewardError
+from megagrpo.reward.functions import FunctionSpec, load
+from megagrpo.reward.verifiers import ifeval
+from megagrpo.reward.verifiers.ifeval import constraints, iftrain, make, open_instruct, text
 
 TABLE = Path(__file__).parents[1] / "golden" / "verifiers" / "ifeval.jsonl"
 PIECES = [
-    "[",
-    "]",
-    "*",
-    "**",
-    "***",
-    "<<",
-    ">",
-    ">>",
-    "<",
-    "\n",
-    "\n\n",
-    " ",
-    "\t",
-    "-",
-    "a",
-    "B",
-    "1",
-    "S 1",
-    ".",
-    "\u2028",
-]
+    "[", "]", "*", "**", "***", "<<", ">", ">>", "<", "\n", "\n\n", " ", "\t", "-", "a", "B", "1", "S 1", ".", "\u2028"
+]  # fmt: skip
 NASTY = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
 MADE = (make("strict"), make("loose"))
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
@@ -43,7 +27,7 @@ def golden() -> list[dict]:
     return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", [*formats.BY_ID, *open_instruct.BY_NAME])
+@pytest.mark.parametrize("name", [*ifeval.BY_ID, *ifeval.BY_NAME])
 def test_the_golden_table_has_a_kept_and_a_broken_case_of_every_constraint(name):
     assert {0.0, 1.0} <= {row["score"] for row in golden() if f'"{name}"' in row["ground_truth"]}
 
@@ -51,17 +35,17 @@ def test_the_golden_table_has_a_kept_and_a_broken_case_of_every_constraint(name)
 @given(NASTY, st.integers(0, 4))
 def test_constraints_find_what_the_expressions_of_the_original_find(response, n):
     bullets = re.findall(r"^\s*\*[^\*].*$", response, re.M) + re.findall(r"^\s*-.*$", response, re.M)
-    assert constraints.format_number_bullet_lists(response, n) == (len(bullets) == n)
+    assert constraints.detectable_format__number_bullet_lists(response, n) == (len(bullets) == n)
     assert constraints.placeholder_count(response) == len(re.findall(r"\[.*?\]", response))
-    titles = re.findall(r"<<[^\n]+>>", response)
-    assert constraints.format_title(response) == any(title.lstrip("<").rstrip(">").strip() for title in titles)
+    titles = [title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", response)]
+    assert constraints.detectable_format__title(response) == any(titles)
     assert open_instruct.validate_title(response) == bool(re.findall(r"<<(.*?)>>", response))
     sections = re.split(r"\s?S\s?\d+\s?", response)
-    assert constraints.format_multiple_sections(response, " S ", n) == (len(sections) - 1 >= n)
+    assert constraints.detectable_format__multiple_sections(response, " S ", n) == (len(sections) - 1 >= n)
     assert open_instruct.validate_highlighted_sections(response, n) == (len(re.findall(r"\*(.*?)\*", response)) >= n)
     changed = [piece.split() for piece in re.findall(r"a .*? B", response)]
     kept = len(changed) == n and all(len(words) == 3 and words[1] != "1" for words in changed)
-    assert iftrain.copy_repeat_phrase(response, "a 1 B", n) == kept
+    assert iftrain.copy__repeat_phrase(response, "a 1 B", n) == kept
 
 
 @given(NASTY)
@@ -74,11 +58,11 @@ def test_what_is_kept_strictly_is_kept_loosely(response):
 
 
 def test_each_constraint_is_a_metric_and_their_number_is_bounded():
-    many = formats.CONSTRAINTS_MAX
+    many = ifeval.CONSTRAINTS_MAX
     row = {"instruction_id_list": ["punctuation:no_comma"] * many, "kwargs": [{}] * many}
     assert make()("a", json.dumps(row), {}) == {"score": 1.0, "share": 1.0, "all": 1.0, "punctuation_no_comma": 1.0}
     with pytest.raises(ValueError):
-        formats.of_mapping({key: value * 2 for key, value in row.items()})
+        ifeval.of_mapping({key: value * 2 for key, value in row.items()})
 
 
 @pytest.mark.parametrize("empty", ["", "none", "42"])
@@ -115,5 +99,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 @pytest.mark.parametrize("arguments", [{"mode": "both"}, {"score": "half"}])
 def test_an_unknown_argument_is_refused(arguments):
-    with pytest.raises(ValueError):
-        make(**arguments)
+    with pytest.raises(RewardError):
+        load(FunctionSpec("ifeval", "ifeval", 1.0, arguments, "reward.functions[0]"))

@@ -13,7 +13,7 @@ from megagrpo.errors import MegagrpoError
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.reward.sandbox import kinds
+from megagrpo.reward.sandbox import programs
 from megagrpo.rollout.sglang import arguments
 from tests.tiny_run import make_run
 
@@ -190,7 +190,7 @@ def test_a_sandbox_that_this_machine_cannot_make_is_missing_in_a_run_and_uncheck
         raise OSError("libseccomp.so.2: cannot open shared object file")
 
     monkeypatch.setattr("megagrpo.reward.sandbox.sandbox.filter_bytes", no_library)
-    kinds.search.cache_clear()
+    programs.search.cache_clear()
     recipe = make_run(tmp_path)
     try:
         planned = preflight(load(recipe, ["reward.functions=[{function: code}]"]), plan_only=True)
@@ -201,4 +201,4 @@ def test_a_sandbox_that_this_machine_cannot_make_is_missing_in_a_run_and_uncheck
         with pytest.raises(MegagrpoError, match="docker"):
             preflight(wrong, plan_only=True)
     finally:
-        kinds.search.cache_clear()
+        programs.search.cache_clear()

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import A_CPU, Case, Machines
 from megagrpo.plan.engine import EngineSpeed
-from megagrpo.plan.time import ON_DRIVER, Sampling, prompts_of_rounds, rollout_seconds, step_time
+from megagrpo.plan.time import Sampling, prompts_of_rounds, rollout_seconds, step_time
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
-from megagrpo.reward.functions import INLINE
 from tests import plans
 from tests.plans import H100
 
@@ -208,7 +207,6 @@ def test_rounds_of_dynamic_sampling_bring_the_groups_that_are_missing(share, rou
 
 
 def test_rewards_take_workers_or_the_driver():
-    assert ON_DRIVER == INLINE
     found = parts(case(reward={"functions": [{"function": name} for name in ("gsm8k", "math")]}), "reward")
     assert found["on the driver"] == pytest.approx(512 * Assumptions().reward_seconds)
     assert found["in workers"] == pytest.approx(512 * Assumptions().isolated_reward_seconds / 16)

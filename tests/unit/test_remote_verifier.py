@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from megagrpo.errors import RewardError
 from megagrpo.reward.functions import FunctionSpec, load, outcome_of
 from megagrpo.reward.verifiers import remote
 
@@ -269,7 +270,7 @@ def test_a_value_that_would_be_two_headers_is_refused_without_being_shown(monkey
 
 
 BAD = [
-    {"url": "ftp://h/"}, {"url": "http:///score"}, {"url": "http://h:99999/"}, {"url": 5}, {"shape": "verl"},
+    {"url": "ftp://h/"}, {"url": "http:///score"}, {"url": "http://h:99999/"}, {"url": 5},
     {"batch": 0}, {"batch": 65}, {"batch": 1.5}, {"batch_ms": -1}, {"timeout_seconds": 0}, {"timeout_seconds": "5"},
     {"retries": -1}, {"pause_seconds": float("nan")}, {"max_execution_time": 0}, {"pass_rate_min": 2},
     {"headers": {"a b": "c"}}, {"headers": {"a": 1}}, {"headers": ["a"]},
@@ -278,8 +279,8 @@ BAD = [
 
 @pytest.mark.parametrize("arguments", BAD, ids=repr)
 def test_an_argument_that_cannot_be_is_refused(arguments):
-    with pytest.raises(ValueError):
-        remote.make(**{"url": "http://h/", **arguments})
+    with pytest.raises(RewardError):
+        load(FunctionSpec("remote", "remote", 1.0, {"url": "http://h/", **arguments}, "reward.functions[0]"))
 
 
 def test_the_recipe_names_it_and_it_is_async():

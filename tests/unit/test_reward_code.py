@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megagrpo.errors import RewardError
 from megagrpo.reward.answer_text import blocks, last_program
-from megagrpo.reward.sandbox import kinds
+from megagrpo.reward.functions import FunctionSpec, load
+from megagrpo.reward.sandbox import programs
 from megagrpo.reward.sandbox.harness import decode, encode
 from megagrpo.reward.sandbox.sandbox import Sandbox
 from megagrpo.reward.verifiers.code import make
@@ -34,7 +36,7 @@ def test_the_examples_of_comparisons_are_true() -> None:
 def test_livecodebenchs_public_and_private_tests_are_all_run_and_its_pickles_are_refused() -> None:
     case = {"input": "1 2", "output": "3", "testtype": "stdin"}
     row = {"public_test_cases": truth([case]), "private_test_cases": truth([case, case]), "metadata": "{}"}
-    assert read_tests(truth(row)).scripts == (ScriptTest("1 2", "3"),) * 3
+    assert read_tests(truth(row)).tests == (ScriptTest("1 2", "3"),) * 3
     pickled = base64.b64encode(zlib.compress(pickle.dumps(truth([case])))).decode()
     with pytest.raises(ValueError, match="pickle"):
         read_tests(truth({**row, "private_test_cases": pickled}))
@@ -49,13 +51,13 @@ def test_a_functions_name_is_found_where_each_data_set_has_it() -> None:
         {"public_test_cases": [{**case, "testtype": "functional"}], "metadata": '{"func_name": "f"}'},
         {"inputs": [case["input"]], "outputs": [case["output"]], "fn_name": "f"},
     ):
-        assert read_tests(truth(row)).calls == (found,)
+        assert read_tests(truth(row)).tests == (found,)
 
 
 def test_apps_values_may_be_wrapped_in_a_list_of_one() -> None:
-    (test,) = read_tests('{"inputs": [[1]], "outputs": [[5]], "fn_name": "f"}').calls
+    (test,) = read_tests('{"inputs": [[1]], "outputs": [[5]], "fn_name": "f"}').tests
     assert test.expected == ([5], 5)
-    (test,) = read_tests('{"inputs": [[1]], "outputs": [[5, 6]], "fn_name": "f"}').calls
+    (test,) = read_tests('{"inputs": [[1]], "outputs": [[5, 6]], "fn_name": "f"}').tests
     assert test.expected == ([5, 6],)
 
 
@@ -63,8 +65,8 @@ def test_apps_values_may_be_wrapped_in_a_list_of_one() -> None:
 def test_a_sample_of_tests_is_the_same_each_time_and_in_order(count: int, most: int, seed: str) -> None:
     tests = read_tests(truth({"inputs": list(map(str, range(count))), "outputs": ["x"] * count}))
     sample = tests.sample(most, seed)
-    numbers = [int(test.stdin) for test in sample.scripts]
-    assert sample.count == min(count, most)
+    numbers = [int(test.stdin) for test in sample.tests]
+    assert len(sample.tests) == min(count, most)
     assert numbers == sorted(set(numbers))
     assert sample == tests.sample(most, seed)
 
@@ -164,22 +166,16 @@ def test_blocks_of_any_text_are_parts_of_it(text: str) -> None:
     assert all(any(line.endswith(part) for line in lines) for block in blocks(text) for part in block.text.split("\n"))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"credit": "half"},
-        {"threshold": 0.5},
-        {"credit": "share", "threshold": 2},
-        {"program": "last"},
-        {"isolation": "docker"},
-        {"tests_max": 0},
-        {"seconds": 0},
-        {"memory_mib": -1},
-    ],
-)
+BAD = [
+    {"credit": "half"}, {"threshold": 0.5}, {"credit": "share", "threshold": 2}, {"program": "last"},
+    {"isolation": "docker"}, {"tests_max": 0}, {"seconds": 0}, {"memory_mib": -1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", BAD)
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        make(**arguments)
+    with pytest.raises(RewardError):
+        load(FunctionSpec("code", "code", 1.0, arguments, "reward.functions[0]"))
 
 
 def test_without_a_sandbox_it_is_refused_unless_the_recipe_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +183,13 @@ def test_without_a_sandbox_it_is_refused_unless_the_recipe_asks_for_none(monkeyp
         raise OSError("libseccomp.so.2: cannot open shared object file")
 
     monkeypatch.setattr("megagrpo.reward.sandbox.sandbox.filter_bytes", no_library)
-    kinds.search.cache_clear()
+    programs.search.cache_clear()
     try:
         with pytest.raises(ValueError, match="libseccomp"):
             make()
         assert make(isolation="none")(ADDS, '{"inputs": ["1 2"], "outputs": ["3"]}')["score"] == 1.0
     finally:
-        kinds.search.cache_clear()
+        programs.search.cache_clear()
 
 
 def test_all_tests_together_have_a_time_and_those_not_reached_have_failed() -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
-from megagrpo.reward.asking import Models
 from megagrpo.reward.functions import static_problems
+from megagrpo.reward.judging.cache import AnswerCache, key_of
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
 from megagrpo.types import Group, Prompt, Sample
-from tests.judge_server import JudgeServer, judge_server
+from tests.judge_server import JudgeServer, asking, judge_server
 
 RUBRIC = "{{response}}"
 
@@ -46,7 +46,7 @@ def made(tmp_path) -> Iterator[Callable[..., tuple[JudgeServer, Scorer]]]:
         def make(answer: Callable[[str, int], object], function: str = "judge", **arguments: object):
             server = stack.enter_context(judge_server(answer))
             given = {"url": server.url, "model": "grader", "backoff_seconds": 0.001, **arguments}
-            scorer = Scorer(section(function, **given), 8, models=Models(tmp_path))
+            scorer = Scorer(section(function, **given), 8, executors=asking(tmp_path))
             stack.callback(scorer.close)
             return server, scorer
 
@@ -264,14 +264,14 @@ def test_what_has_been_asked_is_not_asked_again_not_even_by_another_run_of_the_r
     assert len(server.bodies) == 2
     scorer.close()
     given = {"url": server.url, "model": "grader", "rubric": RUBRIC}
-    again = Scorer(section("judge", **given), 8, models=Models(tmp_path))
+    again = Scorer(section("judge", **given), 8, executors=asking(tmp_path))
     assert values(again, group_of("aaa", "a")) == [0.3, 0.1]
     assert again.take_metrics()["judge/judge/cached"] == 1
     again.close()
-    other = Scorer(section("judge", **given, sampling={"seed": 1}), 8, models=Models(tmp_path))
+    other = Scorer(section("judge", **given, sampling={"seed": 1}), 8, executors=asking(tmp_path))
     assert values(other, group_of("a")) == [0.1]
     other.close()
-    without = Scorer(section("judge", **given, cache=False), 8, models=Models(tmp_path))
+    without = Scorer(section("judge", **given, cache=False), 8, executors=asking(tmp_path))
     assert values(without, group_of("a", "a")) == [0.1, 0.1]
     without.close()
     assert len(server.bodies) == 2 + 1 + 1 + 2
@@ -304,8 +304,6 @@ cache.close()
 """
     started = [subprocess.Popen([sys.executable, "-c", writes, str(tmp_path), name]) for name in "ab"]
     assert [process.wait(100) for process in started] == [0, 0]
-    from megagrpo.reward.judging.cache import AnswerCache, key_of
-
     cache = AnswerCache(tmp_path)
     for name in "ab":
         assert {cache.get(key_of(name, {"number": number})) for number in range(100)} == {name * 1000}

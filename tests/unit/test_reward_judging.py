@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.reward.judging.compare import bradley_terry, chosen_pairs, win_rates
+from megagrpo.reward.http_post import RETRY_AFTER_SECONDS_MAX, retry_after
 from megagrpo.reward.judging.verdicts import FieldConfig, PatternConfig, UnreadableError, reader
-from megagrpo.reward.retry_after import RETRY_AFTER_SECONDS_MAX, retry_after
+from megagrpo.reward.verifiers.judge_pairs import bradley_terry, chosen_pairs, win_rates
 
 NOTHING = None
 

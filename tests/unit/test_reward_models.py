@@ -16,13 +16,13 @@ from megagrpo.plan.memory import reward_model_bytes
 from megagrpo.preflight.reward_models import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import Recipe
-from megagrpo.reward.asking import Models
 from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.verifiers.reward_model import StandardConfig, label_of, score_of
 from megagrpo.section import broken_rules
 from megagrpo.tokenizer import encode, encode_conversation, load_chat_tokenizer
 from megagrpo.track.metrics import undocumented
 from tests import tiny_run
+from tests.judge_server import asking
 from tests.reward_models import conversation, make_reward_model, reference_logits
 from tests.unit.test_reward_judges import group_of, section, values
 
@@ -139,7 +139,7 @@ class Served:
 
 def scorer_of(served: Served, **arguments: object) -> Scorer:
     reward = section("reward_model", model="digits", **arguments)
-    return Scorer(reward, 8, models=Models(served={"digits": served}))
+    return Scorer(reward, 8, executors=asking(served={"digits": served}))
 
 
 @pytest.mark.parametrize(("shows", "seen"), [("answer", "42"), ("response", "<think>ab</think>42")])

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import sympy
 
+from megagrpo.errors import RewardError
+from megagrpo.reward.functions import FunctionSpec, load
 from megagrpo.reward.verifiers import reasoning_gym
 from megagrpo.reward.verifiers.reasoning_gym import scoring
 
@@ -90,5 +92,5 @@ def test_a_row_that_names_no_task_is_refused_though_the_response_has_no_answer()
 
 @pytest.mark.parametrize("arguments", [{"extract": "all"}, {"seconds": 0}, {"isolation": "docker"}])
 def test_arguments_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        reasoning_gym.make(**arguments)
+    with pytest.raises(RewardError):
+        load(FunctionSpec("reasoning_gym", "reasoning_gym", 1.0, arguments, "reward.functions[0]"))

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import RewardError
-from megagrpo.reward.sandbox import kinds
+from megagrpo.reward.sandbox import programs
 from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
-from megagrpo.reward.sandbox.kinds import working_kind
-from megagrpo.reward.sandbox.programs import CodeTests, Program, Ran, verdicts
+from megagrpo.reward.sandbox.programs import CodeTests, Program, Ran, verdicts, working_kind
 from megagrpo.reward.sandbox.sandbox import Kind, Limits, Sandbox, installed_packages
 from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.verifiers.code import make
@@ -384,7 +383,7 @@ def test_a_function_cannot_know_or_forge_what_is_expected(code_of: dict[str, obj
 @pytest.fixture(scope="module")
 def code_of() -> dict[str, object]:
     """The verifier, for each isolation that works here."""
-    return {kind: make(isolation=kind) for kind in KINDS if kinds.search(kind)[0]}
+    return {kind: make(isolation=kind) for kind in KINDS if programs.search(kind)[0]}
 
 
 # --- tests that are code ----------------------------------------------------------------------------------------------
@@ -439,7 +438,7 @@ def test_a_worker_that_is_killed_takes_its_sandbox_with_it(isolation: str) -> No
     killed: list[int] = []
 
     def kill_worker_that_runs_a_program() -> None:
-        (worker,) = scorer._pool._workers
+        (worker,) = scorer._executors["workers"]._workers
         if worker.in_flight and own_processes() and not killed:
             first = below(worker.process.pid)[0]
             killed.append(first.pid)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,10 @@ import pytest
 
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
-from megagrpo.reward import workers
-from megagrpo.reward.scorer import (
-    Scorer,
-)
+from megagrpo.recipe.reward_functions import BUILT_IN
+from megagrpo.reward import keeper, workers
+from megagrpo.reward.executors import Inline
+from megagrpo.reward.scorer import EXECUTORS, Scorer
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
 from megagrpo.types import FinishReason, Group, Prompt, Sample
@@ -204,6 +205,25 @@ def test_a_group_that_gets_another_number_of_scores_is_masked(make_scorer, tmp_p
     assert "3" in three.scores[0].error
 
 
+class Backwards(Inline):
+    """An executor of this test: a thread answers the calls later, the last one first."""
+
+    def submit(self, calls):
+        answers = [(Future(), answer.result()) for answer in super().submit(calls)]
+        threading.Timer(0.1, lambda: [future.set_result(outcomes) for future, outcomes in reversed(answers)]).start()
+        return [future for future, _ in answers]
+
+
+def test_an_executor_that_answers_late_and_in_another_order_changes_no_score(make_scorer, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(SEEN)
+    functions = [{"function": name} for name in ("gsm8k", f"{tmp_path / 'mine.py'}:longest", "strict_math")]
+    groups = [make_group("#### 7", "#### 8", r"\boxed{7}"), make_group("a", "b", "")]
+    expected = [group.scores for group in make_scorer(*functions).score(groups)]
+    monkeypatch.setitem(BUILT_IN, "strict_math", "backwards")
+    with closing(Scorer(reward_of(*functions), 8, executors={"backwards": Backwards, **EXECUTORS})) as scorer:
+        assert [group.scores for group in scorer.score(groups)] == expected
+
+
 def of_source(source: str, *texts: str) -> Group:
     group = make_group(*texts)
     return replace(group, prompt=replace(group.prompt, data_source=source))
@@ -357,7 +377,7 @@ def test_a_worker_that_died_while_idle_blames_no_sample(make_scorer, faults):
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     (group,) = scorer.score([make_group("fine")])
     assert group.scores[0].parts["fault.heavy"] == 0, "a worker starts without heavy libraries"
-    (worker,) = scorer._pool._workers
+    (worker,) = scorer._executors["workers"]._workers
     below(worker.process.pid)[-1].kill()
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)  # the scorer is to find it so
     (group,) = scorer.score([make_group("fine")])
@@ -369,7 +389,7 @@ def test_closing_ends_the_processes_and_scoring_starts_them_again(make_scorer, f
     for _ in range(2):
         scorer.score([make_group(*["fine"] * 8)])
         # One worker may have scored all: the other's keeper may not have started it yet.
-        while not all(of_each := [below(worker.process.pid) for worker in scorer._pool._workers]):
+        while not all(of_each := [below(worker.process.pid) for worker in scorer._executors["workers"]._workers]):
             time.sleep(0.02)
         started = [process for processes in of_each for process in processes]
         scorer.close()
@@ -377,10 +397,10 @@ def test_closing_ends_the_processes_and_scoring_starts_them_again(make_scorer, f
 
 
 def test_stopped_processes_are_ended_by_their_keepers_at_once(make_scorer, faults, monkeypatch):
-    monkeypatch.setattr(workers, "END_SECONDS", 600.0)  # no keeper is killed
+    monkeypatch.setattr(keeper, "END_SECONDS", 600.0)  # no keeper is killed
     scorer = make_scorer({"function": f"{faults}:fault"}, workers=1)
     scorer.score([make_group("fine")])
-    (worker,) = scorer._pool._workers
+    (worker,) = scorer._executors["workers"]._workers
     started = below(worker.process.pid)
     os.killpg(worker.process.pid, signal.SIGSTOP)
     scorer.close()
@@ -443,7 +463,7 @@ scorer.score([fine])
 threading.Thread(target=scorer.score, args=([loop],)).start()
 while not pathlib.Path(sys.argv[1]).with_name("hangs").exists():
     time.sleep(0.01)
-keeper = psutil.Process(scorer._pool._workers[0].process.pid)
+keeper = psutil.Process(scorer._executors["workers"]._workers[0].process.pid)
 print(keeper.children(recursive=True)[-1].pid, flush=True)
 """
 
@@ -465,7 +485,7 @@ def test_a_file_that_cannot_be_imported_is_a_reward_error_and_leaves_no_process(
     scorer = make_scorer({"function": f"{tmp_path / 'mine.py'}:mine"})
     with pytest.raises(RewardError, match="nowhere_at_all"):
         scorer.score([make_group("fine")])
-    assert scorer._pool._workers == []
+    assert scorer._executors["workers"]._workers == []
 
 
 def test_the_examples_of_the_docs_run(make_scorer, tmp_path):

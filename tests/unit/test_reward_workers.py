@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import RewardError
-from megagrpo.reward import worker_process, workers
+from megagrpo.reward import keeper, workers
 from megagrpo.reward.scorer import Scorer, reward_problems
 from tests.unit.test_reward_scorer import ends, make_group, pids_with, reward_of
 
@@ -139,7 +139,7 @@ def test_a_function_that_kills_its_keeper_costs_at_most_a_sample(
     monkeypatch.setattr(workers, "processes_apart", lambda: ())
     scorer = make_scorer()
     scorer.score([make_group("fine")])
-    (worker,) = scorer._pool._workers
+    (worker,) = scorer._executors["workers"]._workers
     (group,) = scorer.score([make_group("parent", "fine")])
     assert sum(score.value is None for score in group.scores) <= 1
     assert ends(worker.process.pid)
@@ -175,9 +175,9 @@ def test_what_functions_print_is_bounded(make_scorer: Callable[..., Scorer], cap
     scorer.close()
     printed = capfd.readouterr().err
     assert [score.value for score in group.scores] == [4.0, 4.0]
-    assert worker_process.OUTPUT_BYTES_MAX < len(printed) < 1.1 * worker_process.OUTPUT_BYTES_MAX
+    assert workers.OUTPUT_BYTES_MAX < len(printed) < 1.1 * workers.OUTPUT_BYTES_MAX
     left_out = sum(int(number.replace(",", "")) for number in re.findall(r"\[([\d,]+) bytes", printed))
-    assert left_out == 64 * ((1 << 20) + 1) - worker_process.OUTPUT_BYTES_MAX
+    assert left_out == 64 * ((1 << 20) + 1) - workers.OUTPUT_BYTES_MAX
 
 
 def test_a_keeper_that_is_told_to_end_more_than_once_says_nothing() -> None:
@@ -185,15 +185,15 @@ def test_a_keeper_that_is_told_to_end_more_than_once_says_nothing() -> None:
     for _ in range(20):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            command = worker_process.python("keep", theirs.fileno(), waits, 1000)
-            keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
-            assert keeper.stderr
-            assert keeper.stderr.readline() == "up\n"
-            while keeper.poll() is None:
-                keeper.terminate()
+            command = [*keeper.python("keeper", "keep", waits, 1000), str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+            assert process.stderr
+            assert process.stderr.readline() == "up\n"
+            while process.poll() is None:
+                process.terminate()
                 time.sleep(5e-5)
-            assert (keeper.stderr.read(), keeper.returncode) == ("", -signal.SIGKILL)
-            keeper.stderr.close()
+            assert (process.stderr.read(), process.returncode) == ("", -signal.SIGKILL)
+            process.stderr.close()
 
 
 def test_functions_see_the_variables_they_are_given_and_go_first_when_memory_ends(
@@ -231,7 +231,7 @@ def test_an_import_that_raises_anything_is_reported_as_such(tmp_path: Path) -> N
 def test_no_process_of_a_closed_scorer_is_left(make_scorer: Callable[..., Scorer]) -> None:
     scorer = make_scorer(workers=2)
     scorer.score([make_group(*["fine"] * 4)])
-    pids = [worker.process.pid for worker in scorer._pool._workers]
+    pids = [worker.process.pid for worker in scorer._executors["workers"]._workers]
     began = time.monotonic()
     scorer.close()
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids), time.monotonic() - began
@@ -243,7 +243,7 @@ from megagrpo.reward.functions import FunctionSpec
 from megagrpo.reward.workers import Limits, WorkerPool
 
 pool = WorkerPool([FunctionSpec("mine", sys.argv[1], 1.0, {}, "test")], workers=1, limits=Limits(300.0, 1 << 32))
-pool.start()
+pool.by_group()
 print(pool.workers()[0].process.pid, flush=True)
 time.sleep(1000)
 """

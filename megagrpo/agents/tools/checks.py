@@ -15,7 +15,7 @@ from megagrpo.agents.tools.own import own_tools
 from megagrpo.errors import MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.tools import McpArguments, PythonArguments, ToolConfig
-from megagrpo.reward.sandbox.kinds import checked_kind
+from megagrpo.reward.sandbox.programs import checked_kind
 from megagrpo.user_functions import file_problem
 
 NOT_HERE = {

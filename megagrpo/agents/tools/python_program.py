@@ -19,8 +19,7 @@ from typing import Any
 from megagrpo.agents.tools.tool import Arguments, CallError, Session, tool_of
 from megagrpo.recipe.schema.tools import PythonArguments, ToolConfig
 from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
-from megagrpo.reward.sandbox.kinds import working_kind
-from megagrpo.reward.sandbox.programs import Program
+from megagrpo.reward.sandbox.programs import Program, working_kind
 from megagrpo.reward.sandbox.sandbox import Limits, Sandbox, installed_packages
 
 DESCRIPTION = """Runs Python code and returns what it prints, and the value of the last line if that is an expression. \

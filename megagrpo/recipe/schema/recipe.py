@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megagrpo.errors import Problem
+from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
 from megagrpo.recipe.schema.data import DataConfig, overlap_rules
@@ -332,7 +333,7 @@ class Recipe(Section):
             f"{field}.{index}": (entry.function, entry.arguments)
             for field, entries in lists.items()
             for index, entry in enumerate(entries)
-            if entry.function in ("judge", "judge_pairs", "judge_ranking", "reward_model")
+            if executor_of(entry.function) == "asking"
         }
         yield from use_rules(self.reward.models, asked)
         for name, model in self.reward.models.items():

@@ -6,6 +6,8 @@ import hashlib
 import json
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,16 @@ class AnswerCache:
         self._new: dict[bytes, str] = {}
         self._written = time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
-        try:
+        with self._reported():
             self._file = sqlite3.connect(self._path, timeout=WAIT_SECONDS, isolation_level=None)
             self._file.execute("PRAGMA synchronous = NORMAL")
             self._file.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
-        except sqlite3.Error as error:
-            raise self._error(error) from error
 
     def get(self, key: bytes) -> str | None:
         if key in self._new:
             return self._new[key]
-        try:
+        with self._reported():
             row = self._file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            raise self._error(error) from error
         return row[0] if row else None
 
     def put(self, key: bytes, text: str) -> None:
@@ -53,12 +51,9 @@ class AnswerCache:
         """Writes all new answers to the file."""
         if not self._new:
             return
-        try:
-            with self._file:
-                self._file.execute("BEGIN IMMEDIATE")
-                self._file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", self._new.items())
-        except sqlite3.Error as error:
-            raise self._error(error) from error
+        with self._reported(), self._file:
+            self._file.execute("BEGIN IMMEDIATE")
+            self._file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", self._new.items())
         self._new.clear()
         self._written = time.monotonic()
 
@@ -68,9 +63,13 @@ class AnswerCache:
         finally:
             self._file.close()
 
-    def _error(self, error: sqlite3.Error) -> RewardError:
-        fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
-        return RewardError(Problem(f"{self._path}: the answers of judges", str(error), "a file to write", fix))
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
+            raise RewardError(Problem(f"{self._path}: the answers of judges", str(error), "a file", fix)) from error
 
 
 def key_of(identity: str, body: dict[str, Any]) -> bytes:

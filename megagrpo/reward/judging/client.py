@@ -1,4 +1,5 @@
-"""A judge: a model behind an OpenAI-compatible endpoint, with retries, within a step's budget."""
+"""Clients of models that score: of a judge behind an OpenAI-compatible endpoint, with retries and a step's budget; of a
+served classifier, whose concurrent requests form one batch."""
 
 from __future__ import annotations
 
@@ -6,16 +7,15 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from megagrpo.errors import brief
-from megagrpo.reward.judging.arguments import Arguments
 from megagrpo.reward.judging.cache import AnswerCache, key_of
 from megagrpo.section import Count, NonNegativeFloat, Number, PositiveFloat, PositiveInt, Seconds, Section
 
@@ -25,7 +25,9 @@ BACKOFF_SECONDS_MAX = 60.0
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a server that does not report its tokens."""
 OWNED = ("model", "messages", "n", "stream", "stream_options")
-SAMPLING = {"temperature": 0.0, "max_tokens": 1024}
+SHOWN_MAX = 5
+"""Most problems of arguments in one error."""
+MAX_TOKENS = 1024
 Read = TypeVar("Read")
 
 
@@ -35,6 +37,24 @@ class JudgeError(ValueError):
 
 class OverBudgetError(JudgeError):
     """The error of a step whose budget is spent."""
+
+
+class Arguments(Section):
+    """The arguments that a recipe gives to a function that asks a model, checked like the sections of a recipe."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Checks the given arguments and returns them. Raises ValueError with the problems in one line."""
+        try:
+            made = cls.model_validate(dict(given))
+        except ValidationError as error:
+            problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()[:SHOWN_MAX]]
+            raise ValueError("; ".join(f"{place}: {text}" if place else text for place, text in problems)) from None
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raises ValueError if the fields do not fit together."""
 
 
 class BudgetConfig(Section):
@@ -116,13 +136,10 @@ class AskConfig(Arguments):
     def body(self, text: str) -> dict[str, Any]:
         """Returns the body of the request that asks `text`."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        default = {key: value for key, value in SAMPLING.items() if not (key == "max_tokens" and self._limits)}
-        fields = {key: value for key, value in {**default, **self.sampling}.items() if value is not None}
+        limit = {} if "max_completion_tokens" in self.sampling else {"max_tokens": MAX_TOKENS}
+        given = {"temperature": 0.0, **limit, **self.sampling}
+        fields = {key: value for key, value in given.items() if value is not None}
         return {"model": self.model, "messages": [*system, {"role": "user", "content": text}], **fields}
-
-    @property
-    def _limits(self) -> bool:
-        return "max_completion_tokens" in self.sampling
 
 
 @dataclass(frozen=True)
@@ -196,13 +213,10 @@ class Judge:
             self.spent["cached"] += 1
             return replace(answer, metrics={})
         if (known := self._cache.get(key)) is not None:
-            try:
-                found = read(known)
-            except ValueError:  # another rule for verdicts wrote it
-                pass
-            else:
+            with suppress(ValueError):  # another rule for verdicts wrote it
+                answer = Answer(read(known), known, {})
                 self.spent["cached"] += 1
-                return Answer(found, known, {})
+                return answer
         self._asked[key] = asyncio.create_task(self._answer(body, read))
         try:
             async with self._waiting():
@@ -235,17 +249,13 @@ class Judge:
                 failure = f"no chat completion: {brief(reply.text)}"
                 continue
             tokens += self._count(body, text, reply.answer)
-            if (ended := reply.answer["choices"][0].get("finish_reason")) not in ("stop", None):
-                self.spent["unreadable"] += 1
-                failure = f"its answer ended by {brief(ended)}, not by itself: {brief(text[-200:])}"
-                continue
             try:
-                found = read(text)
+                if (ended := reply.answer["choices"][0].get("finish_reason")) not in ("stop", None):
+                    raise ValueError(f"it ended by {brief(ended)}, not by itself")
+                return Answer(read(text), text, {"tokens": tokens})
             except ValueError as error:
                 self.spent["unreadable"] += 1
                 failure = f"no verdict in {brief(text[-200:])}: {error}"
-                continue
-            return Answer(found, text, {"tokens": tokens})
         self.spent["failed"] += 1
         times = f" ({attempt + 1} times)" if attempt else ""
         raise JudgeError(f"{self.config.model} at {self._endpoint.identity} gave no verdict{times}: {failure}")
@@ -271,24 +281,22 @@ class Judge:
         """Returns the tokens of a request and its answer, and adds them to the totals."""
         usage = answer.get("usage")
         sent = sum(len(message["content"]) for message in body["messages"])
-        used = [
-            _tokens(usage, name, characters)
-            for name, characters in (("prompt_tokens", sent), ("completion_tokens", len(text)))
-        ]
-        self.spent["input_tokens"] += used[0]
-        self.spent["output_tokens"] += used[1]
+        given, written = _tokens(usage, "prompt_tokens", sent), _tokens(usage, "completion_tokens", len(text))
+        self.spent["input_tokens"] += given
+        self.spent["output_tokens"] += written
         if (price := self.config.price) is not None:
-            self.spent["cost"] += (used[0] * price.input + used[1] * price.output) / 1e6
-        return sum(used)
+            self.spent["cost"] += (given * price.input + written * price.output) / 1e6
+        return given + written
 
     def _require_budget(self) -> None:
-        budget, spent = self.config.budget, self.spent
-        if budget.tokens is not None and spent["input_tokens"] + spent["output_tokens"] >= budget.tokens:
-            raise self._over("tokens", budget.tokens)
-        if budget.cost is not None and spent["cost"] >= budget.cost:
-            raise self._over("cost", budget.cost)
-        if self._seconds_left() <= 0:
-            raise self._over("seconds", budget.seconds)
+        budget, tokens = self.config.budget, self.spent["input_tokens"] + self.spent["output_tokens"]
+        for what, spent, most in (
+            ("tokens", tokens, budget.tokens),
+            ("cost", self.spent["cost"], budget.cost),
+            ("seconds", self._waited(), budget.seconds),
+        ):
+            if most is not None and spent >= most:
+                raise self._over(what, most)
 
     def _over(self, what: str, limit: float | None) -> OverBudgetError:
         return OverBudgetError(f"the step's budget is spent: {what} {limit or 0:g}")
@@ -323,7 +331,73 @@ def text_of(answer: Any) -> str | None:
 
 
 def _tokens(usage: Any, name: str, characters: int) -> int:
-    found = usage.get(name) if isinstance(usage, dict) else None
-    if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
-        return found
+    count = usage.get(name) if isinstance(usage, dict) else None
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
+        return count
     return -(-characters // CHARACTERS_PER_TOKEN)
+
+
+# --- classifiers ------------------------------------------------------------------------------------------------------
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class ServedClassifier(Protocol):
+    """A served model with a head for sequence classification."""
+
+    async def labels(self) -> list[str]:
+        """Returns the names of the model's logits."""
+
+    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
+        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
+
+
+class ScoringModel:
+    """A client of a classifier for one reward function. For one event loop."""
+
+    def __init__(self, served: ServedClassifier) -> None:
+        self._served = served
+        self._waiting: list[tuple[Conversation, asyncio.Future[list[float] | str]]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._labels: list[str] | None = None
+        self.spent: defaultdict[str, float] = defaultdict(float)
+
+    def new_step(self) -> dict[str, float]:
+        """Returns the totals that the step has spent. Begins new ones."""
+        spent = {"seconds": 0.0, **self.spent}
+        self.spent.clear()
+        return spent
+
+    async def close(self) -> None:
+        """Does nothing: the run ends the model."""
+
+    async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
+        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
+        answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((conversation, answer))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        logits = await answer
+        if isinstance(logits, str):
+            self.spent["failed"] += 1
+            raise JudgeError(logits)
+        return logits, self._labels or []
+
+    async def _send(self) -> None:
+        """Sends one batch after another, until nothing waits."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            began = time.monotonic()
+            answers: list[list[float] | str]
+            try:
+                if self._labels is None:
+                    self._labels = await self._served.labels()
+                answers = await self._served.logits([conversation for conversation, _ in batch])
+            except OSError as error:  # TimeoutError is one
+                answers = [f"the reward model does not answer: {type(error).__name__}: {error}"] * len(batch)
+            self.spent["seconds"] += time.monotonic() - began
+            self.spent["scored"] += len(batch)
+            for (_, answer), value in zip(batch, answers, strict=True):
+                if not answer.done():
+                    answer.set_result(value)
+        self._sending = None

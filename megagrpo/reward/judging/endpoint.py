@@ -8,15 +8,15 @@ from typing import Any
 
 import aiohttp
 
+from megagrpo.reward.http_post import post
 from megagrpo.reward.judging.client import Reply
-from megagrpo.reward.retry_after import retry_after
 
 ANSWER_BYTES_MAX = 4 << 20
 SHOWN_MAX = 300
 
 
 class HttpEndpoint:
-    """A server at a URL. concurrency: most connections to it, 0 for any number. proxies: whether to use those that the
+    """A judge's server at a URL. concurrency: most connections to it, 0 for any number. proxies: use those that the
     environment names."""
 
     def __init__(self, url: str, api_key: str | None, concurrency: int, *, proxies: bool = True) -> None:
@@ -27,26 +27,21 @@ class HttpEndpoint:
         self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=proxies)
 
     async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
-        timeout = aiohttp.ClientTimeout(timeout_seconds)
-        data = bytearray()
         try:
-            # A redirection could take the key elsewhere.
-            async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
-                async for chunk in response.content.iter_any():
-                    data += chunk
-                    if len(data) > ANSWER_BYTES_MAX:
-                        return Reply(response.status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
+            status, data, after = await post(self._session, self._url, timeout_seconds, ANSWER_BYTES_MAX, json=body)
         except aiohttp.ClientError as error:
             if isinstance(error, OSError):
                 raise
             raise OSError(f"{type(error).__name__}: {error}") from error
+        if data is None:
+            return Reply(status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
         try:
-            answer = json.loads(data) if response.status == 200 else None
+            answer = json.loads(data) if status == 200 else None
         except (ValueError, RecursionError):
             answer = None
         text = data.decode(errors="replace")
         shown = text.replace(self._api_key, "***") if self._api_key else text
-        return Reply(response.status, answer, shown[:SHOWN_MAX], retry_after(response.headers.get("Retry-After")))
+        return Reply(status, answer, shown[:SHOWN_MAX], after)
 
     async def close(self) -> None:
         await self._session.close()

@@ -12,6 +12,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -161,35 +162,41 @@ def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str
     """Runs one job and ends the process. Descriptors: the job, the file of its errors, and one or two sockets."""
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        job = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
-        os.dup2(descriptors[1], 1)
-        os.dup2(descriptors[1], 2)
-        channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
-        _close_all_but(descriptors[2:])
-        _limit(request, config)
-        if config["imports_first"]:
-            _import_first(job["source"], packages=bool(config["packages"]))
-        _confine(config)
-        sys.argv[:] = ["program.py"]
-        MODES[request["mode"]](job, channels, common)
-        code = 0
-    except SystemExit:
-        code = 0
-    except BaseException:  # noqa: BLE001  (a program can raise anything)
-        traceback.print_exc()
-    finally:
-        _end(code)
-
-
-def _end(code: int) -> None:
-    try:
-        _finish_program()
-    except BaseException:  # noqa: BLE001
-        code = 1
+        code = int(not _finished(lambda: _run_job(request, descriptors, config, common)))
     finally:
         os._exit(code)
+
+
+def _finished(run: Callable[[], None]) -> bool:
+    """Calls `run`, then ends the program as Python does. Returns whether neither raised an exception."""
+    finished = True
+    for part in (run, _finish_program):
+        try:
+            part()
+        except SystemExit:
+            pass  # graders of programming contests do not look at the exit code
+        except BaseException:  # noqa: BLE001  (a program can raise anything)
+            traceback.print_exc()
+            finished = False
+    return finished
+
+
+def _run_job(
+    request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]
+) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    job = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
+    os.dup2(descriptors[1], 1)
+    os.dup2(descriptors[1], 2)
+    channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
+    _close_all_but(descriptors[2:])
+    _limit(request, config)
+    if config["imports_first"]:
+        _import_first(job["source"], packages=bool(config["packages"]))
+    _confine(config)
+    sys.argv[:] = ["program.py"]
+    MODES[request["mode"]](job, channels, common)
 
 
 def _finish_program() -> None:
@@ -285,27 +292,10 @@ def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: 
         ]
         sys.stdin, sys.stdout, sys.stderr = opened
         sys.setrecursionlimit(recursion)
-        finished = _finished(code)
+        names = vars(_module("__main__", {}))
+        finished = _finished(functools.partial(exec, code, names))
         opened[1].flush()  # the program may have put another object in its place
         channels[0].send(b"1" if finished else b"0")
-
-
-def _finished(code: types.CodeType) -> bool:
-    """Runs a script to its end. Returns whether it raised no exception."""
-    finished = True
-    try:
-        exec(code, vars(_module("__main__", {})))
-    except SystemExit:
-        pass  # graders of programming contests do not look at the exit code
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        finished = False
-    try:
-        _finish_program()
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        finished = False
-    return finished
 
 
 def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:

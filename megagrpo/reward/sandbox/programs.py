@@ -11,13 +11,27 @@ import math
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from megagrpo.errors import RewardError
 from megagrpo.reward.sandbox.harness import decode, encode
-from megagrpo.reward.sandbox.sandbox import Mode, Sandbox, memory_file, read_and_close
+from megagrpo.reward.sandbox.sandbox import (
+    START_SECONDS,
+    THREADS,
+    Isolation,
+    Kind,
+    Limits,
+    Mode,
+    Sandbox,
+    memory_file,
+    read_and_close,
+    refusal,
+)
 
 REASON_BYTES_MAX = 2000
 
@@ -223,3 +237,92 @@ def _end_words(status: int, errors: bytes) -> str:
 def _last_line(errors: bytes) -> str:
     lines = errors[-REASON_BYTES_MAX:].decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "failed"
+
+
+# --- the kinds of sandbox that work on this machine: each is started, and a program in it tries to get out ---
+
+_PROBE = """
+import os, socket, sys, threading
+def refused(what):
+    try: what()
+    except OSError: return True
+leaks = [name for name, what in {
+    "files": lambda: open(PATH), "network": lambda: socket.socket(), "processes": os.fork,
+}.items() if not refused(what)]
+wait, started = threading.Event(), 0
+threading.stack_size(1 << 16)  # memory must not be what ends it
+try:
+    for started in range(2 * LIMIT): threading.Thread(target=wait.wait, daemon=True).start()
+except RuntimeError: pass
+print(started, *leaks, flush=True)
+os._exit(0)
+"""
+
+
+def working_kind(isolation: Isolation) -> Kind:
+    """Returns the best kind that works on this machine: once started, it must hold a program that tries to get out.
+
+    Raises RewardError if there is none. Never returns `none` in place of another.
+    """
+    kind, refused = search(isolation)
+    if kind is None:
+        raise refusal(f"isolation: {isolation}, which does not work here ({'; '.join(refused)})")
+    return kind
+
+
+def checked_kind(isolation: Isolation) -> Kind:
+    """Returns working_kind(isolation). Raises ValueError if it does not work."""
+    try:
+        return working_kind(isolation)
+    except RewardError as error:
+        raise ValueError("; ".join(f"{problem.given}: {problem.fix}" for problem in error.problems)) from None
+
+
+@lru_cache
+def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
+    """Returns the best kind, None if there is none, and the reasons why better ones were refused."""
+    refused: list[str] = []
+    for kind in _candidates(isolation):
+        if kind.isolation == "none":
+            return kind, ()
+        try:
+            leaks = _leaks(kind)
+        except RewardError as error:
+            refused += [problem.given for problem in error.problems]
+        except OSError as error:
+            refused.append(f"{kind}: {error}")
+        else:
+            if not leaks:
+                return kind, tuple(dict.fromkeys(refused))
+            refused.append(f"{kind}: does not contain {leaks}")
+    return None, tuple(dict.fromkeys(refused))
+
+
+def _candidates(isolation: Isolation) -> list[Kind]:
+    root = os.geteuid() == 0
+    contained = [Kind("bubblewrap", other_user=True, threads=True)] if root else []
+    contained += [Kind("bubblewrap", user_namespace=True, threads=True), Kind("bubblewrap", user_namespace=True)]
+    filtered = [Kind("seccomp", other_user=True, threads=True)] if root else []
+    filtered += [Kind("seccomp")]
+    return {
+        "bubblewrap": contained,
+        "seccomp": filtered,
+        "auto": [*contained, *filtered],
+        "none": [Kind("none")],
+    }[isolation]
+
+
+def _leaks(kind: Kind) -> str:
+    """Returns what a program can do in this kind of sandbox and must not, or why it failed; empty if nothing."""
+    sandbox = Sandbox(kind, Limits())
+    with tempfile.NamedTemporaryFile() as secret, contextlib.closing(sandbox):
+        os.chmod(secret.name, 0o644)
+        source = f"PATH, LIMIT = {secret.name!r}, {THREADS}\n{_PROBE}"
+        with Program(sandbox, source, deadline=time.monotonic() + START_SECONDS) as program:
+            ran = program.run("", START_SECONDS)
+    if ran.failure:
+        return ran.failure
+    started, *leaks = ran.value.split() or ["0", "nothing"]
+    if kind.threads and not THREADS - 4 <= int(started) <= THREADS:  # fewer: the kernel counts others' too
+        leaks.append("the number of threads")
+    return ", ".join(leaks)

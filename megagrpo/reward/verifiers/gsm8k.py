@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
+from typing import Literal
 
 from megagrpo.reward.answer_text import after_thinking, plain
 from megagrpo.reward.functions import RewardCallable, RewardReturn
@@ -35,11 +36,11 @@ _MINUS = str.maketrans("\u2212\u2013", "--")
 _OF_NUMBERS = frozenset("0123456789,.$-+\u2212\u2013")
 
 
-def make(method: str = "strict") -> RewardCallable:
+def make(method: Literal["strict", "flexible"] = "strict") -> RewardCallable:
     """Makes a reward function: 1.0 if the number after any `<think>…</think>` equals the ground truth, else 0.0.
 
     strict: the number after the last `####`, if units and words, but no other number, follow it on the line. flexible:
-    the last number anywhere, unless it is a part of an expression such as 1/18. Raises ValueError for another method.
+    the last number anywhere, unless it is a part of an expression such as 1/18.
 
     >>> verify = make(); verify(response="1200 + 34 = 1234\\n#### $1,234.00", ground_truth="1234")
     {'score': 1.0, 'answer': '1234'}
@@ -48,9 +49,7 @@ def make(method: str = "strict") -> RewardCallable:
     >>> make("flexible")(response="It is 1234.", ground_truth="1234")
     {'score': 1.0, 'answer': '1234'}
     """
-    extract = {"strict": strict_answer, "flexible": flexible_answer}.get(method)
-    if extract is None:
-        raise ValueError(f"method is {method!r}, not strict or flexible")
+    extract = {"strict": strict_answer, "flexible": flexible_answer}[method]
 
     def gsm8k(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
         truth = _truth(ground_truth)

@@ -44,21 +44,7 @@ def make(**arguments: Any) -> ModelFunction:
     config = JudgeConfig.of(arguments)
     rubric, read = Rubric(config.rubric, ["response", "answer"]), reader(config.verdict, config.scale)
 
-    async def judge(
-        model: Judge,
-        *,
-        response: str,
-        prompt: list[dict[str, Any]],
-        prompt_text: str,
-        ground_truth: str,
-        data_source: str,
-        ability: str,
-        extra_info: dict[str, Any],
-    ) -> dict[str, Any]:
-        row = {
-            "prompt": prompt, "ground_truth": ground_truth, "data_source": data_source, "ability": ability,
-            "extra_info": extra_info,
-        }  # fmt: skip
+    async def judge(model: Judge, response: str, prompt_text: str, **row: Any) -> dict[str, Any]:
         shown = {"response": response, "answer": after_thinking(response, prompt_text)}
         answer = await model.ask(rubric.filled(row, shown), read)
         return {"score": answer.read, "verdict": answer.text[-NOTE_CHARACTERS_MAX:], **answer.metrics}

@@ -41,20 +41,8 @@ def make(**arguments: Any) -> ModelFunction:
     rubric = Rubric(config.rubric, ["responses", "answers"])
 
     async def judge_ranking(
-        model: Judge,
-        *,
-        responses: list[str],
-        prompt: list[dict[str, Any]],
-        prompt_text: str,
-        ground_truth: str,
-        data_source: str,
-        ability: str,
-        extra_info: dict[str, Any],
+        model: Judge, responses: list[str], prompt_text: str, **row: Any
     ) -> list[dict[str, Any] | Outcome]:
-        row = {
-            "prompt": prompt, "ground_truth": ground_truth, "data_source": data_source, "ability": ability,
-            "extra_info": extra_info,
-        }  # fmt: skip
         if len(responses) < 2:
             return [Outcome(None, masked=ALONE)] * len(responses)
         texts = rubric.shown(responses, prompt_text)

@@ -8,8 +8,9 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,7 +18,7 @@ import aiohttp
 from megagrpo.errors import brief
 from megagrpo.reward.answer_text import after_thinking, last_program
 from megagrpo.reward.functions import RewardCallable, RewardReturn
-from megagrpo.reward.retry_after import retry_after
+from megagrpo.reward.http_post import post
 
 BATCH_MAX = 64
 """Most calls of an async function that a worker runs at once."""
@@ -46,12 +47,11 @@ class Shape:
 
     body: Callable[[Sequence[Item]], object]
     read: Callable[[Any, Sequence[Item]], list[RewardReturn | None]]
-    batch_max: int = BATCH_MAX
 
 
 def make(
     url: str,
-    shape: str = "items",
+    shape: Literal["items", "open_instruct_code"] = "items",
     batch: int = 32,
     batch_ms: float = 5.0,
     timeout_seconds: float = 5.0,
@@ -86,25 +86,23 @@ def make(
         "items": Shape(items_body, items_scores),
         "open_instruct_code": code_shape(max_execution_time, pass_rate_min),
     }
-    if shape not in shapes:
-        raise ValueError(f"shape is {shape!r}, not {' or '.join(shapes)}")
-    limits: tuple[tuple[str, float, float, float], ...] = (
-        ("batch", batch, 1, BATCH_MAX),
-        ("batch_ms", batch_ms, 0, 10_000),
-        ("timeout_seconds", timeout_seconds, 0.001, 86_400),
-        ("retries", retries, 0, 20),
-        ("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX),
-        ("max_execution_time", max_execution_time, 0.001, 86_400),
-        ("pass_rate_min", pass_rate_min, 0, 1),
-    )
-    for name, value, least, most in limits:
-        whole = name in ("batch", "retries")
-        if not isinstance(value, int if whole else int | float) or not least <= value <= most:
-            raise ValueError(
-                f"{name} is {brief(value)}, not {'an integer' if whole else 'a number'} from {least:g} to {most:g}"
-            )
-    server = Server(checked_url(url), expanded(headers or {}), shapes[shape], timeout_seconds, retries, pause_seconds)
-    batches = Batches(server, min(batch, shapes[shape].batch_max), batch_ms / 1000)
+    limits: dict[str, tuple[float, float, float]] = {
+        "batch": (batch, 1, BATCH_MAX),
+        "batch_ms": (batch_ms, 0, 10_000),
+        "timeout_seconds": (timeout_seconds, 0.001, 86_400),
+        "retries": (retries, 0, 20),
+        "pause_seconds": (pause_seconds, 0, PAUSE_SECONDS_MAX),
+        "max_execution_time": (max_execution_time, 0.001, 86_400),
+        "pass_rate_min": (pass_rate_min, 0, 1),
+    }
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
+    batch_max = 1 if shape == "open_instruct_code" else batch
+    server = Server(
+        checked_url(url), expanded(headers or {}), shapes[shape], batch_max, batch_ms / 1000, timeout_seconds, retries,
+        pause_seconds,
+    )  # fmt: skip
 
     async def remote(
         data_source: str,
@@ -116,7 +114,7 @@ def make(
     ) -> RewardReturn:
         text = after_thinking(response, prompt_text) if shape == "open_instruct_code" else response
         item = {"data_source": data_source, "prompt": prompt, "response": text, "ground_truth": ground_truth}
-        return await batches.score({**item, "extra_info": extra_info})
+        return await server.score({**item, "extra_info": extra_info})
 
     return remote
 
@@ -137,11 +135,10 @@ def checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (TypeError, ValueError, AttributeError):
+    except ValueError:
         usable = False
     if not usable:
-        shown = brief(without_secrets(url) if isinstance(url, str) else url)
-        raise ValueError(f"url is {shown}, not http://HOST/PATH or https://HOST/PATH")
+        raise ValueError(f"url is {brief(without_secrets(url))}, not http://HOST/PATH or https://HOST/PATH")
     return url
 
 
@@ -155,8 +152,6 @@ def expanded(headers: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(f"{given}, or which reward.environment does not name")
         return value.strip()
 
-    if not isinstance(headers, Mapping) or not all(isinstance(text, str) for both in headers.items() for text in both):
-        raise ValueError("headers is not a mapping of texts to texts")
     values = {name: re.sub(r"\$\{(\w+)\}", value_of, text) for name, text in headers.items()}
     for name, value in values.items():
         if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or not re.fullmatch(r"[ -~\t]*", value):
@@ -197,7 +192,7 @@ def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
         rate = sum(results) / len(results)
         return [{"score": rate if rate >= pass_rate_min else 0.0, "pass_rate": rate, "tests": float(len(results))}]
 
-    return Shape(body, scores, batch_max=1)
+    return Shape(body, scores)
 
 
 def program_of(text: str) -> str:
@@ -225,18 +220,61 @@ def tests_of(ground_truth: str) -> object:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+class Batch:
+    """Calls that are sent as one POST. `waiting`: the number of calls that want their score."""
+
+    def __init__(self, server: Server) -> None:
+        self.items: list[Item] = []
+        self.full = asyncio.Event()
+        self.waiting = 0
+        self.scores = asyncio.create_task(server.scores_of(self))
+
+
+@dataclass(eq=False, slots=True)
 class Server:
     """The server that items are sent to, and the settings of its requests."""
 
     url: str
     headers: Mapping[str, str]
     shape: Shape
+    batch_max: int
+    batch_seconds: float
     timeout_seconds: float
     retries: int
     pause_seconds: float
+    _filling: Batch | None = None
 
-    async def scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
+    async def score(self, item: Item) -> RewardReturn:
+        """Returns the item's score. Raises the server's failure for this item."""
+        batch = self._filling = self._filling or Batch(self)
+        place = len(batch.items)
+        batch.items.append(item)
+        batch.waiting += 1
+        if len(batch.items) == self.batch_max:
+            self._filling = None
+            batch.full.set()
+        try:
+            score = (await asyncio.shield(batch.scores))[place]
+        finally:  # a call whose own time is over is cancelled; the others of its batch are not
+            batch.waiting -= 1
+            if not batch.waiting:
+                batch.scores.cancel()
+        if score is None:
+            raise ValueError("the server has no score for this response")
+        if isinstance(score, Exception):
+            raise score
+        return score
+
+    async def scores_of(self, batch: Batch) -> list[RewardReturn | Exception | None]:
+        """Waits until the batch is full, or its time is over. Returns its scores."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.batch_seconds):
+                await batch.full.wait()
+        if self._filling is batch:
+            self._filling = None
+        return await self._scores(batch.items)
+
+    async def _scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
         """Returns a score, None, or an exception for each item."""
         try:
             body = json.dumps(self.shape.body(items), default=str).encode()
@@ -248,11 +286,8 @@ class Server:
                 return list(await self._post(body, items))
             except PostError as failed:
                 if len(items) > 1 and not failed.busy:
-                    return [
-                        one
-                        for several in await asyncio.gather(*(self.scores([item]) for item in items))
-                        for one in several
-                    ]
+                    alone = await asyncio.gather(*(self._scores([item]) for item in items))
+                    return [score for (score,) in alone]
                 if not failed.again or attempt == self.retries:
                     text = f"{failed} ({attempt + 1} attempts)" if attempt else str(failed)
                     return [RuntimeError(text) for _ in items]
@@ -265,22 +300,21 @@ class Server:
         # A connection for each POST: one that is kept may have been closed by the server. Nothing is decompressed, so
         # that a small answer stays small.
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self.headers}
-        where = without_secrets(self.url)
-        timeout = aiohttp.ClientTimeout(total=self.timeout_seconds)
+        where, seconds = without_secrets(self.url), self.timeout_seconds
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
-                session.post(self.url, data=body, headers=headers, allow_redirects=False) as answer,
-            ):
-                status, after = answer.status, retry_after(answer.headers.get("Retry-After")) or 0.0
-                data = await _read(answer.content) if status == 200 else b""
+            async with aiohttp.ClientSession(auto_decompress=False) as session:
+                status, data, after = await post(
+                    session, self.url, seconds, ANSWER_BYTES_MAX, data=body, headers=headers
+                )
         except TimeoutError:
-            raise PostError(f"{where} did not answer in {self.timeout_seconds:g} s") from None
+            raise PostError(f"{where} did not answer in {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise PostError(f"{where} could not be reached, or broke off: {type(error).__name__}", busy=True) from None
         if status != 200:
-            again = status in BUSY or status >= 500
-            raise PostError(f"{where} answered with status {status}", busy=status in BUSY, again=again, after=after)
+            again, busy = status in BUSY or status >= 500, status in BUSY
+            raise PostError(f"{where} answered with status {status}", busy=busy, again=again, after=after or 0.0)
+        if data is None:
+            raise PostError(f"{where} answered with more than {ANSWER_BYTES_MAX:,} bytes")
         try:
             return self.shape.read(json.loads(data), items)
         except RecursionError:
@@ -288,74 +322,3 @@ class Server:
         except ValueError as wrong:
             reason = "no JSON" if isinstance(wrong, json.JSONDecodeError | UnicodeDecodeError) else wrong
             raise PostError(f"{where} answered with {reason}") from None
-
-
-async def _read(content: aiohttp.StreamReader) -> bytes:
-    """Returns a whole body. Raises PostError if it is too large."""
-    data = bytearray()
-    async for chunk in content.iter_chunked(1 << 16):
-        data += chunk
-        if len(data) > ANSWER_BYTES_MAX:
-            raise PostError(f"the server answered with more than {ANSWER_BYTES_MAX:,} bytes")
-    return bytes(data)
-
-
-Waiting = tuple[Item, asyncio.Future[RewardReturn]]
-
-
-class Batches:
-    """Calls that wait for each other, to be sent as one POST."""
-
-    def __init__(self, server: Server, size: int, seconds: float) -> None:
-        self._server, self._size, self._seconds = server, size, seconds
-        self._waiting: list[Waiting] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
-
-    async def score(self, item: Item) -> RewardReturn:
-        """Returns the item's score. Raises the server's failure for this item."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[RewardReturn] = loop.create_future()
-        self._waiting.append((item, future))
-        if len(self._waiting) >= self._size:
-            self._send()
-        elif self._timer is None:
-            self._timer = loop.call_later(self._seconds, self._send)
-        return await future
-
-    def _send(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        # A call whose own time is over has been cancelled. The others of its batch are not.
-        waiting = [(item, future) for item, future in self._waiting if not future.done()]
-        self._waiting = []
-        if waiting:
-            task = asyncio.get_running_loop().create_task(self._answer(waiting))
-            self._sending.add(task)
-            task.add_done_callback(lambda task: self._ended(task, waiting))
-            for _, future in waiting:
-                future.add_done_callback(lambda _: _end_if_none_waits(task, waiting))
-
-    def _ended(self, task: asyncio.Task[None], waiting: Sequence[Waiting]) -> None:
-        self._sending.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            for future in (future for _, future in waiting if not future.done()):
-                future.set_exception(error)
-
-    async def _answer(self, waiting: Sequence[Waiting]) -> None:
-        scores = await self._server.scores([item for item, _ in waiting])
-        for (_, future), score in zip(waiting, scores, strict=True):
-            if future.done():
-                continue
-            if score is None:
-                future.set_exception(ValueError("the server has no score for this response"))
-            elif isinstance(score, Exception):
-                future.set_exception(score)
-            else:
-                future.set_result(score)
-
-
-def _end_if_none_waits(task: asyncio.Task[None], waiting: Sequence[Waiting]) -> None:
-    if all(future.done() for _, future in waiting):
-        task.cancel()

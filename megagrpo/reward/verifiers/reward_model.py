@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import ModelFunction
-from megagrpo.reward.judging.arguments import Arguments
-from megagrpo.reward.judging.client import JudgeError
-from megagrpo.reward.judging.scoring import ScoringModel
+from megagrpo.reward.judging.client import Arguments, JudgeError, ScoringModel
 from megagrpo.section import Number, PositiveFloat, Section
 
 

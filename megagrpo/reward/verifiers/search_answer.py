@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.verifiers.f1 import solution as solution
 from megagrpo.reward.verifiers.f1 import word_overlap
 from megagrpo.reward.verifiers.string_match import check_words_max, contains
 
-METHODS = ("exact", "contains", "f1")
-
 
 def make(
-    method: str = "exact", tag: str = "answer", format_score: float = 0.0, words_max: int | None = None
+    method: Literal["exact", "contains", "f1"] = "exact",
+    tag: str = "answer",
+    format_score: float = 0.0,
+    words_max: int | None = None,
 ) -> RewardCallable:
     """Makes a reward function: 1.0 for a right answer, `format_score` for another, 0.0 for a missing or empty one.
 
     The answer is the last `<tag>…</tag>`. exact: it equals a right text, by SQuAD's normalisation. contains: it has one
     in whole words, and `words_max` words at most, or as many as that text: without this, a list of guesses is right.
     f1: the F1 with the nearest text, `format_score` if they share no word (ReSearch, arXiv:2503.19470). The ground
-    truth is a text, a JSON list of texts, or Search-R1's {"target": […]}. Raises ValueError for another method.
+    truth is a text, a JSON list of texts, or Search-R1's {"target": […]}.
 
     >>> verify = make(format_score=0.1); truth = '{"target": ["Nile", "the River Nile"]}'
     >>> responses = [f"<answer>{text}</answer>" for text in ("The Nile", "Amazon", "")]
@@ -29,8 +32,6 @@ def make(
     >>> make(method="contains")(response="<answer>the great Nile</answer>", ground_truth=truth)["score"]
     1.0
     """
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}, not one of {', '.join(METHODS)}")
     check_words_max(words_max, method)
 
     def search_answer(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
@@ -50,8 +51,3 @@ def make(
         return {"score": score or format_score, "answer": answer}
 
     return search_answer
-
-
-def solution(ground_truth: str, tag: str = "answer") -> str:
-    """Returns a right response. Raises ValueError for a ground truth without an answer."""
-    return f"<{tag}>{accepted_answers(ground_truth)[0]}</{tag}>"

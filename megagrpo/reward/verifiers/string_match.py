@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Literal
 
 from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 
 def make(
-    method: str = "exact",
+    method: Literal["exact", "contains"] = "exact",
     normalised: bool = True,
     tag: str = "answer",
     tag_required: bool = False,
@@ -24,7 +25,7 @@ def make(
     else all after it unless `tag_required`; of that, the text after the last `after`, if given (if it is missing, 0.0,
     or all of it unless `after_required`). exact: it equals a right text. contains: it has one in whole words, and at
     most `words_max` words, or as many as that text: without this, a list of guesses is right. Ignores white space at
-    the ends, and with `normalised` case, punctuation and articles. Raises ValueError for another method.
+    the ends, and with `normalised` case, punctuation and articles.
 
     >>> verify = make(); verify(response="<answer>The Eiffel Tower.</answer>", ground_truth="Eiffel tower")
     {'score': 1.0, 'answer': 'eiffel tower'}
@@ -33,8 +34,6 @@ def make(
     >>> verify = make(after="The answer is"); verify(response="The answer is: no", ground_truth="yes")["score"]
     0.0
     """
-    if method not in ("exact", "contains"):
-        raise ValueError(f"method is {method!r}, not exact or contains")
     check_words_max(words_max, method)
 
     @lru_cache(maxsize=65536)

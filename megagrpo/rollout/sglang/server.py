@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import EngineError, Problem
+from megagrpo.processes.lifetime import remove_after_me
 from megagrpo.processes.ports import free_port
 
 LAUNCH = Path(__file__).with_name("launch.py")

@@ -7,19 +7,16 @@ code run in a second sandbox, which asks the first for what the program's functi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any, Literal
 
 from megagrpo.reward.answer_text import after_thinking, last_program
 from megagrpo.reward.functions import RewardCallable, RewardReturn
-from megagrpo.reward.sandbox.kinds import checked_kind
-from megagrpo.reward.sandbox.programs import Program, verdicts
-from megagrpo.reward.sandbox.sandbox import Isolation, Kind, Limits, Sandbox, installed_packages
-from megagrpo.reward.verifiers.code.tests import CallTest, ScriptTest, Tests, read_tests, same_output, same_value
-
-CREDITS = ("all", "share")
-PROGRAMS = ("block", "response")
+from megagrpo.reward.sandbox.programs import Program, checked_kind, verdicts
+from megagrpo.reward.sandbox.sandbox import Isolation, Limits, Sandbox, installed_packages
+from megagrpo.reward.verifiers.code.tests import ScriptTest, Tests, read_tests, same_output, same_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +30,13 @@ class Settings:
 
 
 def make(
-    credit: str = "all",
+    credit: Literal["all", "share"] = "all",
     threshold: float = 0.0,
     tests_max: int | None = None,
     test_seconds: float = 4.0,
     seconds: float = 8.0,
     memory_mib: int = 1024,
-    program: str = "block",
+    program: Literal["block", "response"] = "block",
     packages: bool = False,
     tolerance: float = 1e-6,
     isolation: Isolation = "auto",
@@ -61,37 +58,31 @@ def make(
     >>> code("```python\ndef double(x): return 2 * x\n```", '["assert double(4) == 8"]')["score"]
     1.0
     """
-    _check(credit, threshold, tests_max, program)
+    if not 0 <= threshold <= 1 or (threshold and credit == "all"):
+        raise ValueError("threshold is a share from 0 to 1, with credit: share")
+    if tests_max is not None and tests_max < 1:
+        raise ValueError("tests_max is at least 1")
     if min(test_seconds, seconds, memory_mib) <= 0 or tolerance < 0:
         raise ValueError("test_seconds, seconds and memory_mib have to be more than 0, tolerance at least 0")
-    sandboxes = _Sandboxes(checked_kind(isolation), Limits(memory_bytes=memory_mib << 20), packages)
+    kind, limits = checked_kind(isolation), Limits(memory_bytes=memory_mib << 20)
+    sandboxes: Sandboxes = cache(lambda _: Sandbox(kind, limits, installed_packages() if packages else []))
     settings = Settings(test_seconds, seconds, tolerance, stop_at_failure=credit == "all")
 
     def code(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
         tests = _read(ground_truth, tests_max)
         source = last_program(after_thinking(response, prompt_text)) if program == "block" else response
         if source is None:
-            return {"score": 0.0, "passed": 0, "tests": tests.count, "failure": "no program"}
+            return {"score": 0.0, "passed": 0, "tests": len(tests.tests), "failure": "no program"}
         passed, failure = 0, ""
         for number, result in enumerate(results(sandboxes, tests, source, settings), 1):
             passed += not result
             if result and not failure:
                 failure = f"test {number}: {result}"
-        share = passed / tests.count
-        score = float(passed == tests.count) if credit == "all" else share * (share >= threshold)
-        return {"score": score, "passed": passed, "tests": tests.count, "failure": failure}
+        share = passed / len(tests.tests)
+        score = float(passed == len(tests.tests)) if credit == "all" else share * (share >= threshold)
+        return {"score": score, "passed": passed, "tests": len(tests.tests), "failure": failure}
 
     return code
-
-
-def _check(credit: str, threshold: float, tests_max: int | None, program: str) -> None:
-    for name, value, allowed in (("credit", credit, CREDITS), ("program", program, PROGRAMS)):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}, not {', '.join(allowed)}")
-    if not 0 <= threshold <= 1 or (threshold and credit == "all"):
-        raise ValueError("threshold is a share from 0 to 1, with credit: share")
-    if tests_max is not None and tests_max < 1:
-        raise ValueError("tests_max is at least 1")
 
 
 @lru_cache(maxsize=64)
@@ -100,25 +91,14 @@ def _read(ground_truth: str, tests_max: int | None) -> Tests:
     return tests if tests_max is None else tests.sample(tests_max, ground_truth)
 
 
-class _Sandboxes:
-    """The sandbox of programs and the one of tests, each started when it is first needed."""
-
-    def __init__(self, kind: Kind, limits: Limits, packages: bool) -> None:
-        self.kind = kind
-        self.limits = limits
-        self.packages = installed_packages() if packages else []
-        self._started: dict[str, Sandbox] = {}
-
-    def __getitem__(self, name: str) -> Sandbox:
-        if name not in self._started:
-            self._started[name] = Sandbox(self.kind, self.limits, self.packages)
-        return self._started[name]
+Sandboxes = Callable[[str], Sandbox]
+"""Returns the sandbox of the program, or the one of the tests; starts it when it is first needed."""
 
 
-def results(sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings) -> Iterator[str]:
+def results(sandboxes: Sandboxes, tests: Tests, source: str, settings: Settings) -> Iterator[str]:
     """Yields for each test why it failed, empty if it passed. Ends early as `settings` ask, or at the deadline."""
     for name in ("program", "tests") if tests.code is not None else ("program",):
-        sandboxes[name].renew()  # the time that a sandbox takes to start is not the program's
+        sandboxes(name).renew()  # the time that a sandbox takes to start is not the program's
     deadline = time.monotonic() + settings.seconds
     whole = f"{tests.prefix}\n{source}" if tests.prefix else source
     for failure in _all_results(sandboxes, tests, whole, settings, deadline):
@@ -127,17 +107,14 @@ def results(sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings
             return
 
 
-def _all_results(
-    sandboxes: _Sandboxes, tests: Tests, source: str, settings: Settings, deadline: float
-) -> Iterator[str]:
+def _all_results(sandboxes: Sandboxes, tests: Tests, source: str, settings: Settings, deadline: float) -> Iterator[str]:
     if tests.code is not None:
-        pair = sandboxes["program"], sandboxes["tests"]
+        pair = sandboxes("program"), sandboxes("tests")
         for ran in verdicts(pair, source, tests.code, seconds=settings.test_seconds, deadline=deadline):
             yield ran.failure
         return
-    given: tuple[ScriptTest | CallTest, ...] = tests.scripts or tests.calls
-    with Program(sandboxes["program"], source, deadline=deadline) as program:
-        for test in given:
+    with Program(sandboxes("program"), source, deadline=deadline) as program:
+        for test in tests.tests:
             failure = _failure(program, test, settings)
             if failure and program.runs != 1:  # it may come from what an earlier test left in the process
                 program.stop()
@@ -145,7 +122,7 @@ def _all_results(
             yield failure
 
 
-def _failure(program: Program, test: ScriptTest | CallTest, settings: Settings) -> str:
+def _failure(program: Program, test: Any, settings: Settings) -> str:
     if isinstance(test, ScriptTest):
         ran = program.run(test.stdin, settings.test_seconds)
         return ran.failure or _wrong(same_output(ran.value, test.stdout, settings.tolerance))

@@ -41,29 +41,21 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """All tests of one problem: of one of the three kinds."""
+    """All tests of one problem, which are of one of three kinds: `tests` are those of `code` if that is given."""
 
-    scripts: tuple[ScriptTest, ...] = ()
-    calls: tuple[CallTest, ...] = ()
+    tests: tuple[ScriptTest, ...] | tuple[CallTest, ...] | tuple[str, ...] = ()
     code: CodeTests | None = None
     prefix: str = ""
     """Text before the program, such as the beginning of the function that the prompt asks to complete."""
 
-    @property
-    def count(self) -> int:
-        return len(self.scripts) + len(self.calls) + (len(self.code.tests) if self.code else 0)
-
     def sample(self, most: int, seed: str) -> Tests:
         """Returns at most so many of the tests, in their order; the same ones for the same seed text."""
-        if self.count <= most:
+        if len(self.tests) <= most:
             return self
         number = int.from_bytes(sha256(seed.encode(errors="replace")).digest()[:8])
-        kept = sorted(random.Random(number).sample(range(self.count), most))
-        if self.code is not None:
-            return replace(self, code=replace(self.code, tests=tuple(self.code.tests[index] for index in kept)))
-        if self.calls:
-            return replace(self, calls=tuple(self.calls[index] for index in kept))
-        return replace(self, scripts=tuple(self.scripts[index] for index in kept))
+        kept = sorted(random.Random(number).sample(range(len(self.tests)), most))
+        tests: Any = tuple(self.tests[index] for index in kept)
+        return replace(self, tests=tests, code=replace(self.code, tests=tests) if self.code else None)
 
 
 def read_tests(ground_truth: str) -> Tests:
@@ -83,7 +75,7 @@ def read_tests(ground_truth: str) -> Tests:
         tests = _tests(given)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the ground truth is no tests of a program: {type(error).__name__} {error}") from None
-    if tests is None or tests.count == 0:
+    if tests is None or not tests.tests:
         raise ValueError("the ground truth has no tests of a program")
     return tests
 
@@ -91,34 +83,33 @@ def read_tests(ground_truth: str) -> Tests:
 def _tests(given: Any) -> Tests | None:
     if isinstance(given, list):
         if all(isinstance(test, str) for test in given):
-            return Tests(code=code_tests("", given))
+            return _in_python("", given)
         return _from_cases(given, None)
     if not isinstance(given, dict):
         return None
     if given.get("assert_case"):
-        return Tests(code=code_tests("", given["assert_case"]), prefix=given.get("import_prefix") or "")
+        return _in_python("", given["assert_case"], given.get("import_prefix") or "")
     if "inputs" in given:
-        return _from_columns(given)
+        columns = given["inputs"], given["outputs"]
+        if len(columns[0]) != len(columns[1]):
+            raise ValueError(f"the ground truth has {len(columns[0])} inputs and {len(columns[1])} outputs")
+        cases = [{"input": stdin, "output": stdout} for stdin, stdout in zip(*columns, strict=True)]
+        return _from_cases(cases, given.get("fn_name"))
     if "public_test_cases" in given or "private_test_cases" in given:
         cases = [*_cases(given.get("public_test_cases")), *_cases(given.get("private_test_cases"))]
         return _from_cases(cases, _function_of(given))
     if "entry_point" in given:
         test = f"{given['test']}\ncheck({given['entry_point']})"
-        return Tests(code=code_tests("", [test]), prefix=given.get("prompt", ""))
+        return _in_python("", [test], given.get("prompt", ""))
     if "test_list" in given:
         setup = "\n".join([*given.get("test_imports", []), given.get("test_setup_code", "")])
-        return Tests(code=code_tests(setup, [*given["test_list"], *given.get("challenge_test_list", [])]))
+        return _in_python(setup, [*given["test_list"], *given.get("challenge_test_list", [])])
     return None
 
 
-def _from_columns(given: Mapping[str, Any]) -> Tests:
-    inputs, outputs, name = given["inputs"], given["outputs"], given.get("fn_name")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
-    pairs = list(zip(inputs, outputs, strict=True))
-    if not name:
-        return Tests(scripts=tuple(ScriptTest(_text(stdin), _text(stdout)) for stdin, stdout in pairs))
-    return Tests(calls=tuple(_call(name, arguments, output) for arguments, output in pairs))
+def _in_python(setup: str, tests: Sequence[str], prefix: str = "") -> Tests:
+    code = code_tests(setup, tests)
+    return Tests(code.tests, code, prefix)
 
 
 def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
@@ -133,7 +124,7 @@ def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
             scripts.append(ScriptTest(_text(case["input"]), _text(case["output"])))
     if scripts and calls:
         raise ValueError("the ground truth has tests by standard input beside tests of functions")
-    return Tests(tuple(scripts), tuple(calls))
+    return Tests(tuple(scripts) or tuple(calls))
 
 
 def _cases(cases: object) -> list[Any]:

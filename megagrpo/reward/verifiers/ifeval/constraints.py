@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Literal
 
 from megagrpo.reward.verifiers.ifeval import text
@@ -26,16 +25,16 @@ def holds(count: int, relation: Relation, limit: int) -> bool:
     return count < limit if relation == "less than" else count >= limit
 
 
-def keywords_existence(response: str, keywords: list[str]) -> bool:
+def keywords__existence(response: str, keywords: list[str]) -> bool:
     """Checks that each keyword is in the response, in any case, within words too.
 
-    >>> keywords_existence("Scattered clouds.", keywords=["cat", "CLOUD"])
+    >>> keywords__existence("Scattered clouds.", keywords=["cat", "CLOUD"])
     True
     """
     return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
 
 
-def keywords_frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
+def keywords__frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
     """Checks how often the keyword occurs, in any case, within words too."""
     return holds(occurrences(response, keyword), relation, frequency)
 
@@ -44,10 +43,10 @@ def occurrences(response: str, keyword: str) -> int:
     return len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE))
 
 
-def keywords_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
+def keywords__forbidden_words(response: str, forbidden_words: list[str]) -> bool:
     """Checks that none of the words is in the response as a word of its own.
 
-    >>> keywords_forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
+    >>> keywords__forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
     True
     """
     return not any(re.search(_whole_word(word), response, re.IGNORECASE) for word in forbidden_words)
@@ -60,37 +59,39 @@ def _whole_word(word: str) -> str:
     return before + re.escape(word) + after
 
 
-def keywords_letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
+def keywords__letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
     """Checks how often one character (a letter, #, ...) occurs, in either case. Raises ValueError for more than one."""
     if len(letter) != 1:
         raise ValueError(f"letter is {letter!r}, not one character")
     return holds(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
-def language_response_language(response: str, language: str) -> bool:
+def language__response_language(response: str, language: str) -> bool:
     """Checks that the likeliest language of the whole response is this one (ISO 639-1)."""
     return text.is_language(response, language)
 
 
-def length_number_sentences(response: str, num_sentences: int, relation: Relation) -> bool:
+def length_constraints__number_sentences(response: str, num_sentences: int, relation: Relation) -> bool:
     return holds(text.sentence_count(response), relation, num_sentences)
 
 
-def length_number_paragraphs(response: str, num_paragraphs: int) -> bool:
+def length_constraints__number_paragraphs(response: str, num_paragraphs: int) -> bool:
     """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
     paragraphs = re.split(r"\s?\*\*\*\s?", response)
     filled = sum(1 for paragraph in paragraphs if paragraph.strip())
     return filled == num_paragraphs and all(paragraph.strip() for paragraph in paragraphs[1:-1])
 
 
-def length_number_words(response: str, num_words: int, relation: Relation) -> bool:
+def length_constraints__number_words(response: str, num_words: int, relation: Relation) -> bool:
     return holds(text.word_count(response), relation, num_words)
 
 
-def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def length_constraints__nth_paragraph_first_word(
+    response: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
     r"""Checks the number of paragraphs, split by empty lines, and the first word of the nth of them (from 1).
 
-    >>> length_nth_paragraph_first_word("One.\n\nTwo?\n\n", num_paragraphs=2, nth_paragraph=2, first_word="two")
+    >>> length_constraints__nth_paragraph_first_word("One.\n\nTwo?\n\n", 2, 2, first_word="two")
     True
     """
     if not 1 <= nth_paragraph <= num_paragraphs:
@@ -103,7 +104,7 @@ def length_nth_paragraph_first_word(response: str, num_paragraphs: int, nth_para
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def content_number_placeholders(response: str, num_placeholders: int) -> bool:
+def detectable_content__number_placeholders(response: str, num_placeholders: int) -> bool:
     """Checks for at least so many placeholders such as [address], each on one line."""
     return placeholder_count(response) >= num_placeholders
 
@@ -113,17 +114,17 @@ def placeholder_count(response: str) -> int:
     return sum(1 for found in re.finditer(r"\[[^\]\n]*(\]?)", response) if found[1])
 
 
-def content_postscript(response: str, postscript_marker: str) -> bool:
+def detectable_content__postscript(response: str, postscript_marker: str) -> bool:
     """Checks that the marker occurs, in any case; P.S. and P.P.S may have spaces between their letters."""
     marker = postscript_marker.strip()
     spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(spaced.get(marker, re.escape(marker.lower())), response.lower()) is not None
 
 
-def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
+def detectable_format__number_bullet_lists(response: str, num_bullets: int) -> bool:
     r"""Checks that exactly so many lines begin with `*` (one, not more) or `-`.
 
-    >>> format_number_bullet_lists("* one\n - two\n**bold**", num_bullets=2)
+    >>> detectable_format__number_bullet_lists("* one\n - two\n**bold**", num_bullets=2)
     True
     """
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
@@ -131,15 +132,15 @@ def format_number_bullet_lists(response: str, num_bullets: int) -> bool:
     return len(stars) + len(dashes) == num_bullets
 
 
-def format_constrained_response(response: str) -> bool:
+def detectable_format__constrained_response(response: str) -> bool:
     """Checks that one of OPTIONS is in the response, as it is written there."""
     return any(option in response for option in OPTIONS)
 
 
-def format_number_highlighted_sections(response: str, num_highlights: int) -> bool:
+def detectable_format__number_highlighted_sections(response: str, num_highlights: int) -> bool:
     """Checks for at least so many *highlighted* or **highlighted** pieces within lines.
 
-    >>> format_number_highlighted_sections("*one* and **two**, but not ** **", num_highlights=3)
+    >>> detectable_format__number_highlighted_sections("*one* and **two**, but not ** **", num_highlights=3)
     False
     """
     single = [piece.strip("*") for piece in re.findall(r"\*[^\n*]*\*", response)]
@@ -147,13 +148,13 @@ def format_number_highlighted_sections(response: str, num_highlights: int) -> bo
     return sum(1 for piece in single + double if piece.strip()) >= num_highlights
 
 
-def format_multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
+def detectable_format__multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
     """Checks for at least so many headings of the word and a number, such as `SECTION 1`."""
     heading = re.escape(section_spliter.strip()) + r"\s?\d+"
     return len(re.findall(heading, response)) >= num_sections
 
 
-def format_json_format(response: str) -> bool:
+def detectable_format__json_format(response: str) -> bool:
     """Checks that the whole response is JSON, in a Markdown fence or not."""
     body = response.strip()
     for fence in JSON_FENCES:
@@ -165,7 +166,7 @@ def format_json_format(response: str) -> bool:
     return True
 
 
-def format_title(response: str) -> bool:
+def detectable_format__title(response: str) -> bool:
     """Checks that a line has a title that is not empty, such as <<poem of joy>>."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
@@ -174,72 +175,42 @@ def format_title(response: str) -> bool:
     return False
 
 
-def combination_two_responses(response: str) -> bool:
+def combination__two_responses(response: str) -> bool:
     """Checks for two different answers with six asterisks between them."""
     parts = response.split("******")
     answers = [part.strip() for part in parts if part.strip()]
     return len(answers) == 2 and answers[0] != answers[1] and all(part.strip() for part in parts[1:-1])
 
 
-def combination_repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
+def combination__repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
-def startend_end_checker(response: str, end_phrase: str) -> bool:
+def startend__end_checker(response: str, end_phrase: str) -> bool:
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
-def startend_quotation(response: str) -> bool:
+def startend__quotation(response: str) -> bool:
     """Checks that the whole response is within double quotation marks."""
     response = response.strip()
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 
-def case_capital_word_frequency(response: str, capital_frequency: int, capital_relation: Relation) -> bool:
+def change_case__capital_word_frequency(response: str, capital_frequency: int, capital_relation: Relation) -> bool:
     """Checks the number of words in capitals only. `A-B` is one word; DON'T is two."""
     capitals = sum(1 for token in text.tokens(response) if token.isupper())
     return holds(capitals, capital_relation, capital_frequency)
 
 
-def case_english_capital(response: str) -> bool:
+def change_case__english_capital(response: str) -> bool:
     """Checks that the response is English without a small letter."""
     return response.isupper() and text.is_language(response, "en")
 
 
-def case_english_lowercase(response: str) -> bool:
+def change_case__english_lowercase(response: str) -> bool:
     """Checks that the response is English without a capital."""
     return response.islower() and text.is_language(response, "en")
 
 
-def punctuation_no_comma(response: str) -> bool:
+def punctuation__no_comma(response: str) -> bool:
     return "," not in response
-
-
-BY_ID: dict[str, Callable[..., bool]] = {
-    "keywords:existence": keywords_existence,
-    "keywords:frequency": keywords_frequency,
-    "keywords:forbidden_words": keywords_forbidden_words,
-    "keywords:letter_frequency": keywords_letter_frequency,
-    "language:response_language": language_response_language,
-    "length_constraints:number_sentences": length_number_sentences,
-    "length_constraints:number_paragraphs": length_number_paragraphs,
-    "length_constraints:number_words": length_number_words,
-    "length_constraints:nth_paragraph_first_word": length_nth_paragraph_first_word,
-    "detectable_content:number_placeholders": content_number_placeholders,
-    "detectable_content:postscript": content_postscript,
-    "detectable_format:number_bullet_lists": format_number_bullet_lists,
-    "detectable_format:constrained_response": format_constrained_response,
-    "detectable_format:number_highlighted_sections": format_number_highlighted_sections,
-    "detectable_format:multiple_sections": format_multiple_sections,
-    "detectable_format:json_format": format_json_format,
-    "detectable_format:title": format_title,
-    "combination:two_responses": combination_two_responses,
-    "combination:repeat_prompt": combination_repeat_prompt,
-    "startend:end_checker": startend_end_checker,
-    "startend:quotation": startend_quotation,
-    "change_case:capital_word_frequency": case_capital_word_frequency,
-    "change_case:english_capital": case_english_capital,
-    "change_case:english_lowercase": case_english_lowercase,
-    "punctuation:no_comma": punctuation_no_comma,
-}
-"""Every constraint by the id that IFEval's data has for it."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Literal
 
-from megagrpo.reward.verifiers.ifeval import constraints, text
+from megagrpo.reward.verifiers.ifeval import constraints
 
 Quantifier = Literal["at least", "around", "at most"]
 
@@ -56,8 +55,7 @@ def verify_letter_frequency(response: str, letter: str, N: int) -> bool:
     return response.count(letter) == N
 
 
-def validate_response_language(response: str, language: str) -> bool:
-    return text.is_language(response, language)
+validate_response_language = constraints.language__response_language
 
 
 def verify_paragraph_count(response: str, N: int) -> bool:
@@ -166,38 +164,4 @@ def validate_quotation(response: str) -> bool:
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 
-def validate_no_commas(response: str) -> bool:
-    return "," not in response
-
-
-BY_NAME: dict[str, Callable[..., bool]] = {
-    function.__name__: function
-    for function in (
-        verify_keywords,
-        verify_keyword_frequency,
-        validate_forbidden_words,
-        verify_letter_frequency,
-        validate_response_language,
-        verify_paragraph_count,
-        validate_word_constraint,
-        verify_sentence_constraint,
-        validate_paragraphs,
-        verify_postscript,
-        validate_placeholders,
-        verify_bullet_points,
-        validate_title,
-        validate_choice,
-        validate_highlighted_sections,
-        validate_sections,
-        validate_json_format,
-        validate_repeat_prompt,
-        validate_two_responses,
-        validate_uppercase,
-        validate_lowercase,
-        validate_frequency_capital_words,
-        validate_end,
-        validate_quotation,
-        validate_no_commas,
-    )
-}
-"""Every function by the `func_name` of the data."""
+validate_no_commas = constraints.punctuation__no_comma

@@ -356,9 +356,7 @@ def answer_text(parsed: list[Any]) -> str:
         return latex
     try:
         return _text(expression)
-    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
-        return latex
-    except sympy.PolynomialError:  # such as for a set within a sum
+    except (*UNREADABLE, sympy.PolynomialError):  # the last for a set within a sum
         return latex
 
 

@@ -12,12 +12,11 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megagrpo.reward.answer_text import after_thinking, tagged
 from megagrpo.reward.functions import RewardCallable
-from megagrpo.reward.sandbox.kinds import checked_kind
-from megagrpo.reward.sandbox.programs import Program, Ran
+from megagrpo.reward.sandbox.programs import Program, Ran, checked_kind
 from megagrpo.reward.sandbox.sandbox import Isolation, Kind, Limits, Sandbox, installed_packages
 
 ARGUMENTS = "reasoning_gym_arguments"
@@ -26,13 +25,15 @@ TASK_SECONDS = 30.0
 """Timeout of the first answer of a task, whose data set is made then."""
 
 
-def make(extract: str = "tags", seconds: float = 4.0, isolation: Isolation = "auto") -> RewardCallable:
+def make(
+    extract: Literal["tags", "last_line", "either"] = "tags", seconds: float = 4.0, isolation: Isolation = "auto"
+) -> RewardCallable:
     """Makes a reward function: the score from 0 to 1 by the scorer of the row's task. Some tasks give parts.
 
     extract: tags (the last <answer>…</answer>), last_line (the last that is not blank), or either (tags, else the last
     line), after the last </think>. A response without an answer scores 0. So does an answer on which the scorer raises,
     or takes longer than `seconds`. extra_info is the entry's metadata, with source_dataset. Raises ValueError if the
-    entry cannot be scored, for another `extract`, or if this machine has no such isolation.
+    entry cannot be scored, or if this machine has no such isolation.
 
     >>> row = {"ground_truth": "4", "extra_info": {"source_dataset": "leg_counting", "source_index": 0}}
     >>> score = make()
@@ -41,8 +42,6 @@ def make(extract: str = "tags", seconds: float = 4.0, isolation: Isolation = "au
     >>> make(extract="last_line")(response="A dog has\\n4\\n", **row)["score"]
     1.0
     """
-    if extract not in ("tags", "last_line", "either"):
-        raise ValueError(f"extract is {extract!r}, not tags, last_line or either")
     if seconds <= 0:
         raise ValueError("seconds has to be more than 0")
     if importlib.util.find_spec("reasoning_gym") is None:

@@ -1,0 +1,48 @@
+"""POST requests to judges and to servers of scores: their answers are bounded, and no redirect is followed."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+
+RETRY_AFTER_SECONDS_MAX = 300.0
+
+
+async def post(
+    session: aiohttp.ClientSession, url: str, timeout_seconds: float, bytes_max: int, **request: Any
+) -> tuple[int, bytes | None, float | None]:
+    """Returns status, body and seconds of Retry-After; None for a body of more than bytes_max.
+
+    request: further arguments of aiohttp. Raises TimeoutError, and aiohttp.ClientError or OSError without an answer.
+    """
+    timeout = aiohttp.ClientTimeout(timeout_seconds)
+    data = bytearray()
+    # A redirection could take a key elsewhere.
+    async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
+        after = retry_after(answer.headers.get("Retry-After"))
+        async for chunk in answer.content.iter_any():
+            data += chunk
+            if len(data) > bytes_max:
+                return answer.status, None, after
+        return answer.status, bytes(data), after
+
+
+def retry_after(header: str | None) -> float | None:
+    """Returns the seconds of a Retry-After header, a number or a date, at most 300. Returns None if it is neither.
+
+    >>> retry_after("7"), retry_after("Thu, 01 Jan 1970 00:00:00 GMT"), retry_after("soon"), retry_after("1e9")
+    (7.0, 0.0, None, 300.0)
+    """
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX) if seconds == seconds else None
