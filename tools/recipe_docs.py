@@ -1,6 +1,6 @@
-"""The reference of a recipe's fields: docs/reference/recipe.md and docs/reference/sft.md.
+"""The references of a recipe's fields, docs/reference/, and the JSON schemas by which editors complete and check them.
 
-`python -m megagrpo.recipe.reference` writes them. A section that several fields have is described where it comes first.
+`python -m tools.recipe_docs` writes them. A section that several fields have is described where it comes first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.section import FILE_AND_FUNCTION
 
-DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
-FILES: dict[type[AnyRecipe], Path] = {Recipe: DIRECTORY / "recipe.md", SftRecipe: DIRECTORY / "sft.md"}
+REPOSITORY = Path(__file__).resolve().parents[1]
+YAML_RECIPES = REPOSITORY / "yaml_recipes"
+PAGES: dict[type[AnyRecipe], Path] = {
+    Recipe: REPOSITORY / "docs" / "reference" / "recipe.md",
+    SftRecipe: REPOSITORY / "docs" / "reference" / "sft.md",
+}
+SCHEMAS: dict[type[AnyRecipe], Path] = {
+    Recipe: YAML_RECIPES / "recipe.schema.json",
+    SftRecipe: YAML_RECIPES / "sft.schema.json",
+}
 TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
     Recipe: ("Fields of a recipe", "For `megagrpo train`. [Recipes](../recipes.md) says how they are written."),
     SftRecipe: (
@@ -34,6 +42,18 @@ UNBOUNDED = re.compile(r" (and )?of at (most|least) (-?1000000000(\.0)?|92233720
 """Bounds that no value reaches."""
 
 
+def json_schema(recipe_class: type[AnyRecipe]) -> str:
+    """Returns the schema's text, JSON Schema draft 2020-12."""
+    described = recipe_class.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described, "title": "megagrpo recipe"}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def first_line(recipe_class: type[AnyRecipe]) -> str:
+    """Returns the line with which a recipe beside the schema names it."""
+    return f"# yaml-language-server: $schema={SCHEMAS[recipe_class].name}"
+
+
 def reference(recipe_class: type[AnyRecipe]) -> str:
     """Returns the page in Markdown: each field with its path as its anchor, then type, default and meaning."""
     title, beginning = TITLES[recipe_class]
@@ -43,7 +63,7 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
             "",
             f"{beginning} Every field with its type, its default and its meaning, in the order in which",
             "data flows. On the command line a field is set by its path: `train.layout.tensor=4`; items of lists are",
-            "counted from 0. Made from the code by `python -m megagrpo.recipe.reference`.",
+            "counted from 0. Made from the code by `python -m tools.recipe_docs`.",
             "",
             *_Page(recipe_class).lines(recipe_class),
         ]
@@ -187,8 +207,14 @@ def _slug(path: str) -> str:
     return re.sub(r"[^\w-]", "", path).lower()
 
 
+def written() -> dict[Path, str]:
+    """Returns the text of every file that is made from the recipes' classes."""
+    return {path: reference(kind) for kind, path in PAGES.items()} | {
+        path: json_schema(kind) for kind, path in SCHEMAS.items()
+    }
+
+
 if __name__ == "__main__":
-    for recipe_class, file in FILES.items():
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(reference(recipe_class), encoding="utf-8")
-        print(file)
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")
+        print(path)
