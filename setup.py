@@ -18,6 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
     package_data={
+        "megagrpo": ["rules.yaml"],
         "megagrpo.importing": ["*.yaml"],
         "megagrpo.plan": ["configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],

@@ -31,24 +31,24 @@ class Limits:
 BUDGETS = {
     ("weights",): 6_579,
     ("megatron",): 4_196,
-    ("layout", "batching", "algorithm"): 2_818,
+    ("layout", "batching", "algorithm"): 2_804,
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
-    ("recipe", "preflight", "doctor"): 6_156,
+    ("recipe", "preflight", "doctor"): 5_724,
     ("plan",): 5_774,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
-    ("commands", ""): 2_688,
+    ("commands", ""): 2_730,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
     "tests": Limits(lines=51_460, files=None),
 }
 # Heading in docs/architecture.md: most files.

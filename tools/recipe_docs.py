@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.section import FILE_AND_FUNCTION
+from megagrpo.section import FILE_AND_FUNCTION, rule_texts
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 YAML_RECIPES = REPOSITORY / "yaml_recipes"
@@ -36,6 +36,11 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
         "For [`megagrpo sft`](../sft.md). Recipes for `megagrpo train` have [other fields](recipe.md).",
     ),
 }
+RULES_BEGINNING = (
+    "`megagrpo plan` and `megagrpo train` check these rules between fields, all at once. A broken one is printed with",
+    "the field, what was given, what is needed, and a fix. Names in capitals stand for values. Rules of one field, its",
+    "type and its bounds, are with [the fields](recipe.md). Made from the code by `python -m tools.recipe_docs`.",
+)
 ITEM, NAME = "[]", ".NAME"
 """Suffixes of the path of a list's item, and of a mapping's value."""
 UNBOUNDED = re.compile(r" (and )?of at (most|least) (-?1000000000(\.0)?|9223372036854775807)\b")
@@ -70,11 +75,45 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
     )
 
 
+def rules() -> str:
+    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, and one of kind sft."""
+    tables: dict[str, list[str]] = {}
+    told: set[tuple[str, str]] = set()
+    for kind in PAGES:
+        for section, path in _Page(kind).sections().items():
+            for name in getattr(section, "RULES", {}):
+                text = rule_texts()[name]
+                where = _filled(f"{path}.{text.where}" if path else text.where)
+                if (name, where) not in told:
+                    told.add((name, where))
+                    parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
+                    title = re.split(r"\W", where)[0] if kind is Recipe else "kind: sft"
+                    tables.setdefault(title, []).append(f"| {' | '.join((f'`{where}`', *parts))} |")
+    lines = ["# Rules of a recipe", "", *RULES_BEGINNING]
+    for title, rows in tables.items():
+        lines += ["", f"## `{title}`", "", "| field | given | needed | fix |", "|---|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _filled(template: str) -> str:
+    """Returns the template of a problem with a name in capitals for each value."""
+    value = r"(?<!\{)\{([\w.]+?)(\[\d\])?(:[^{}]*)?\}"
+    shown = re.sub(value, lambda found: found[1].rpartition(".")[2].upper(), template)
+    return shown.replace("{{", "{").replace("}}", "}")
+
+
 class _Page:
     def __init__(self, recipe_class: type[AnyRecipe]) -> None:
         self.places: dict[type[BaseModel], str] = {recipe_class: ""}
         """The path at which each section is described."""
         self.anchors: set[str] = set()
+
+    def sections(self) -> dict[type[BaseModel], str]:
+        """Returns the path of every section."""
+        (whole,) = self.places
+        for _ in self.lines(whole):
+            pass
+        return self.places
 
     def lines(self, section: type[BaseModel]) -> Iterator[str]:
         yield from self._fields(section, "")
@@ -209,9 +248,9 @@ def _slug(path: str) -> str:
 
 def written() -> dict[Path, str]:
     """Returns the text of every file that is made from the recipes' classes."""
-    return {path: reference(kind) for kind, path in PAGES.items()} | {
-        path: json_schema(kind) for kind, path in SCHEMAS.items()
-    }
+    pages = {path: reference(kind) for kind, path in PAGES.items()}
+    schemas = {path: json_schema(kind) for kind, path in SCHEMAS.items()}
+    return pages | schemas | {REPOSITORY / "docs" / "reference" / "rules.md": rules()}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from megagrpo.recipe.yaml12 import parse
 from megagrpo.section import Section, broken_rules
 from tests.methods import names
 from tests.tiny_run import ROW, make_model, recipe
-from tests.unit.test_recipe_rules import BROKEN
 from tools.recipe_docs import PAGES, json_schema, reference, written
 
 RECIPES, ALGORITHMS, SFT = (
@@ -86,14 +85,6 @@ def test_a_command_of_the_page_names_the_fields_and_files_that_the_page_shows(
 @pytest.mark.parametrize("union", [AdvantageConfig, PolicyLossConfig, AggregationConfig], ids=["A", "L", "T"])
 def test_every_method_has_a_row(union: Any) -> None:
     assert set(names(union)) <= set(re.findall(r"^\| `(\w+)`", ALGORITHMS, re.MULTILINE))
-
-
-def test_every_refusal_of_the_algorithm_has_a_row() -> None:
-    refused = {
-        re.sub(r"\.\d+\.", "[].", field).removeprefix("algorithm.") for field, _ in BROKEN if "algorithm" in field
-    }
-    rows = re.findall(r"^\|(.*?)\|", ALGORITHMS.split("## What is refused, and why")[1], re.MULTILINE)
-    assert refused <= {field for row in rows for field in re.findall(r"`(.*?)`", row)}
 
 
 @pytest.mark.parametrize(("name", "text"), PRESETS, ids=[name for name, _ in PRESETS])
