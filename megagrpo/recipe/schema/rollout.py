@@ -184,11 +184,6 @@ class RolloutConfig(Section):
         """Returns the responses that a step asks for."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    def _urls(self) -> Iterator[dict[str, object]]:
-        if self.engine == "external" and len(self.urls) != self.engines:
-            fix = f"engines: {len(self.urls)}" if self.urls else "urls: [http://host:30000]"
-            yield {"count": len(self.urls), "s": "s" if self.engines > 1 else "", "fix": fix}
-
     def _wrong_urls(self) -> Iterator[dict[str, object]]:
         for url in self.urls if self.engine == "external" else ():
             parts = urlsplit(url)
@@ -200,10 +195,9 @@ class RolloutConfig(Section):
             if self.engine != "external" and (value := getattr(self, field)):
                 yield {"field": field, "value": value}
 
-    def _share(self) -> Iterator[dict[str, object]]:
-        share = (self.sglang.model_extra or {}).get("mem_fraction_static")
-        if share is not None and not (isinstance(share, float) and 0 < share < 1):
-            yield {"share": share}
+    def _share(self) -> bool:
+        share = (self.sglang.model_extra or {}).get("mem_fraction_static", 0.5)
+        return not (isinstance(share, float) and 0 < share < 1)
 
     def _numbers(self) -> Iterator[dict[str, object]]:
         """Yields wrong arguments that plans calculate with. SGLang itself checks all arguments before a run."""
@@ -221,7 +215,7 @@ class RolloutConfig(Section):
         "too_many_responses": lambda r: r.samples_per_step > RESPONSES_MAX,
         "top_p_of_training": lambda r: r.top_p != 1,
         "top_k_of_training": lambda r: r.top_k,
-        "urls_of_engines": _urls,
+        "urls_of_engines": lambda r: r.engine == "external" and len(r.urls) != r.engines,
         "url_twice": lambda r: ({"urls": url} for url in repeated(r.urls) if r.engine == "external"),
         "url_of_a_server": _wrong_urls,
         "server_fields_alone": _server_fields,
