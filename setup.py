@@ -18,6 +18,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
     package_data={
+        "megagrpo": ["rules.yaml"],
+        "megagrpo.recipe": ["moved.yaml"],
         "megagrpo.importing": ["*.yaml"],
         "megagrpo.plan": ["configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],

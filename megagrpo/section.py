@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from functools import cache
+from pathlib import Path
+from types import GeneratorType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
@@ -43,16 +47,42 @@ def tree_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+Of = TypeVar("Of", contravariant=True)
+Rules = Mapping[str, Callable[[Of], object]]
+"""Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
+
+A rule is broken if the function returns a true value; or it is a generator, of a mapping for each problem with values
+that the text names.
+"""
+
+
+@cache
+def rule_texts() -> dict[str, Problem]:
+    """Reads rules.yaml: each rule's problem by its name, of templates in which {path} stands for a value."""
+    text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, str]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
+
+
+def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
+    """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
+    for name, breaks in rules.items():
+        if found := breaks(checked):
+            for values in found if isinstance(found, GeneratorType) else [{}]:
+                names = {**vars(checked), "self": checked, **values}
+                parts = vars(rule_texts()[name]).items()
+                yield Problem(**{part: template.format(**names) for part, template in parts})
+
+
 class Section(BaseModel):
     """One mapping of a recipe. Its fields are checked one by one when it is parsed, its rules by `broken_rules`."""
+
+    RULES: ClassVar[Rules[Any]] = {}
+    """Rules between its fields, and those of sections in it."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-
-    def rules(self) -> Iterator[Problem]:
-        """Yields the broken rules between this section's fields. `where` is a path from here; each has a fix."""
-        return iter(())
 
     def given(self, key: str) -> bool:
         """Returns whether the field's value differs from its default."""
@@ -73,7 +103,19 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     found += broken_rules(item, f"{path}{name}.{key}.")
-    return found + [replace(problem, where=path + problem.where) for problem in section.rules()]
+    return found + [replace(problem, where=path + problem.where) for problem in problems_by(section.RULES, section)]
+
+
+def repeated(names: Sequence[object]) -> list[str]:
+    """Returns what is more than once among the names, sorted, as text."""
+    return sorted({str(name) for name in names if names.count(name) > 1})
+
+
+def each_once(*fields: str) -> Callable[[Section], object]:
+    """Makes the rule named_twice of these lists of names."""
+    return lambda section: (
+        {"list": field, "names": ", ".join(twice)} for field in fields if (twice := repeated(getattr(section, field)))
+    )
 
 
 @dataclass(frozen=True)

@@ -31,24 +31,24 @@ class Limits:
 BUDGETS = {
     ("weights",): 6_357,
     ("megatron",): 4_160,
-    ("layout", "batching", "algorithm"): 2_818,
+    ("layout", "batching", "algorithm"): 2_804,
     ("checkpoint", "convert"): 2_623,
     ("rollout",): 3_138,
     ("cluster",): 3_603,
-    ("trainer", "evaluation"): 4_490,
-    ("recipe", "preflight", "doctor"): 6_197,
+    ("trainer", "evaluation"): 4_489,
+    ("recipe", "preflight", "doctor"): 5_759,
     ("plan",): 5_746,
     ("data",): 2_838,
     ("reward",): 8_360,
     ("agents",): 5_280,
     ("track", "report"): 5_771,
     ("importing",): 3_616,
-    ("commands", "processes", ""): 2_600,
+    ("commands", "processes", ""): 2_642,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=397),
-    "tests": Limits(lines=51_642, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=393),
+    "tests": Limits(lines=51_647, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6)}

@@ -9,7 +9,6 @@ To add a method: its class here, and its name in AdvantageConfig.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ from pydantic import Field
 
 from megagrpo.algorithm.ragged import Ragged, ragged_zeros
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, Section
+from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, Rules, Section
 from megagrpo.user_functions import UserFunction
 
 VARIANCE_FLOOR = 1e-8
@@ -184,14 +183,10 @@ class ScaledMethod(GroupMethod):
         # Where every score is equal the values are 0 too; with epsilon = 0 the quotient must still be 0.
         return values / np.where(scale > 0, scale, 1.0)[groups.group]
 
-    def rules(self) -> Iterator[Problem]:
-        if self.standard_deviation == "none" and self.given("epsilon"):
-            given = f"{self.epsilon}, with standard_deviation: none"
-            needed = "nothing: it is added to a standard deviation, and advantages are divided by none"
-            yield Problem("epsilon", given, needed, "remove it, or write standard_deviation: sample")
-        if self.standard_deviation != "none" and self.epsilon == 0:
-            needed = "above 0: a group with equal scores has a standard deviation of 0"
-            yield Problem("epsilon", f"0 with standard_deviation: {self.standard_deviation}", needed, "epsilon: 1e-6")
+    RULES: ClassVar[Rules[ScaledMethod]] = {
+        "epsilon_without_deviation": lambda one: one.standard_deviation == "none" and one.given("epsilon"),
+        "epsilon_of_zero": lambda one: one.standard_deviation != "none" and one.epsilon == 0,
+    }
 
 
 class GrpoConfig(ScaledMethod):

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.algorithm.kl import divergence
 from megagrpo.algorithm.policy_losses import LIMIT, bounded
-from megagrpo.errors import Problem
-from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Section
+from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Rules, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,13 +47,12 @@ class ImportanceConfig(Section):
     """Divide the weights by their mean over the minibatch: over its tokens, or its responses for name: sequence,
     without those left out."""
 
-    def rules(self) -> Iterator[Problem]:
-        if not self.low <= 1 <= self.high:
-            given = f"weights in [{self.low}, {self.high}]"
-            needed = "bounds around 1, the weight where engine and trainer agree"
-            yield Problem("high" if self.high < 1 else "low", given, needed, "low: 0.5 and high: 2.0")
-        elif self.high > math.exp(LIMIT):
-            yield Problem("high", f"{self.high}", f"at most e^{LIMIT:g}, what any weight is bounded by", "high: 2.0")
+    RULES: ClassVar[Rules[ImportanceConfig]] = {
+        "weights_away_from_1": lambda w: (
+            {"end": "high" if w.high < 1 else "low"} for _ in range(not w.low <= 1 <= w.high)
+        ),
+        "weights_without_bound": lambda w: ({"limit": LIMIT} for _ in range(w.low <= 1 and w.high > math.exp(LIMIT))),
+    }
 
 
 class Rejection(Section):
@@ -81,30 +79,34 @@ class Rejection(Section):
         log_ratio = log_ratio.double()
         return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
-    def rules(self) -> Iterator[Problem]:
-        agreed, low, high = NO_DIFFERENCE[self.statistic], self.low, self.high
-        if low is None and high is None:
-            given = "neither low nor high"
-            yield Problem("high", given, "at least one bound", f"high: {2.0 if self.statistic == 'ratio' else 0.1}")
-        elif (low is not None and low > agreed) or (high is not None and high < agreed):
-            given = f"[{'-inf' if low is None else low}, {'inf' if high is None else high}] for {self.statistic}"
-            needed = f"bounds around {agreed:g}, its value where engine and trainer agree"
-            yield Problem("low" if low is not None and low > agreed else "high", given, needed, "widen it")
-        elif self.statistic == "ratio" or getattr(self, "over", None) != "sum":  # sums of the others have no end
-            yield from self._never_acting()
+    def _without_agreement(self) -> Iterator[dict[str, object]]:
+        """Yields the end that leaves out the value where engine and trainer agree."""
+        agreed, low, high = NO_DIFFERENCE[self.statistic], *self._ends()
+        if low > agreed or high < agreed:
+            yield {"end": "low" if low > agreed else "high", "low": low, "high": high, "agreed": agreed}
 
-    def _never_acting(self) -> Iterator[Problem]:
-        """Yields a problem for each bound that never acts, because log ratios are bounded by LIMIT on both sides."""
-        ratio = math.exp(LIMIT)
+    def _never_acting(self) -> Iterator[dict[str, object]]:
+        """Yields each end that never acts, because log ratios are bounded by LIMIT on both sides."""
+        endless = self.statistic != "ratio" and getattr(self, "over", None) == "sum"
+        if endless or any(self._without_agreement()):
+            return
+        ratio, (low, high) = math.exp(LIMIT), self._ends()
         smallest = {"ratio": 1 / ratio, "k1": -LIMIT}.get(self.statistic, 0.0)
         largest = {"ratio": ratio, "k1": LIMIT, "k2": LIMIT**2 / 2, "k3": ratio - 1 - LIMIT}[self.statistic]
-        needed = (
-            f"within [{smallest:g}, {largest:g}]: no token's {self.statistic} is outside (log ratios end at {LIMIT:g})"
-        )
-        if self.low is not None and self.low < smallest:
-            yield Problem("low", f"{self.low}, which never acts", needed, "raise it, or remove it")
-        if self.high is not None and self.high > largest:
-            yield Problem("high", f"{self.high}, which never acts", needed, "lower it, or remove it")
+        within = {"smallest": smallest, "largest": largest, "limit": LIMIT}
+        if -math.inf < low < smallest:
+            yield within | {"end": "low", "value": low, "change": "raise"}
+        if largest < high < math.inf:
+            yield within | {"end": "high", "value": high, "change": "lower"}
+
+    def _ends(self) -> tuple[float, float]:
+        return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
+
+    RULES: ClassVar[Rules[Rejection]] = {
+        "rejection_without_bound": lambda one: one.low is None and one.high is None,
+        "rejection_of_agreement": _without_agreement,
+        "rejection_that_never_acts": _never_acting,
+    }
 
 
 class TokenRejectionConfig(Rejection):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megagrpo.errors import Problem
-from megagrpo.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megagrpo.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Rules, Section
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,20 +55,14 @@ class KLConfig(Section):
         error = min(max(kl / self.target - 1, -CHANGE_MAX), CHANGE_MAX)
         return coefficient * (1 + error * min(samples / self.horizon, 1.0))
 
-    def rules(self) -> Iterator[Problem]:
-        if self.target is not None and self.coefficient == 0:
-            needed = "a coefficient above 0 to start from: it adapts by factors"
-            yield Problem("target", f"{self.target}, with coefficient 0", needed, "coefficient: 0.001")
-        if self.target is None and self.given("horizon"):
-            given = f"{self.horizon}, without a target"
-            yield Problem("horizon", given, "nothing: the coefficient is fixed", "remove it, or give a target")
-        if self.straight_through and self.placement == "reward":
-            fix = "remove it, or write placement: loss"
-            yield Problem("straight_through", "true, with placement: reward", "false: a reward has no gradient", fix)
-        if self.coefficient > 0 and self.placement == "loss" and self.estimator == "k1" and not self.straight_through:
-            given = "k1 in the loss"
-            needed = "another: the gradient of k1 is the score function, whose expectation is 0 whatever the divergence"
-            yield Problem("estimator", given, needed, "estimator: k3, straight_through: true, or placement: reward")
+    RULES: ClassVar[Rules[KLConfig]] = {
+        "target_without_coefficient": lambda kl: kl.target is not None and kl.coefficient == 0,
+        "horizon_without_target": lambda kl: kl.target is None and kl.given("horizon"),
+        "straight_through_reward": lambda kl: kl.straight_through and kl.placement == "reward",
+        "k1_in_the_loss": lambda kl: (
+            kl.coefficient > 0 and kl.placement == "loss" and kl.estimator == "k1" and not kl.straight_through
+        ),
+    }
 
 
 class ReferenceConfig(Section):
@@ -82,11 +74,9 @@ class ReferenceConfig(Section):
     share: Fraction = 1.0
     """Fraction of the way to the policy per update: 1 copies it, less averages (Polyak)."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.update_every_steps is None and self.given("share"):
-            given = f"{self.share}, without update_every_steps"
-            needed = "nothing: the reference never moves"
-            yield Problem("share", given, needed, "remove it, or write update_every_steps: 1")
+    RULES: ClassVar[Rules[ReferenceConfig]] = {
+        "share_of_a_fixed_reference": lambda ref: ref.update_every_steps is None and ref.given("share")
+    }
 
 
 def kl_estimate(

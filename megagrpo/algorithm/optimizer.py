@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from megagrpo.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Rules, Section
 
 
 class MuonConfig(Section):
@@ -73,18 +71,12 @@ class OptimizerConfig(Section):
     """Optimizer steps in a row that may be skipped, with weights and moments as they were, because the loss or the
     gradient is not finite. The run ends at the next; 0 ends it at the first."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.kind == "adam" and self.muon != MuonConfig():
-            yield Problem("muon", "given with kind: adam", "nothing: Adam has no such numbers", "kind: muon")
-        if self.kind == "muon" and self.moment_dtype != "float32":
-            needed = "float32: Megatron-Core keeps Muon's momentum in it"
-            yield Problem("moment_dtype", f"{self.moment_dtype} with kind: muon", needed, "remove it")
-        if self.min_lr > self.lr:
-            given = f"min_lr {self.min_lr} above lr {self.lr}"
-            yield Problem("min_lr", given, "at most lr, the peak", "lower min_lr or raise lr")
-        elif self.min_lr > 0 and self.schedule == "constant":
-            fix = "schedule: linear or cosine, or remove min_lr"
-            yield Problem("min_lr", f"{self.min_lr} with schedule: constant", "0: a constant schedule stays at lr", fix)
+    RULES: ClassVar[Rules[OptimizerConfig]] = {
+        "muon_numbers_of_adam": lambda o: o.kind == "adam" and o.muon != MuonConfig(),
+        "moments_of_muon": lambda o: o.kind == "muon" and o.moment_dtype != "float32",
+        "min_lr_above_the_peak": lambda o: o.min_lr > o.lr,
+        "min_lr_of_a_constant": lambda o: 0 < o.min_lr <= o.lr and o.schedule == "constant",
+    }
 
 
 def learning_rate(step: int, total_steps: int, optimizer: OptimizerConfig) -> float:

@@ -8,14 +8,22 @@ where a loss is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.section import FILE_AND_FUNCTION, ByName, Fraction, NonNegativeFloat, Number, PositiveFloat, Section
+from megagrpo.section import (
+    FILE_AND_FUNCTION,
+    ByName,
+    Fraction,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    Rules,
+    Section,
+)
 from megagrpo.user_functions import UserFunction
 
 if TYPE_CHECKING:
@@ -223,10 +231,9 @@ class ClipCovConfig(CovarianceLoss, ClippedLoss):
         loss = clipped.loss.masked_fill(_chosen(inputs), 0.0)
         return PolicyLoss(loss, clipped.ratio, clipped.clipped_low, clipped.clipped_high)
 
-    def rules(self) -> Iterator[Problem]:
-        if self.covariance_low >= self.covariance_high:
-            given = f"{self.covariance_low}, with covariance_high {self.covariance_high}"
-            yield Problem("covariance_low", given, "below covariance_high: tokens are chosen between them", "lower it")
+    RULES: ClassVar[Rules[ClipCovConfig]] = {
+        "covariance_bounds": lambda loss: loss.covariance_low >= loss.covariance_high
+    }
 
 
 class KlCovConfig(CovarianceLoss):

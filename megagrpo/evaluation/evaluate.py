@@ -40,9 +40,8 @@ from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model,
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
 from megagrpo.evaluation.tables import comparison_table, metrics_table
-from megagrpo.preflight.evaluation import check_model, check_recipe
-from megagrpo.preflight.preflight import Preflight
-from megagrpo.preflight.reward_models import reward_model_directories
+from megagrpo.preflight.model import reward_model_directories
+from megagrpo.preflight.preflight import Preflight, check_model, check_sets
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, with_absolute_directories
 from megagrpo.recipe.load import load
@@ -94,7 +93,7 @@ def evaluate(
     stop, with all finished prompts kept.
     """
     loaded = load(recipe_file, overrides)
-    check_recipe(loaded)
+    check_sets(loaded)
     recipe = loaded.recipe
     console = make_console(console_mode or recipe.track.console)
     output = output or run_directory(recipe) / "eval"

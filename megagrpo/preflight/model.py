@@ -1,4 +1,4 @@
-"""Directories of a run's models and tokenizer, checked without loading them (no torch, no transformers)."""
+"""Directories of a run's models and tokenizers, checked without loading them (no torch, no transformers)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,11 +17,12 @@ from megagrpo.errors import ModelError, PreflightError, Problem, brief, first_li
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
+from megagrpo.rollout.sglang.arguments import sglang_problems
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.families.reading import read_json
-from megagrpo.weights.sides.checkpoint import manifests
+from megagrpo.weights.sides.checkpoint import manifests, weight_files
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 TOKENIZER_FILES = (
@@ -32,6 +34,7 @@ TOKENIZER_FILES = (
     "*.jinja",
     "chat_template.json",
 )
+HEAD = "ForSequenceClassification"
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 MADE_BY = {
     ".cache/smollm2": "smollm2", ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles",
@@ -277,27 +280,34 @@ def template_file_problems(path: str, recipe: AnyRecipe) -> list[Problem]:
 def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
     if recipe.model.chat_template is not None:
         return template_file_problems(recipe.model.chat_template, recipe)
-    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
-        try:
-            text = (directory / name).read_text(encoding="utf-8")
-            template = text if name.endswith(".jinja") else template_in(json.loads(text))
-        except OSError:
-            continue
-        except (ValueError, RecursionError) as error:
-            return [Problem(str(directory / name), first_line(error), "JSON in UTF-8")]
-        if template:
-            return _syntax_problems(template, str(directory / name), recipe)
+    try:
+        if found := own_template(directory):
+            return _syntax_problems(found[1], found[0], recipe)
+    except ModelError as error:
+        return list(error.problems)
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
     return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
 
-def template_in(config: Any) -> str | None:
-    """Returns the template of a tokenizer_config.json: a text, or the one named `default` in a list; else None."""
-    template = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        return named.get("default")
-    return template if isinstance(template, str) else None
+def own_template(directory: Path) -> tuple[str, str] | None:
+    """Returns (file, template) of a tokenizer's directory: the template named `default`, if a file has several; None if
+    it has none. Raises ModelError."""
+    for path in (directory / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")):
+        try:
+            text = path.read_text(encoding="utf-8")
+            read: Any = {"chat_template": text} if path.suffix == ".jinja" else json.loads(text)
+        except OSError:
+            continue
+        except (ValueError, RecursionError) as error:
+            raise ModelError(Problem(str(path), first_line(error), "JSON in UTF-8")) from None
+        template = read.get("chat_template") if isinstance(read, dict) else None
+        if isinstance(template, list):
+            template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get(
+                "default"
+            )
+        if template and isinstance(template, str):
+            return str(path), template
+    return None
 
 
 def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Problem]:
@@ -356,3 +366,87 @@ def _rendering(asked: str) -> str:
     if done.returncode:
         return f"a question takes more than {RENDERER_SECONDS} s or 2 GB to render"
     return str(json.loads(done.stdout)) if done.stdout else ""
+
+
+# --- reward.models --------------------------------------------------------------------------------------------------
+
+
+def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]:
+    """Returns the directories of reward.models on this machine, by name. A plan skips those of the hub.
+
+    Raises PreflightError with all their problems, ModelError if the hub does not have one.
+    """
+    found: dict[str, Path] = {}
+    problems: list[Problem] = []
+    for name, config in recipe.reward.models.items():
+        where = f"reward.models.{name}"
+        if plan_only and not Path(config.path).is_dir():
+            continue
+        directory = local_directory(
+            config.path, None, (*CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors"), f"{where}.path"
+        )
+        found[name] = directory
+        try:
+            read = read_json(directory / "config.json")
+            weight_files(directory)
+            problems += _kind_problems(config, read, where)
+            problems += _chat_problems(config, directory, where)
+            problems += _label_problems(recipe, name, read)
+        except ModelError as error:
+            problems += error.problems
+    if problems:
+        raise PreflightError(problems)
+    return found
+
+
+def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
+    """Yields the problems of the arguments of generative models' servers, or of SGLang here."""
+    for name, config in recipe.reward.models.items():
+        if not isinstance(config, GenerativeConfig):
+            continue
+        for problem in sglang_problems(config.sglang, plan_only=plan_only):
+            where = problem.where.replace("rollout.sglang", f"reward.models.{name}.sglang")
+            where = where.replace("rollout.engine", f"reward.models.{name}.kind")
+            fix = problem.fix.replace("rollout.sglang", f"reward.models.{name}.sglang")
+            yield replace(problem, where=where, fix=fix)
+
+
+def _kind_problems(config: ClassifierConfig | GenerativeConfig, read: Mapping[str, Any], where: str) -> list[Problem]:
+    architectures = [str(name) for name in read.get("architectures") or ()]
+    is_classifier = any(name.endswith(HEAD) for name in architectures)
+    if not architectures or is_classifier == (config.kind == "classifier"):
+        return []
+    given = f"{config.path}, whose config.json names {', '.join(architectures)}"
+    if is_classifier:
+        fix = "kind: classifier, asked by the function reward_model"
+        return [Problem(f"{where}.kind", given, "a model that writes text", fix)]
+    fix = "kind: generative, asked by the function judge; or a reward model that was trained as one"
+    return [Problem(f"{where}.kind", given, f"a model with a trained head for classification ({HEAD})", fix)]
+
+
+def _chat_problems(config: ClassifierConfig | GenerativeConfig, directory: Path, where: str) -> list[Problem]:
+    if isinstance(config, ClassifierConfig) and config.chat_template is not None:
+        if Path(config.chat_template).is_file():
+            return []
+        return [Problem(f"{where}.chat_template", f"{config.chat_template}, which is no file", TEMPLATE_NEEDED)]
+    if own_template(directory):
+        return []
+    fix = f"set {where}.chat_template to a Jinja file" if config.kind == "classifier" else "a model that chats"
+    return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
+
+
+def _label_problems(recipe: Recipe, name: str, read: Mapping[str, Any]) -> list[Problem]:
+    """Returns a problem for each function whose label the model lacks, or that names none of several labels."""
+    named = read.get("id2label")
+    labels = [str(label) for label in named.values()] if isinstance(named, dict) else ["LABEL_0", "LABEL_1"]
+    problems = []
+    for field, entries in recipe.reward.lists().items():
+        for index, entry in enumerate(entries):
+            label = entry.arguments.get("label")
+            wanted = entry.function == "reward_model" and entry.arguments.get("model") == name
+            known = (label is None and len(labels) == 1) or label in labels or label in range(len(labels))
+            if wanted and not known:
+                where = f"{field}[{index}].arguments.label"
+                needed = f"one of {', '.join(labels)}, or its number"
+                problems.append(Problem(where, "null" if label is None else str(label), needed, f"label: {labels[-1]}"))
+    return problems

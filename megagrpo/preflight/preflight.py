@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
@@ -20,16 +21,17 @@ from megagrpo.preflight.data import absent_data, data_problems, sources_of
 from megagrpo.preflight.model import (
     critic_directory,
     model_directory,
+    reward_model_directories,
     served_problems,
+    server_problems,
     template_file_problems,
     template_problems,
     tokenizer_directory,
     tokenizer_problems,
 )
-from megagrpo.preflight.reward_models import reward_model_directories, server_problems
-from megagrpo.recipe.defaults import own_rewards
+from megagrpo.recipe.defaults import device_here, own_rewards, plan_engines
 from megagrpo.recipe.load import Kind, LoadedRecipe
-from megagrpo.recipe.model_rules import model_problems
+from megagrpo.recipe.model_rules import model_problems, token_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.functions import sandbox_problems
@@ -62,8 +64,43 @@ class Preflight(Generic[Kind]):
     console: ConsoleMode | None = None  # what the command was told to print; None: what the recipe says
 
 
+@dataclass(frozen=True)
+class Checking:
+    """A recipe, and what was found for its CHECKS; None: not found. has_files: the model's are on this machine."""
+
+    recipe: Any
+    plan_only: bool
+    engines_too: bool
+    model: Any
+    architecture: Any
+    critic: Path | None
+    has_files: object
+    problems: Sequence[Problem]
+
+    @property
+    def grpo(self) -> bool:
+        return isinstance(self.recipe, Recipe)
+
+    @property
+    def samples(self) -> bool:
+        """Returns whether the run starts engines."""
+        return self.grpo and self.engines_too
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name, when it is due, and what finds its problems, which may also raise them."""
+
+    name: str
+    when: Callable[[Checking], object]
+    find: Callable[[Checking], Iterable[Problem]]
+
+    def problems(self, checking: Checking) -> list[Problem]:
+        return [*self.find(checking)]
+
+
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_too: bool = True) -> Preflight[Kind]:
-    """Checks the recipe's rules, model, data files, rewards, agent, disk, devices, packages, engines and directories.
+    """Finds model, tokenizer, data, agent and reward models, then runs CHECKS: about a second in all.
 
     `plan_only` does without the safetensors files of a hub model and this machine's GPUs, because the run may start on
     another machine. Data files, a known model's tokenizer and a sandbox that are not here are then unchecked, not
@@ -73,64 +110,88 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
     recipe = loaded.recipe
     problems: list[Problem] = [*broken_rules(recipe)]
     unchecked: list[str] = []
-    model = attempt(problems, lambda: model_directory(recipe, plan_only))
-    architecture = attempt(problems, lambda: read_architecture(model)) if model else None
-    if architecture:
-        problems += model_problems(recipe, architecture)
-    if model and architecture and (not plan_only or Path(recipe.model.path).is_dir()):
-        if attempt(problems, lambda: manifests(model)) and (more := extra_tensors(model)):
-            unchecked.append(f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}")
-        if isinstance(recipe, Recipe) and engines_too:
-            problems += served_problems(recipe, model)
-    tokenizer = attempt(problems, lambda: tokenizer_directory(recipe, model))
+    model = attempt(problems, model_directory, recipe, plan_only)
+    architecture = attempt(problems, read_architecture, model) if model else None
+    has_files = model and architecture and (not plan_only or Path(recipe.model.path).is_dir())
+    if model and has_files and attempt(problems, manifests, model) and (more := extra_tensors(model)):
+        unchecked.append(f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}")
+    tokenizer = attempt(problems, tokenizer_directory, recipe, model)
     chats = None  # where a tokenizer is whose template can be asked
     if tokenizer and tokenizer in known_models().values():
         unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
         if recipe.model.chat_template:
             problems += template_file_problems(recipe.model.chat_template, recipe)
     elif tokenizer:
-        vocabulary = architecture.vocab if architecture else None
-        found = tokenizer_problems(tokenizer, recipe, vocabulary)
-        problems += found
-        chats = None if found else tokenizer
+        wrong = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
+        problems += wrong
+        chats = None if wrong else tokenizer
     absent = absent_data(recipe) if plan_only else []
     unchecked += [f"{path}: no such file on this machine" for path in absent]
     problems += data_problems(loaded, absent)
-    critic = None
-    scoring: dict[str, Path] = {}
-    agent = AgentChecks()
+    critic, scoring, agent = None, dict[str, Path](), AgentChecks()
     if isinstance(recipe, Recipe):
         grpo = recipe
-        critic = attempt(problems, lambda: critic_directory(grpo, architecture, plan_only))
-        problems += attempt(problems, lambda: list(_metric_problems(grpo))) or []
-        problems += reward_problems(recipe.reward, sandbox=not plan_only)
-        problems += own_reward_problems(recipe, sandbox=not plan_only)
+        critic = attempt(problems, critic_directory, grpo, architecture, plan_only)
         unchecked += _absent_sandboxes(recipe) if plan_only else []
         agent = check_agent(recipe, chats, plan_only)
         problems, unchecked = [*problems, *agent.problems], [*unchecked, *agent.unchecked]
-        scoring = attempt(problems, lambda: reward_model_directories(grpo, plan_only)) or {}
+        scoring = attempt(problems, reward_model_directories, grpo, plan_only) or {}
         elsewhere = [name for name in recipe.reward.models if plan_only and name not in scoring]
         unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
-        for method in (recipe.algorithm.advantage, recipe.algorithm.loss):
-            if isinstance(method, OwnAdvantageConfig | OwnLossConfig):
-                attempt(problems, method.function().load)
-    if architecture and (not plan_only or runs_here(recipe)):
-        problems += disk_problems(recipe, architecture, read_architecture(critic) if critic else None)
-    if not plan_only:
-        problems += machine.device_problems(recipe, architecture, engines_too=engines_too)
-    problems += machine.package_problems(recipe, architecture)
-    if isinstance(recipe, Recipe) and engines_too:
-        problems += machine.engine_problems(recipe, architecture, plan_only)
-        problems += server_problems(recipe, plan_only)
-    problems += machine.address_problems(recipe, plan_only)
-    problems += machine.directory_problems(recipe)
-    problems += machine.megatron_problems(recipe, None if problems else architecture, plan_only)
+    checking = Checking(recipe, plan_only, engines_too, model, architecture, critic, has_files, problems)
+    for check in filter(lambda check: check.when(checking), CHECKS):
+        problems += attempt(problems, check.problems, checking) or []
+    run = replace(checking, plan_only=False)
+    left = [check.name for check in CHECKS if check.when(run) and not check.when(checking)]
+    unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
     rows = None
     if plan_only and recipe.train.total_epochs and not any(file.location in absent for file in recipe.data.train):
         rows = epoch_rows(recipe.data.train)
     return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked), rows, scoring, agent.lines)
+
+
+def _own_methods(checking: Checking) -> list[Problem]:
+    problems: list[Problem] = []
+    for method in (checking.recipe.algorithm.advantage, checking.recipe.algorithm.loss):
+        if isinstance(method, OwnAdvantageConfig | OwnLossConfig):
+            attempt(problems, method.function().load)
+    return problems
+
+
+def _disk_problems(checking: Checking) -> Iterable[Problem]:
+    critic = read_architecture(checking.critic) if checking.critic else None
+    return disk_problems(checking.recipe, checking.architecture, critic)
+
+
+def _device_problems(checking: Checking) -> Iterable[Problem]:
+    return machine.device_problems(checking.recipe, checking.architecture, engines_too=checking.engines_too)
+
+
+def _megatron_problems(checking: Checking) -> Iterable[Problem]:
+    """Checks combinations of options, too, if nothing else is wrong."""
+    architecture = None if checking.problems else checking.architecture
+    return machine.megatron_problems(checking.recipe, architecture, checking.plan_only)
+
+
+CHECKS = [
+    Check("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
+    Check("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
+    Check("metrics", lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
+    Check("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
+    Check("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
+    Check("methods of your own", lambda c: c.grpo, _own_methods),
+    Check("room on disk", lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)), _disk_problems),
+    Check("this machine's devices", lambda c: not c.plan_only, _device_problems),
+    Check("packages", lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
+    Check("engines", lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
+    Check("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
+    Check("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
+    Check("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
+    Check("options of Megatron", lambda c: True, _megatron_problems),
+]
+"""What is checked once model, tokenizer and data are found, in this order."""
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
@@ -145,10 +206,10 @@ def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def attempt(problems: list[Problem], find: Callable[[], Found]) -> Found | None:
-    """Returns the result of `find`; or None, and appends the first ten of the problems that it raises."""
+def attempt(problems: list[Problem], find: Callable[..., Found], *given: Any) -> Found | None:
+    """Returns the result of `find(*given)`; or None, and appends the first ten of the problems that it raises."""
     try:
-        return find()
+        return find(*given)
     except MegagrpoError as error:
         problems += error.problems[:PROBLEMS_OF_A_PART]
         if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
@@ -176,14 +237,9 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
 
     An evaluation has it if the set's files have that source and at least one other.
     """
-    stopping = recipe.eval.early_stopping
-    asked = {
-        "checkpoint.keep_best": recipe.checkpoint.keep_best,
-        "eval.early_stopping.metric": stopping and stopping.metric,
-    }
     files = recipe.eval.files_of_sets()
-    for asking, metric in asked.items():
-        name, _, of_set = str(metric).partition("/")
+    for asking, metric in recipe.metrics_asked.items():
+        name, _, of_set = metric.partition("/")
         source, slash, _ = of_set.rpartition("/")
         sources = sorted(sources_of(files[name])) if slash and name in files else []
         if sources and source not in sources:
@@ -192,3 +248,61 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
         elif len(sources) == 1:
             given = f"{source}, the only data source of eval.sets.{name}.files"
             yield Problem(asking, given, needed="a metric without a source")
+
+
+# --- megagrpo eval --------------------------------------------------------------------------------------------------
+
+
+def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
+    """Checks rules, evaluation sets, their data and rewards. Raises PreflightError with every problem found."""
+    recipe = loaded.recipe
+    problems = [*broken_rules(recipe)]
+    if not recipe.eval.sets:
+        fix = "add eval: {sets: {NAME: {files: [{path: ...}]}}}"
+        problems.append(Problem("eval.sets", "none", "at least one set of prompts to evaluate on", fix))
+    data = recipe.data.model_copy(update={"train": []})
+    problems += data_problems(replace(loaded, recipe=recipe.model_copy(update={"data": data})), ())
+    if any(not one.functions for one in recipe.eval.sets.values()):
+        problems += reward_problems(recipe.reward)
+    problems += own_reward_problems(recipe)
+    problems += machine.address_problems(recipe, plan_only=False)
+    if problems:
+        raise PreflightError(map(loaded.places.located, problems))
+
+
+def check_model(recipe: Recipe) -> Preflight[Recipe]:
+    """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
+    servers, the weight files are not checked. Raises PreflightError with every problem found."""
+    problems: list[Problem] = []
+    served = not recipe.rollout.kind.started_by_us
+    model = attempt(problems, model_directory, recipe, False)
+    architecture = attempt(problems, read_architecture, model) if model else None
+    tokenizer = attempt(problems, tokenizer_directory, recipe, model)
+    if tokenizer:
+        found = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
+        problems += found or check_agent(recipe, tokenizer, plan_only=False).problems
+    if model and architecture:
+        if not served:
+            attempt(problems, manifests, model)
+            problems += served_problems(recipe, model)
+        problems += token_problems(recipe, architecture)
+    scoring = attempt(problems, reward_model_directories, recipe, False) or {}
+    problems += server_problems(recipe, plan_only=False)
+    problems += machine.engine_problems(recipe, architecture, plan_only=False)
+    problems += _evaluation_devices(recipe)
+    if problems or not (model and architecture and tokenizer):
+        raise PreflightError(problems)
+    return Preflight(recipe, architecture, model.absolute(), tokenizer.absolute(), reward_models=scoring)
+
+
+def _evaluation_devices(recipe: Recipe) -> list[Problem]:
+    """Returns a problem if this machine has too few GPUs for an evaluation that joins no cluster."""
+    if recipe.cluster.address or os.environ.get("RAY_ADDRESS") or device_here(recipe) == "cpu":
+        return []
+    import torch  # takes a second
+
+    devices, needed = torch.cuda.device_count(), plan_engines(recipe, "cuda").bundles
+    if devices >= needed:
+        return []
+    fix = "rollout.engines=1, a smaller rollout.layout, or a Ray cluster that has them: cluster.address or RAY_ADDRESS"
+    return [Problem("cluster.device", f"{devices} CUDA devices here", f"{needed} for engines and reward models", fix)]

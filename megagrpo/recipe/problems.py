@@ -8,9 +8,12 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -23,32 +26,12 @@ BESIDE_SECTIONS = ("literal[", "list[", "constrained-str")
 """Pydantic's names of the values that are allowed in place of a section."""
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
-MOVED: Mapping[str, str] = {
-    "algorithm.aggregation_divisor": "write aggregation: {name: seq_mean_token_sum_norm, divisor: VALUE}",
-    "algorithm.correction.low": "write weights: {name: token|sequence, low: VALUE}; no weights: remove it",
-    "algorithm.correction.high": "write weights: {name: token|sequence, high: VALUE}; no weights: remove it",
-    "algorithm.correction.outside": "write weights: {name: token|sequence, outside: VALUE}; no weights: remove it",
-    "algorithm.correction.normalize": "write weights: {name: token|sequence, normalize: VALUE}; no weights: remove it",
-    "cluster.trainer_devices": "remove it: each rank of train.layout has one device",
-    "weights.transfer: direct": "write auto or shared_memory",
-    "weights.transfer: tensors": "write auto or shared_memory",
-    "weights.transfer: broadcast": "write auto or process_group",
-    "weights.pause: abort": "write retract",
-    "rollout.n": "write samples_per_prompt: VALUE",
-    "rollout.name": "write engine: VALUE",
-    "rollout.tensor_model_parallel_size": "write layout: {tensor: VALUE}",
-    "rollout.gpu_memory_utilization": "write sglang: {mem_fraction_static: VALUE}",
-    "data.train_files": "write train: [{path: VALUE}]",
-    "data.val_files": "remove it, and write eval: {sets: {NAME: {files: [{path: VALUE}]}}}",
-    "eval.files": "name the set, as in sets: {held_out: {files: ...}}; its metrics are then eval/held_out/mean@1",
-    "data.train_batch_size": "remove it, and write rollout: {prompts_per_step: VALUE}",
-    "data.max_prompt_length": "write prompt_tokens_max: VALUE",
-    "data.max_response_length": "remove it, and write rollout: {response_tokens_max: VALUE}",
-    "algorithm.adv_estimator": "write advantage: VALUE",
-    "actor_rollout_ref": "remove it: actor is train and algorithm here, rollout is rollout, ref is algorithm.kl",
-    "trainer": "remove it: total_epochs is in train, save_freq and test_freq are every_steps of checkpoint and eval",
-}
-"""Keys, and values of keys, of earlier versions and of verl, with their replacements."""
+
+@cache
+def moved() -> dict[str, str]:
+    """Reads moved.yaml: what replaces keys, and values of keys, of earlier versions and of verl."""
+    read: dict[str, str] = yaml.safe_load(Path(__file__).with_name("moved.yaml").read_text(encoding="utf-8"))
+    return read
 
 
 @dataclass(frozen=True)
@@ -152,10 +135,10 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
     """Returns the problem of a key that the section does not have, with the name that was probably meant."""
     keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
-    if path in MOVED and value is None:
+    if path in moved() and value is None:
         fix = "remove it"
-    elif path in MOVED:
-        fix = MOVED[path].replace("VALUE", str(value).lower() if isinstance(value, bool) else str(value))
+    elif path in moved():
+        fix = moved()[path].replace("VALUE", str(value).lower() if isinstance(value, bool) else str(value))
     elif "." in key:
         fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
     elif owners:
@@ -256,7 +239,7 @@ def _fix(path: str, key: str, value: Any, expected: Expected) -> str:
 
 
 def _fix_of_text(path: str, value: str, expected: Expected) -> str:
-    if removed := MOVED.get(f"{path}: {value}"):
+    if removed := moved().get(f"{path}: {value}"):
         return removed
     if expected.choice and ByName.OWN in expected.choice[1] and value.endswith(".py"):
         return f"name the file's function: {value}:FUNCTION"

@@ -14,10 +14,10 @@ import pytest
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.types import Request, Sample, SamplingParams
 from megagrpo.user_functions import load_function
 from tests.agents.policy import STOP, Policy, chat, check
+from tools.recipe_docs import YAML_RECIPES
 
 SAMPLING = SamplingParams(max_tokens=200)
 
@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(max_tokens=200)
 def program(name: str) -> Any:
     if name != "game":
         pytest.importorskip("openai")
-    return load_function(f"{DIRECTORY}/agents/{name}.py:rollout", "agent.function", RecipeError)
+    return load_function(f"{YAML_RECIPES}/agents/{name}.py:rollout", "agent.function", RecipeError)
 
 
 def calling(name: str, **arguments: Any) -> str:
@@ -70,7 +70,7 @@ def test_the_program_of_30_lines_calls_its_tool_and_scores_the_last_answer() -> 
     assert [event["error"] for event in events] == ["", "Error: not two numbers with +, - or * between them"]
     assert sample.agent is not None
     assert len(sample.agent.branches) == 1
-    assert len((DIRECTORY / "agents" / "openai_calculator.py").read_text().splitlines()) < 40
+    assert len((YAML_RECIPES / "agents" / "openai_calculator.py").read_text().splitlines()) < 40
 
 
 @pytest.mark.parametrize(("second", "score"), [("7", 1.0), ("2", 0.0), ("5", 0.0)])

@@ -19,7 +19,6 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import config
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import KINDS, ROWS, Row, soak
@@ -38,6 +37,7 @@ from tests.distributed.test_parity_logits import check
 from tests.distributed.test_step_parity import recipe_of
 from tests.golden.record_te_manifest import TARGET, record
 from tests.rank_group import RankGroupError, run_ranks
+from tools.recipe_docs import YAML_RECIPES
 
 TE = {"layer_spec": "transformer_engine"}
 
@@ -98,7 +98,7 @@ SMALLER = {
 )
 def test_with_a_recipes_options_it_is_the_same_step(name, in_torch):
     """Kernels for experts, what is computed again, exchanges beside passes, outputs of stages that are freed."""
-    row, train = SMALLER[name], load(DIRECTORY / f"{name}.yaml").recipe.train
+    row, train = SMALLER[name], load(YAML_RECIPES / f"{name}.yaml").recipe.train
     again = {"layers": 1} if train.recomputed.layers else train.recompute
     options = {"recompute": again, "overlap": train.overlap, "megatron": train.megatron}
     case, wanted = in_torch(row)

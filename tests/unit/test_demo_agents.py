@@ -17,9 +17,9 @@ from examples.demo.agents import KINDS, TEST, TRAIN
 from megagrpo.data.messages import load_examples
 from megagrpo.data.rows import PROMPT_ROWS, read
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.json_schema import DIRECTORY
 from megagrpo.recipe.load import load_sft
 from megagrpo.user_functions import load_function
+from tools.recipe_docs import YAML_RECIPES
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_no_held_out_question_is_in_another_file(prepared: Path) -> None:
 def test_a_conversation_to_warm_up_with_is_what_the_agent_will_see_and_trains_what_it_says(
     prepared: Path, tmp_path: Path
 ) -> None:
-    recipe = load_sft(DIRECTORY / "agents_sft_cpu.yaml").recipe
+    recipe = load_sft(YAML_RECIPES / "agents_sft_cpu.yaml").recipe
     tokenizer = AutoTokenizer.from_pretrained(prepared / "untrained")
     assert len(tokenizer) % 2 == 0
     for entry in recipe.data.train:
@@ -64,7 +64,7 @@ def test_a_conversation_to_warm_up_with_is_what_the_agent_will_see_and_trains_wh
 
 
 def test_the_calculator_answers_what_the_warm_start_says() -> None:
-    calculate = load_function(f"{DIRECTORY}/agents/calculator.py:calculate", "agent.tools", RecipeError)
+    calculate = load_function(f"{YAML_RECIPES}/agents/calculator.py:calculate", "agent.tools", RecipeError)
     calls = [call for made in KINDS["calculator"].make(random.Random(1), 50) for call in made.calls]
     assert [str(calculate(call.argument)) for call in calls] == [call.result for call in calls]
     for text in ("", "12", "12/4", "1+2+3", "__import__('os')", "9" * 99 + "*2"):
@@ -74,7 +74,7 @@ def test_the_calculator_answers_what_the_warm_start_says() -> None:
 
 def test_the_search_finds_what_the_warm_start_says(prepared: Path, tmp_path: Path) -> None:
     pytest.importorskip("bm25s")
-    example = f"{DIRECTORY.parent}/examples/agents/bm25_search.py:Search"
+    example = f"{YAML_RECIPES.parent}/examples/agents/bm25_search.py:Search"
     corpus, index = str(prepared / "retrieval" / "corpus.jsonl"), str(tmp_path / "index")
     tool: Any = load_function(example, "agent.tools", RecipeError)(corpus, results=1, index=index)
     lines = (prepared / "sft_right.jsonl").read_text("utf-8").splitlines()[:200]

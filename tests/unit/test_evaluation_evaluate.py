@@ -24,7 +24,7 @@ from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, e
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.evaluation.tables import comparison_table, metrics_table
-from megagrpo.preflight.evaluation import check_recipe
+from megagrpo.preflight.preflight import check_sets
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import SHARED
@@ -49,8 +49,8 @@ def response(prompt: str, score: float, index: int = 0) -> Response:
 
 def test_only_what_an_evaluation_reads_is_checked(run: Path) -> None:
     (run.parent / "train.jsonl").unlink()
-    check_recipe(load(run, [SETS]))
-    check_recipe(load(run, [SETS, "eval.sets.sums.functions=[{function: gsm8k}]", "reward.functions.0.function=none"]))
+    check_sets(load(run, [SETS]))
+    check_sets(load(run, [SETS, "eval.sets.sums.functions=[{function: gsm8k}]", "reward.functions.0.function=none"]))
     for overrides, said in (
         ([], "eval.sets"),
         (["eval.sets={sums: {files: [{path: none.jsonl}]}}"], "eval.sets.sums.files.0.path"),
@@ -58,7 +58,7 @@ def test_only_what_an_evaluation_reads_is_checked(run: Path) -> None:
         ([SETS, "eval.samples_per_prompt=2"], "eval.samples_per_prompt"),
     ):
         with pytest.raises(PreflightError, match=said):
-            check_recipe(load(run, overrides))
+            check_sets(load(run, overrides))
 
 
 def test_the_sets_of_the_page_are_a_recipes(run: Path) -> None:

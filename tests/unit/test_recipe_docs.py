@@ -14,9 +14,6 @@ import pytest
 import yaml
 
 from megagrpo.cli import main
-from megagrpo.recipe.json_schema import FILES, json_schema
-from megagrpo.recipe.reference import FILES as PAGES
-from megagrpo.recipe.reference import reference
 from megagrpo.recipe.schema import (
     AdvantageConfig,
     AggregationConfig,
@@ -29,7 +26,7 @@ from megagrpo.recipe.yaml12 import parse
 from megagrpo.section import Section, broken_rules
 from tests.methods import names
 from tests.tiny_run import ROW, make_model, recipe
-from tests.unit.test_recipe_rules import BROKEN
+from tools.recipe_docs import PAGES, json_schema, reference, written
 
 RECIPES, ALGORITHMS, SFT = (
     (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
@@ -39,17 +36,14 @@ COMMANDS = re.findall(r"```console\n\$ megagrpo ([^\n]*)\n(.*?)```", RECIPES, re
 PRESETS = re.findall(r"```yaml\n# (.*?)\n(.*?)```", ALGORITHMS, re.DOTALL)
 
 
-@pytest.mark.parametrize("recipe_class", FILES, ids=["grpo", "sft"])
-def test_the_schema_in_the_repository_is_current(recipe_class: type[AnyRecipe]) -> None:
-    written = FILES[recipe_class].read_text(encoding="utf-8")
-    assert written == json_schema(recipe_class), "run: python -m megagrpo.recipe.json_schema"
+@pytest.mark.parametrize(("path", "text"), written().items(), ids=[path.name for path in written()])
+def test_a_file_that_is_made_from_the_recipes_classes_is_current(path: Path, text: str) -> None:
+    assert path.read_text(encoding="utf-8") == text, "run: python -m tools.recipe_docs"
 
 
 @pytest.mark.parametrize("recipe_class", PAGES, ids=["grpo", "sft"])
-def test_the_reference_is_current_and_has_every_field(recipe_class: type[AnyRecipe]) -> None:
-    written = PAGES[recipe_class].read_text(encoding="utf-8")
-    assert written == reference(recipe_class), "run: python -m megagrpo.recipe.reference"
-    fields = set(re.findall(r"^- .*?\*\*`(.+?)`\*\*", written, re.MULTILINE))
+def test_the_reference_has_every_field(recipe_class: type[AnyRecipe]) -> None:
+    fields = set(re.findall(r"^- .*?\*\*`(.+?)`\*\*", reference(recipe_class), re.MULTILINE))
     assert set(paths(recipe_class)) <= fields
 
 
@@ -91,14 +85,6 @@ def test_a_command_of_the_page_names_the_fields_and_files_that_the_page_shows(
 @pytest.mark.parametrize("union", [AdvantageConfig, PolicyLossConfig, AggregationConfig], ids=["A", "L", "T"])
 def test_every_method_has_a_row(union: Any) -> None:
     assert set(names(union)) <= set(re.findall(r"^\| `(\w+)`", ALGORITHMS, re.MULTILINE))
-
-
-def test_every_refusal_of_the_algorithm_has_a_row() -> None:
-    refused = {
-        re.sub(r"\.\d+\.", "[].", field).removeprefix("algorithm.") for field, _ in BROKEN if "algorithm" in field
-    }
-    rows = re.findall(r"^\|(.*?)\|", ALGORITHMS.split("## What is refused, and why")[1], re.MULTILINE)
-    assert refused <= {field for row in rows for field in re.findall(r"`(.*?)`", row)}
 
 
 @pytest.mark.parametrize(("name", "text"), PRESETS, ids=[name for name, _ in PRESETS])

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.load import dump, load
-from megagrpo.recipe.problems import MOVED
+from megagrpo.recipe.problems import moved
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import parse, to_text
 from megagrpo.section import broken_rules
@@ -182,11 +182,11 @@ def test_a_very_long_index_is_no_item(path: Path) -> None:
     assert len(found) < 1000
 
 
-@pytest.mark.parametrize("moved", MOVED)
-def test_what_the_last_version_had_is_answered_with_todays(path: Path, moved: str) -> None:
-    key, _, value = moved.partition(": ")
+@pytest.mark.parametrize("old", moved())
+def test_what_the_last_version_had_is_answered_with_todays(path: Path, old: str) -> None:
+    key, _, value = old.partition(": ")
     override = f"{key}={value or 2.0}"
-    assert problems_of(path, override) == [(f"override {override}", MOVED[moved].replace("VALUE", "2.0"))]
+    assert problems_of(path, override) == [(f"override {override}", moved()[old].replace("VALUE", "2.0"))]
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

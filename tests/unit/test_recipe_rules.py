@@ -1,11 +1,16 @@
 """Rules between the fields of a recipe: each names the field to change, what was given, what is needed, and a fix."""
 
+from pathlib import Path
+
 import pytest
 
+from megagrpo.errors import PreflightError, Problem
+from megagrpo.preflight.preflight import preflight
+from megagrpo.recipe.load import load
 from megagrpo.recipe.problems import is_field
 from megagrpo.recipe.schema import Recipe
-from megagrpo.section import broken_rules
-from tests.tiny_run import recipe_with
+from megagrpo.section import Section, broken_rules, rule_texts
+from tests.tiny_run import make_run, recipe_with
 
 EVAL = "eval.sets={main: {files: [{path: held_out.jsonl}]}}"
 SGLANG = ["rollout.engine=sglang"]
@@ -96,10 +101,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("checkpoint.keep_best", [EVAL, "checkpoint.keep_best=main/sums/maen@1"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={standard_deviation: none, epsilon: 0.5}"]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={name: pass_k, standard_deviation: none, epsilon: 0.5}"]),
-    (
-        "algorithm.advantage.epsilon",
-        [PLAIN_GDPO, TWO_FUNCTIONS],
-    ),
+    ("algorithm.advantage.epsilon", [PLAIN_GDPO, TWO_FUNCTIONS]),
     ("algorithm.advantage.epsilon", ["algorithm.advantage={epsilon: 0, standard_deviation: population}"]),
     ("rollout.dynamic_sampling", ["algorithm.advantage.name=remax", "rollout.dynamic_sampling={}"]),
     ("algorithm.advantage.name", [GDPO]),
@@ -219,6 +221,24 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
 )
 def test_a_sensible_recipe_breaks_no_rule(overrides: list[str]) -> None:
     assert broken_rules(recipe_with(*overrides)) == []
+
+
+def test_every_rule_has_its_text() -> None:
+    sections = [Section]
+    for section in sections:
+        sections += section.__subclasses__()
+    assert {name for section in sections for name in section.RULES} == set(rule_texts())
+
+
+def test_a_rule_is_a_line_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Recipe.RULES, "short", lambda r: r.rollout.response_tokens_max < 100)
+    problem = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
+    monkeypatch.setitem(rule_texts(), "short", problem)
+    with pytest.raises(PreflightError) as refused:
+        preflight(load(make_run(tmp_path)), plan_only=True)
+    (found,) = refused.value.problems
+    assert found.where.endswith("rollout.response_tokens_max")
+    assert (found.given, found.needed, found.fix) == ("16", "at least {100}", "raise it")
 
 
 def test_all_broken_rules_are_found_at_once_in_every_section() -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from megagrpo.cluster.classifier import Classifier, batches_of
 from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardError
 from megagrpo.plan.memory import reward_model_bytes
-from megagrpo.preflight.reward_models import reward_model_directories, server_problems
+from megagrpo.preflight.model import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import Recipe
 from megagrpo.reward.scorer import Scorer

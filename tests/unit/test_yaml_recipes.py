@@ -20,7 +20,6 @@ from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.json_schema import DIRECTORY, first_line, json_schema
 from megagrpo.recipe.load import load, load_any
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.yaml12 import parse
@@ -28,8 +27,9 @@ from megagrpo.rollout.sglang import arguments
 from megagrpo.section import broken_rules
 from megagrpo.weights.families import read_architecture
 from tests.plans import known_model
+from tools.recipe_docs import YAML_RECIPES, first_line, json_schema
 
-FILES = sorted(DIRECTORY.glob("*.yaml"))
+FILES = sorted(YAML_RECIPES.glob("*.yaml"))
 ON_GPUS = [file for file in FILES if not file.stem.endswith("_cpu")]
 NODES = {
     "code_agent_qwen3_30b_a3b_2x8": 2,
@@ -53,7 +53,7 @@ NODES = {
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang, but with this directory and the examples."""
-    for directory in (DIRECTORY, DIRECTORY.parent / "examples"):
+    for directory in (YAML_RECIPES, YAML_RECIPES.parent / "examples"):
         (tmp_path / directory.name).symlink_to(directory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megagrpo.preflight.model.cached_directory", lambda path: None)
@@ -73,7 +73,7 @@ def test_a_recipe_loads_keeps_the_rules_and_fits_the_schema_that_it_names(file: 
 def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere: None) -> None:
     ready = preflight(load(file), plan_only=True)
     assert ready.recipe.model.path in known_models()
-    missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet"]
+    missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet", "this machine's devices"]
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_fusions_of_experts_are_planned_for_gpus_and_refused_without_transformer
     elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "find_spec", lambda package: None)
-    file = DIRECTORY / "math_qwen3_30b_a3b_2x8.yaml"
+    file = YAML_RECIPES / "math_qwen3_30b_a3b_2x8.yaml"
     loaded = load(file)
     assert preflight(loaded, plan_only=True).recipe.train.megatron  # moe_act and grouped products: only on GPUs
     refused = r"moe_permute_fusion(?s:.)*transformer_engine, which is not installed(?s:.)*moe_router_fusion"
@@ -115,7 +115,7 @@ def assert_fits(recipe: AnyRecipe) -> None:
 
 
 def test_the_changes_with_which_the_largest_recipe_runs_elsewhere_fit_the_nodes_that_it_names(elsewhere: None) -> None:
-    file = DIRECTORY / "deepseek_v3_671b.yaml"
+    file = YAML_RECIPES / "deepseek_v3_671b.yaml"
     changes = re.findall(r"takes (\d+) nodes.*\n((?:#   .+\n)+)", file.read_text(encoding="utf-8"))
     assert len(changes) == 2
     for nodes, lines in changes:

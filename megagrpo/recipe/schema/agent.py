@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.schema.tools import ToolConfig
-from megagrpo.section import FILE_AND_FUNCTION, Count, Seconds, Section, Tokens
+from megagrpo.section import FILE_AND_FUNCTION, Count, Rules, Seconds, Section, Tokens
 
 KINDS = ("tools", "function", "verifiers", "openenv", "reasoning_gym")
 
@@ -149,16 +148,14 @@ class AgentConfig(Section):
         """Returns the one of KINDS that is given."""
         return next(name for name in KINDS if getattr(self, name))
 
-    def rules(self) -> Iterator[Problem]:
+    def _kinds(self) -> Iterator[dict[str, object]]:
         chosen = [name for name in KINDS if getattr(self, name)]
         if len(chosen) != 1:
-            given = ", ".join(chosen) or "none of them"
-            yield Problem(KINDS[0] if not chosen else chosen[-1], given, f"one of {', '.join(KINDS)}", "keep one")
-        if self.arguments and not self.function:
-            yield Problem("arguments", "given, without function", "nothing: they are its own", "remove them")
-        if self.python and self.tools:
-            given, needed = f"{self.python}, with tools", "null: the built-in loop runs in the run's environment"
-            yield Problem("python", given, needed, "remove it")
-        if self.python and self.reasoning_gym:
-            given, needed = f"{self.python}, with reasoning_gym", "null: answers are scored in the run's sandbox"
-            yield Problem("python", given, needed, "remove it")
+            yield {"last": (chosen or KINDS[:1])[-1], "chosen": ", ".join(chosen) or "none of them"}
+
+    RULES: ClassVar[Rules[AgentConfig]] = {
+        "several_agents": _kinds,
+        "arguments_without_function": lambda agent: agent.arguments and not agent.function,
+        "python_of_the_built_in_loop": lambda agent: agent.python and agent.tools,
+        "python_of_reasoning_gym": lambda agent: agent.python and agent.reasoning_gym,
+    }

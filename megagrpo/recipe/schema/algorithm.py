@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig, ReinforcePlusPlusConfig
 from megagrpo.algorithm.aggregation import AggregationConfig, TokenMeanConfig
@@ -11,8 +12,7 @@ from megagrpo.algorithm.credit import CreditConfig, OutcomeConfig
 from megagrpo.algorithm.critic import CriticConfig
 from megagrpo.algorithm.kl import KLConfig, ReferenceConfig
 from megagrpo.algorithm.policy_losses import PolicyLossConfig, PpoClipConfig
-from megagrpo.errors import Problem
-from megagrpo.section import NonNegativeFloat, PositiveInt, Section
+from megagrpo.section import NonNegativeFloat, PositiveInt, Rules, Section
 
 
 class AlgorithmConfig(Section):
@@ -123,51 +123,21 @@ class AlgorithmConfig(Section):
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def rules(self) -> Iterator[Problem]:
-        yield from self._critic_rules()
-        yield from self._credit_rules()
-        if self.reference.update_every_steps is not None and self.kl.coefficient == 0:
-            given = f"{self.reference.update_every_steps}, with algorithm.kl.coefficient 0"
-            needed = "a reference policy: there is none without a KL penalty"
-            yield Problem("reference.update_every_steps", given, needed, "remove it, or give a coefficient")
-        if self.advantage.name == "gdpo" and self.kl_in_reward:
-            needed = "loss: gdpo never forms the sum of all rewards, which the penalty would change"
-            yield Problem("kl.placement", "reward, with algorithm.advantage.name: gdpo", needed, "placement: loss")
-        if self.loss.name == "kl_cov" and self.minibatches * self.epochs == 1:
-            needed = "at least 2: its penalty, |log ratio|, has no gradient before the policy has moved"
-            yield Problem("loss.name", "kl_cov with one optimizer step for each batch", needed, "minibatches: 2")
+    def _gmpo_by_token(self) -> Iterator[dict[str, object]]:
         if self.loss.name == "gmpo" and self.advantages_by_token:
-            by = f"credit: {self.credit.name}" if self.credit.by_turn else self.advantage.name
-            given = f"gmpo, with advantages by token ({by})"
-            needed = "one advantage for each response: the geometric mean over it is bounded on the side of its sign"
-            yield Problem("loss.name", given, needed, "name: ppo_clip or gspo, or an advantage such as grpo")
-        if self.rollout_logprobs_as_old and not self.loss.has_ratio and not self.kl_in_reward:
-            given = f"true, with loss: {{name: {self.loss.name}}}"
-            needed = "false: this loss has no ratio, so nothing would read the old logprobs or be corrected by them"
-            yield Problem("rollout_logprobs_as_old", given, needed, "remove it, and write correction: {weights: token}")
-        if self.rollout_logprobs_as_old and self.correction.corrects:
-            needed = "false: the old logprobs are the engines', so every weight would be 1 and nothing be left out"
-            fix = "remove one of them: ratios to the engines' logprobs are a correction by themselves"
-            yield Problem("rollout_logprobs_as_old", "true, with a correction", needed, fix)
+            yield {"by": f"credit: {self.credit.name}" if self.credit.by_turn else self.advantage.name}
 
-    def _credit_rules(self) -> Iterator[Problem]:
-        if not self.credit.by_turn:
-            return
-        if not self.advantage.compares_turns:
-            given = f"{self.credit.name}, with algorithm.advantage.name: {self.advantage.name}"
-            needed = "grpo, rloo, opo, gpg or reinforce_plus_plus_baseline: turns are compared as responses are"
-            yield Problem("credit.name", given, needed, "advantage: grpo, or credit: outcome")
-        if self.kl_in_reward:
-            given = f"reward, with algorithm.credit: {self.credit.name}"
-            needed = "loss: rewards of turns are those of the agent, without a penalty"
-            yield Problem("kl.placement", given, needed, "placement: loss, or credit: outcome")
-
-    def _critic_rules(self) -> Iterator[Problem]:
-        name = self.advantage.name
-        if name == "gae" and self.critic is None:
-            given = "no critic, with algorithm.advantage.name: gae"
-            yield Problem("critic", given, "a critic: gae is made from its values", "critic: {lr: 1e-5}")
-        if self.critic is not None and name != "gae":
-            given = f"a critic, with algorithm.advantage.name: {name}"
-            needed = "nothing: only gae reads its values"
-            yield Problem("critic", given, needed, "remove it, or write advantage: {name: gae}")
+    RULES: ClassVar[Rules[AlgorithmConfig]] = {
+        "gae_without_critic": lambda a: a.advantage.name == "gae" and a.critic is None,
+        "critic_without_gae": lambda a: a.critic is not None and a.advantage.name != "gae",
+        "turns_that_are_not_compared": lambda a: a.credit.by_turn and not a.advantage.compares_turns,
+        "penalty_on_turns": lambda a: a.credit.by_turn and a.kl_in_reward,
+        "reference_without_penalty": lambda a: a.reference.update_every_steps is not None and a.kl.coefficient == 0,
+        "gdpo_penalty_in_reward": lambda a: a.advantage.name == "gdpo" and a.kl_in_reward,
+        "kl_cov_of_one_step": lambda a: a.loss.name == "kl_cov" and a.minibatches * a.epochs == 1,
+        "gmpo_by_token": _gmpo_by_token,
+        "old_logprobs_without_ratio": lambda a: (
+            a.rollout_logprobs_as_old and not a.loss.has_ratio and not a.kl_in_reward
+        ),
+        "old_logprobs_with_correction": lambda a: a.rollout_logprobs_as_old and a.correction.corrects,
+    }

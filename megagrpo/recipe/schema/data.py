@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.section import Fraction, PositiveFloat, Section, Tokens
+from megagrpo.section import Fraction, PositiveFloat, Rules, Section, Tokens, repeated
 
 TASK = "reasoning_gym://"
 """Prefix of the location of rows that reasoning-gym makes."""
@@ -45,12 +44,12 @@ class ColumnsConfig(Section):
     extra_info: list[str] | None = None
     """Other columns that reward functions receive, each of which every row must have. null: all of them."""
 
-    def rules(self) -> Iterator[Problem]:
+    def _repeating(self) -> Iterator[dict[str, str]]:
         for field, listed in (("ground_truth", self.ground_truth), ("extra_info", self.extra_info)):
             names = [name.rpartition(".")[2] for name in listed] if isinstance(listed, list) else []
-            for name in sorted({name for name in names if names.count(name) > 1}):
-                needed = "different names, which are the object's"
-                yield Problem(field, f"several that end in {name}", needed, "take one, or the objects that they are in")
+            yield from ({"field": field, "name": name} for name in repeated(names))
+
+    RULES: ClassVar[Rules[ColumnsConfig]] = {"columns_repeat_a_name": _repeating}
 
 
 class EntryConfig(Section):
@@ -71,18 +70,20 @@ class EntryConfig(Section):
     """Share of the mixture, relative to the other entries' weights, in place of an amount. An epoch is then as short as
     it can be with every row in it; entries that are small for their weight are repeated."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.weight is not None and self.amount != "all":
-            given = f"weight: {self.weight:g} and amount: {self.amount}"
-            yield Problem("weight", given, "one of them: a share of the mixture, or of this entry's rows", "remove one")
+    RULES: ClassVar[Rules[Any]] = {
+        "weight_and_amount": lambda entry: entry.weight is not None and entry.amount != "all"
+    }
 
 
-def weight_rules(where: str, entries: Sequence[EntryConfig]) -> Iterator[Problem]:
-    """Yields problems unless all entries have a weight or none has: weights are shares of a whole."""
-    without = [index for index, entry in enumerate(entries) if entry.weight is None]
-    if without and len(without) < len(entries):
-        given, needed = "no weight, and other entries have one", "a weight for every entry, or for none"
-        yield from (Problem(f"{where}.{index}.weight", given, needed, "weight: 1.0") for index in without)
+def weights(field: str) -> Callable[[Section], object]:
+    """Makes the rule weight_missing of a field with entries. Weights are shares of a whole: all have one, or none."""
+
+    def missing(section: Section) -> Iterator[dict[str, object]]:
+        entries: Sequence[EntryConfig] = getattr(section, field)
+        without = [index for index, entry in enumerate(entries) if entry.weight is None]
+        return ({"list": field, "index": index} for index in without if len(without) < len(entries))
+
+    return missing
 
 
 class DataFileConfig(EntryConfig):
@@ -115,27 +116,28 @@ class DataFileConfig(EntryConfig):
         own = f"{readable}/" if self.arguments else ""
         return f"{TASK}{own}seed={self.seed}/size={self.size}/{self.reasoning_gym}"
 
-    def rules(self) -> Iterator[Problem]:
-        yield from super().rules()
-        if bool(self.path) == bool(self.reasoning_gym):
-            given = "both path and reasoning_gym" if self.path else "neither path nor reasoning_gym"
-            yield Problem("path", given, "one of them: files, or a task", "write path: FILE")
-        if self.reasoning_gym is None:
-            told = [name for name in ("size", "seed", "arguments") if self.given(name)]
-            yield from (Problem(name, "without reasoning_gym", "a task", "remove it") for name in told)
-        elif self.given("columns"):
-            yield Problem("columns", "with reasoning_gym", "nothing: its rows have known columns", "remove it")
+    RULES: ClassVar[Rules[Any]] = {
+        **EntryConfig.RULES,
+        "path_and_task": lambda entry: entry.path and entry.reasoning_gym,
+        "no_path_or_task": lambda entry: not entry.path and not entry.reasoning_gym,
+        "task_setting_alone": lambda entry: (
+            {"field": field}
+            for field in ("size", "seed", "arguments")
+            if entry.reasoning_gym is None and entry.given(field)
+        ),
+        "columns_of_a_task": lambda entry: entry.reasoning_gym is not None and entry.given("columns"),
+    }
 
 
-def overlap_rules(where: str, train: Sequence[DataFileConfig], held_out: Sequence[DataFileConfig]) -> Iterator[Problem]:
-    """Yields a problem for each entry of a task, at the path `where`, that shares rows with one trained on."""
+def overlaps(train: Sequence[DataFileConfig], held_out: Sequence[DataFileConfig]) -> Iterator[dict[str, object]]:
+    """Yields each held-out entry of a task that shares rows with one trained on: values of held_out_tasks_overlap."""
     for index, entry in enumerate(held_out):
         for other in train:
             same = (entry.reasoning_gym, entry.arguments) == (other.reasoning_gym, other.arguments)
-            if entry.reasoning_gym and same and other.seed - entry.size < entry.seed < other.seed + other.size:
-                given = f"entries from {entry.seed} to {entry.seed + entry.size - 1} of {entry.reasoning_gym}"
-                needed = f"none of those that data.train has, from {other.seed} to {other.seed + other.size - 1}"
-                yield Problem(f"{where}.{index}.seed", given, needed, f"seed: {other.seed + other.size}")
+            after = other.seed + other.size
+            if entry.reasoning_gym and same and other.seed - entry.size < entry.seed < after:
+                ends = {"last": entry.seed + entry.size - 1, "end": after - 1, "next": after}
+                yield {"index": index, "entry": entry, "other": other, **ends}
 
 
 class DecontaminateConfig(Section):
@@ -187,5 +189,4 @@ class DataConfig(Section):
     """Set a prompt aside for the rest of the run once this share of its responses is solved (reward.solved_at) in one
     step. null: every prompt comes again in every epoch."""
 
-    def rules(self) -> Iterator[Problem]:
-        yield from weight_rules("train", self.train)
+    RULES: ClassVar[Rules[DataConfig]] = {"weight_missing": weights("train")}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.recipe.schema.data import DataFileConfig, weight_rules
+from megagrpo.recipe.schema.data import DataFileConfig, weights
 from megagrpo.recipe.schema.reward import RewardFunctionConfig
 from megagrpo.section import (
     TEMPERATURE_MAX,
@@ -21,6 +20,7 @@ from megagrpo.section import (
     NonNegativeInt,
     Number,
     PositiveInt,
+    Rules,
     Section,
     Tokens,
 )
@@ -41,10 +41,9 @@ class EarlyStoppingConfig(Section):
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without a new best."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.target is None and self.patience is None:
-            given = "neither target nor patience"
-            yield Problem("target", given, "at least one of them: when to stop", "add target: 0.9 or patience: 5")
+    RULES: ClassVar[Rules[EarlyStoppingConfig]] = {
+        "stopping_without_a_reason": lambda stopping: stopping.target is None and stopping.patience is None
+    }
 
 
 class EvalSetConfig(Section):
@@ -80,12 +79,14 @@ class EvalSetConfig(Section):
     response_tokens_max: Tokens | None = None
     """Longest response."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.solved_at is not None and not self.functions:
-            given = f"{self.solved_at:g}, without functions"
-            needed = "null: reward.solved_at is for the recipe's reward"
-            yield Problem("solved_at", given, needed, "remove it, or give functions")
-        yield from weight_rules("files", self.files)
+    RULES: ClassVar[Rules[EvalSetConfig]] = {
+        "solved_at_alone": lambda one: one.solved_at is not None and not one.functions,
+        "weight_missing": weights("files"),
+    }
+
+
+ALONE = EvalSetConfig.model_construct(files=[])
+"""A set with the settings of `eval`, which are checked by it where there is none."""
 
 
 @dataclass(frozen=True)
@@ -159,67 +160,44 @@ class EvalConfig(Section):
             if last or (step % one.every_steps == 0 if step else one.before_training)
         ]
 
-    def rules(self) -> Iterator[Problem]:
-        for name in self.sets:
-            if not SET_NAME.fullmatch(name):
-                needed = "letters, digits, dash and underscore: metrics are named after it"
-                yield Problem(f"sets.{name}", name, needed, "another name, such as held_out")
-            elif name == "train":
-                needed = "another name than that of the samples that are trained on, in rollouts/"
-                yield Problem(f"sets.{name}", name, needed, "such as train_prompts")
-        alone = EvalSetConfig.model_construct(files=[])  # without sets, the section by itself
-        told: dict[str, Problem] = {}
-        for name, one in (self.sets or {"": alone}).items():
-            for problem in _sampling_rules(self._whole(name, one)):
-                inside = f"sets.{name}." if getattr(one, problem.where) is not None else ""
-                found = replace(problem, where=inside + problem.where)
-                told.setdefault(found.where, found)
-        yield from told.values()
-        if self.early_stopping:
-            yield from metric_rules("early_stopping.metric", self.early_stopping.metric, self)
-
     def _whole(self, name: str, one: EvalSetConfig) -> EvalSet:
         settings = {key: getattr(self if getattr(one, key) is None else one, key) for key in SHARED}
         return EvalSet(name, one.files, one.functions, one.solved_at, **settings)
 
+    def _places(self, key: str, wrong: Callable[[EvalSet], bool]) -> Iterator[dict[str, object]]:
+        """Yields the place of `key` in each set with wrong settings, or its place for all sets."""
+        places: dict[str, EvalSet] = {}
+        for name, one in (self.sets or {"": ALONE}).items():
+            if wrong(whole := self._whole(name, one)):
+                places.setdefault(key if getattr(one, key) is None else f"sets.{name}.{key}", whole)
+        return ({"place": place, "set": whole} for place, whole in places.items())
 
-def _sampling_rules(one: EvalSet) -> Iterator[Problem]:
-    """Yields the problems of a set's sampling; `where` is a key of the set, or of eval."""
-    if 0 < one.temperature < TEMPERATURE_MIN:
-        needed = f"0, which is greedy, or at least {TEMPERATURE_MIN:g}"
-        yield Problem("temperature", f"{one.temperature:g}", needed, "temperature: 0")
-    if one.samples_per_prompt > 1 and one.temperature == 0:
-        given = f"{one.samples_per_prompt} with temperature 0"
-        needed = "1: greedy decoding gives the same response every time"
-        yield Problem("samples_per_prompt", given, needed, "temperature: 1.0, or samples_per_prompt: 1")
-    for key, value, off in (("top_p", one.top_p, 1.0), ("top_k", one.top_k, 0)):
-        if one.temperature == 0 and value != off:
-            needed = f"{off:g}: greedy decoding takes the most likely token"
-            yield Problem(key, f"{value} with temperature 0", needed, f"give a temperature, or remove {key}")
+    RULES: ClassVar[Rules[EvalConfig]] = {
+        "name_of_a_set": lambda e: ({"name": name} for name in e.sets if not SET_NAME.fullmatch(name)),
+        "set_named_train": lambda e: "train" in e.sets,
+        "temperature_near_zero": lambda e: e._places("temperature", lambda one: 0 < one.temperature < TEMPERATURE_MIN),
+        "greedy_samples": lambda e: e._places(
+            "samples_per_prompt", lambda one: one.samples_per_prompt > 1 and one.temperature == 0
+        ),
+        "greedy_top_p": lambda e: e._places("top_p", lambda one: one.top_p != 1 and one.temperature == 0),
+        "greedy_top_k": lambda e: e._places("top_k", lambda one: one.top_k != 0 and one.temperature == 0),
+    }
 
 
-def metric_rules(where: str, metric: str, evaluation: EvalConfig) -> Iterator[Problem]:
-    """Yields a problem unless an evaluation gives the metric that the field `where` asks for."""
-    sets = evaluation.of_sets()
-    if not sets:
-        yield Problem(where, f"{metric}, and no eval.sets", "prompts to evaluate on", "give eval.sets")
-        return
+def unknown_metric(metric: str, evaluation: EvalConfig) -> Iterator[dict[str, object]]:
+    """Yields the values of metric_of_a_set unless an evaluation of the metric's set gives it."""
     named, _, rest = metric.partition("/")
-    if named not in sets:
-        meant = [f"{guess}/{rest}" for guess in difflib.get_close_matches(named, sets, n=1) if rest]
-        needed = f"SET/METRIC, SET being {' or '.join(sets)}"
-        yield Problem(where, metric, needed, f"did you mean `{(meant or [f'{next(iter(sets))}/{metric}'])[0]}`?")
+    if named not in evaluation.sets:
         return
-    samples = sets[named].samples_per_prompt
+    samples = evaluation.of_sets()[named].samples_per_prompt
     valid = evaluation_metric_names(samples)
     source, slash, name = rest.rpartition("/")
     if name in valid:
         return
     same = f"{name.partition('@')[0]}@{samples}"
     near = [same] if same in valid else difflib.get_close_matches(name, valid, n=1)
-    of_samples = f"{named}/ and one of {', '.join(valid)} (with samples_per_prompt {samples})"
     fix = f"did you mean `{named}/{source}{slash}{near[0]}`?" if near else f"write {named}/{valid[0]}"
-    yield Problem(where, metric, f"{of_samples}, or of a single data source, as {named}/SOURCE/{valid[0]}", fix)
+    yield {"set": named, "valid": ", ".join(valid), "first": valid[0], "samples": samples, "fix": fix}
 
 
 def evaluation_metric_names(samples: int) -> list[str]:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.algorithm import AlgorithmConfig
-from megagrpo.recipe.schema.data import DataConfig, overlap_rules
-from megagrpo.recipe.schema.eval import EvalConfig, metric_rules
-from megagrpo.recipe.schema.reward import RewardConfig
-from megagrpo.recipe.schema.reward_models import use_rules
+from megagrpo.recipe.schema.data import DataConfig, overlaps
+from megagrpo.recipe.schema.eval import EvalConfig, unknown_metric
+from megagrpo.recipe.schema.reward import RewardConfig, RewardFunctionConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import (
+    TRAINING_RULES,
     TrainConfig,
-    deterministic_rules,
-    device_rules,
-    dtype_rules,
-    length_rules,
-    longest_rules,
+    too_long,
 )
-from megagrpo.section import Section, Seed
+from megagrpo.section import Rules, Section, Seed
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
@@ -72,37 +69,6 @@ class Recipe(Section):
     track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
 
-    def rules(self) -> Iterator[Problem]:
-        yield from self._batch()
-        for name, files in self.eval.files_of_sets().items():
-            yield from overlap_rules(f"eval.sets.{name}.files", self.data.train, files)
-        told = self.data.decontaminate
-        if told is not None and not told.against and not self.eval.files_of_sets():
-            fix = "name held-out files there, add eval.sets, or remove data.decontaminate"
-            yield Problem("data.decontaminate.against", "none, and no eval.sets", "prompts to compare with", fix)
-        yield from self._schedule()
-        yield from self._deterministic()
-        yield from self._agent()
-        yield from self._advantage()
-        yield from self._critic()
-        yield from length_rules(self.train, ("total_steps", "total_epochs", "total_episodes"), "add total_steps: N")
-        yield from longest_rules(
-            self.train,
-            self.sequence_tokens_max,
-            described=self.sequence_described,
-            what="sequence",
-            limits=self.sequence_limits,
-        )
-        yield from self._passes()
-        yield from device_rules(self.train, self.cluster)
-        yield from dtype_rules(self.train, self.model.dtype)
-        yield from self._offload()
-        yield from self._evaluation()
-        yield from self._reward_models()
-        yield from self._devices()
-        yield from self._transfer()
-        yield from self._quantization()
-
     @property
     def sequence_tokens_max(self) -> int:
         """Returns the most tokens of a training sequence: a prompt with its response, or an agent's conversation."""
@@ -123,31 +89,6 @@ class Recipe(Section):
         if self.agent and self.agent.tokens_max is not None:
             return ("agent.tokens_max",)
         return ("data.prompt_tokens_max", "rollout.response_tokens_max")
-
-    def _batch(self) -> Iterator[Problem]:
-        rollout, minibatches, data = self.rollout, self.algorithm.minibatches, self.train.layout.data
-        samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        product = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {samples}"
-        if samples % minibatches:
-            divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-            given = f"{minibatches} minibatches of {product}"
-            fix = f"minibatches: {min(divisors, key=lambda n: abs(n - minibatches))}"
-            yield Problem("algorithm.minibatches", given, "minibatches of equal size", fix)
-        elif samples // minibatches < data:
-            each = samples // minibatches
-            given = f"{data} data ranks, and {product} in {minibatches} minibatches, so {each} samples in each"
-            needed = "at least one sample of every minibatch for each data rank"
-            fix = f"lower train.layout.data to {each}, lower algorithm.minibatches, or sample more"
-            yield Problem("train.layout.data", given, needed, fix)
-        if self.train.total_episodes is not None and self.train.total_episodes < samples:
-            given = f"{self.train.total_episodes}, and one step takes {samples} responses"
-            fix = "raise it, or lower rollout.prompts_per_step or rollout.samples_per_prompt"
-            yield Problem("train.total_episodes", given, f"at least {samples}", fix)
-        overlong = self.reward.overlong
-        if overlong and overlong.buffer_tokens > rollout.response_tokens_max:
-            given = f"{overlong.buffer_tokens}, and responses of up to {rollout.response_tokens_max} tokens"
-            fix = "lower it, or raise rollout.response_tokens_max"
-            yield Problem("reward.overlong.buffer_tokens", given, f"at most {rollout.response_tokens_max}", fix)
 
     @property
     def prompts_at_once(self) -> int:
@@ -177,245 +118,249 @@ class Recipe(Section):
         for equal numbers: logprobs after tokens that are read, not sampled, have other last bits."""
         return isinstance(self.schedule, OneStepOffConfig) or not self.schedule.max_staleness
 
-    def _schedule(self) -> Iterator[Problem]:
-        schedule, step, cluster = self.schedule, self.rollout.prompts_per_step, self.cluster
-        if isinstance(schedule, SyncConfig) and not schedule.beyond:
-            return
-        kind: str = schedule.kind
-        if isinstance(schedule, SyncConfig):
-            kind = "sync with carry_over" if schedule.carry_over else "sync with oversample"
-        if not isinstance(schedule, SyncConfig) and cluster.placement == "colocated" and self.rollout.devices_of_engine:
-            given = f"{kind}, with cluster.placement: colocated"
-            needed = "engines with devices of their own: they sample while the ranks train"
-            fix = "placement: disaggregated, or {kind: sync, carry_over: N, max_staleness: 2}"
-            yield Problem("schedule.kind", given, needed, fix)
-        if isinstance(schedule, SyncConfig) and schedule.oversample and self.algorithm.greedy_responses:
-            given = f"{schedule.oversample}, with algorithm.advantage.name: remax"
-            needed = "0: a greedy response, the baseline of its prompt, could be what is cut"
-            yield Problem("schedule.oversample", given, needed, "carry_over in its place, or another advantage")
-        if self.rollout.dynamic_sampling and isinstance(schedule, OneStepOffConfig):
-            given = "one_step_off, with rollout.dynamic_sampling"
-            needed = "sync or async: replacements would be sampled while the ranks wait"
-            yield Problem("schedule.kind", given, needed, "kind: async, with max_staleness: 1")
-        if isinstance(schedule, AsyncConfig) and schedule.prompts_at_once is not None:
-            least, most = step, step * (1 + schedule.max_staleness)
-            if not least <= schedule.prompts_at_once <= most:
-                given = f"{schedule.prompts_at_once}, with {step} prompts in a step"
-                needed = f"from {least}, which a step trains on, to {most}, which max_staleness lets begin"
-                yield Problem("schedule.prompts_at_once", given, needed, "remove it, or raise max_staleness")
-        if isinstance(schedule, SyncConfig) and schedule.carry_over > step * schedule.max_staleness:
-            given = f"{schedule.carry_over}, with {step} prompts in a step"
-            needed = f"at most prompts_per_step x max_staleness = {step * schedule.max_staleness}"
-            yield Problem("schedule.carry_over", given, needed, "lower it, or raise max_staleness")
-        if self.weights.given("pause") and isinstance(schedule, OneStepOffConfig):
-            needed = "nothing: with one_step_off engines finish what runs before an update"
-            yield Problem("weights.pause", self.weights.pause, needed, "remove it")
-
-    def _deterministic(self) -> Iterator[Problem]:
-        if not self.deterministic:
-            return
-        schedule, key = self.schedule, f"deterministic: {'true' if self.deterministic is True else self.deterministic}"
-        order_varies = isinstance(schedule, AsyncConfig) and schedule.max_staleness > 0
-        order_varies |= isinstance(schedule, SyncConfig) and schedule.beyond > 0
-        if order_varies and self.deterministic is True:
-            given = f"true, with {', '.join(f'{key}: {value}' for key, value in schedule.model_dump().items())}"
-            needed = "a schedule whose order does not depend on the machine's speed"
-            fix = "replayable, which logs the order, so that train --replay-schedule repeats it; or kind: one_step_off"
-            yield Problem("deterministic", given, needed, fix)
-        if order_varies and self.weights.pause == "in_place":
-            given, needed = f"in_place, with {key}", "retract or finish: a replay cannot make keys of older weights"
-            yield Problem("weights.pause", given, needed, "pause: retract")
-        if not self.rollout.kind.started_by_us:
-            given, fix = f"{self.rollout.engine}, with {key}", "engine: sglang, or remove deterministic"
-            yield Problem("rollout.engine", given, "engines that the run starts: it chooses their kernels", fix)
-        yield from deterministic_rules(self.train)
-
-    def _agent(self) -> Iterator[Problem]:
-        of_sets = {f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()}
-        for where, functions in (self.reward.lists() | of_sets).items():
-            if self.agent is None and any(function.function == "agent" for function in functions):
-                needed = "an agent: this function reads what one gave"
-                yield Problem(
-                    where, "function: agent, without agent", needed, "name another function, or give an agent"
-                )
-        if self.agent and self.reward.overlong:
-            needed = "nothing, with agent: a rollout has several answers"
-            yield Problem(
-                "reward.overlong", "given", needed, "remove it; agent.turns_max and agent.tokens_max are limits"
-            )
-        if self.agent and self.agent.tokens_max is None:
-            for name, one in self.eval.of_sets().items():
-                if (one.response_tokens_max or 0) > self.rollout.response_tokens_max:
-                    given = f"{one.response_tokens_max}, with an agent whose conversations are those of training"
-                    needed = f"at most rollout.response_tokens_max = {self.rollout.response_tokens_max}"
-                    yield Problem(
-                        f"eval.sets.{name}.response_tokens_max", given, needed, "lower it, or set agent.tokens_max"
-                    )
-        if self.agent and self.deterministic == "replayable":
-            needed = "true or false, with agent: what agents do and when is not logged"
-            yield Problem("deterministic", "replayable", needed, "deterministic: true, for an agent that is so itself")
-
-    def _advantage(self) -> Iterator[Problem]:
-        advantage, rollout, reward = self.algorithm.advantage, self.rollout, self.reward
-        if self.algorithm.credit.by_turn and self.agent is None:
-            given = f"{self.algorithm.credit.name}, without agent"
-            needed = "outcome: a response that is one answer has one turn"
-            yield Problem("algorithm.credit.name", given, needed, "remove it, or give an agent")
-        if rollout.samples_per_prompt < 2 and advantage.by_group:
-            given = f"{rollout.samples_per_prompt}, with algorithm.advantage.name: {advantage.name}"
-            needed = "at least 2: this advantage compares the samples of one prompt, and is 0 for a single one"
-            fix = "samples_per_prompt: 8, or an advantage such as reinforce_plus_plus, remax or gae"
-            yield Problem("rollout.samples_per_prompt", given, needed, fix)
-        if rollout.dynamic_sampling and not advantage.by_group:
-            given = f"given, with algorithm.advantage.name: {advantage.name}"
-            needed = "an advantage that compares the samples of one prompt: with this one, equal scores teach too"
-            fix = "remove it, or write another advantage, such as grpo"
-            yield Problem("rollout.dynamic_sampling", given, needed, fix)
-        if advantage.name != "gdpo":
-            return
-        if reward.by_source:
-            needed = "reward.functions alone: gdpo normalises each function over rows that all have it"
-            yield Problem("algorithm.advantage.name", "gdpo with reward.by_source", needed, "name: grpo")
-        elif len(reward.functions) < 2:
-            needed = "at least 2: it normalises each function apart; of one function it is grpo, whitened"
-            yield Problem("algorithm.advantage.name", "gdpo with one reward function", needed, "name: grpo")
-        for field, value in (("overlong", reward.overlong), ("non_stop_score", reward.non_stop_score)):
-            if value is not None:
-                given = "given, with algorithm.advantage.name: gdpo"
-                needed = "nothing that changes the sum of all rewards: gdpo never forms it"
-                yield Problem(f"reward.{field}", given, needed, "remove it, or write another advantage")
-
-    def _critic(self) -> Iterator[Problem]:
-        critic, steps, warmup = self.algorithm.critic, self.train.total_steps, self.train.optimizer.warmup_steps
-        if critic is None or steps is None:
-            return
-        if critic.warmup_steps >= steps:
-            given = f"{critic.warmup_steps} of {steps} steps in all"
-            needed = "less than train.total_steps: the policy learns nothing before"
-            yield Problem("algorithm.critic.warmup_steps", given, needed, "lower it")
-        elif steps < critic.warmup_steps + warmup:
-            given = f"{critic.warmup_steps} steps, then {warmup} of the learning rate's warm-up, of {steps} in all"
-            needed = "together at most train.total_steps: the policy's warm-up begins when the critic's is over"
-            yield Problem("algorithm.critic.warmup_steps", given, needed, "lower one of them")
-
-    def _passes(self) -> Iterator[Problem]:
-        tokens, algorithm = self.train.logprob_tokens_per_microbatch, self.algorithm
-        if tokens is None or algorithm.computes_old_logprobs or algorithm.kl.coefficient or algorithm.critic:
-            return
-        given = f"{tokens}, and no pass without gradients"
-        needed = "nothing: the update's own pass gives all logprobs"
-        yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
-
-    def _offload(self) -> Iterator[Problem]:
-        offload = self.train.offload
-        for_engines = [part for part in offload if part != "reference"]
-        if for_engines and self.cluster.placement == "disaggregated":
-            given = f"{', '.join(for_engines)}, with cluster.placement: disaggregated"
-            needed = "nothing: training has its devices to itself, with no engine to make room for"
-            yield Problem("train.offload", given, needed, "remove it, or write cluster.placement: colocated")
-        if "reference" in offload and self.algorithm.kl.coefficient == 0:
-            given = "reference, with algorithm.kl.coefficient 0"
-            needed = "a reference policy: there is none without a KL penalty"
-            yield Problem("train.offload", given, needed, "remove reference from the list, or give a coefficient")
-        if "critic" in offload and self.algorithm.critic is None:
-            given = "critic, without algorithm.critic"
-            yield Problem("train.offload", given, "a critic", "remove critic from the list")
-
-    def _evaluation(self) -> Iterator[Problem]:
-        best = self.checkpoint.keep_best
-        if best is not None:
-            yield from metric_rules("checkpoint.keep_best", best, self.eval)
-
-    def _reward_models(self) -> Iterator[Problem]:
-        lists = self.reward.lists()
-        lists |= {f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()}
-        asked = {
-            f"{field}.{index}": (entry.function, entry.arguments)
-            for field, entries in lists.items()
-            for index, entry in enumerate(entries)
-            if executor_of(entry.function) == "asking"
-        }
-        yield from use_rules(self.reward.models, asked)
-        for name, model in self.reward.models.items():
-            if model.devices > (most := self.cluster.gpus_per_node):
-                needed = f"a server within one node: at most {most} (cluster.gpus_per_node)"
-                yield Problem(f"reward.models.{name}.devices", str(model.devices), needed, f"devices: {most}")
-
-    def _devices(self) -> Iterator[Problem]:
-        rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
-        ranks, colocated = self.train.layout.parallel().ranks, self.cluster.placement == "colocated"
-        if own is not None and (colocated or each == 0):
-            given, fix = f"{own}, with rollout.engine: {rollout.engine}", "remove it"
-            reason = "the run does not start them"
-            if colocated:
-                given, reason = f"{own}, with placement: colocated", "colocated engines share the trainer's devices"
-                fix = "remove it, or write placement: disaggregated"
-            yield Problem("cluster.engine_devices", given, f"nothing: {reason}", fix)
-        elif own is not None and (own > rollout.engines * each or own % each):
-            most = rollout.engines * each
-            given = f"{own} devices for {rollout.engines} engine{'s' if rollout.engines > 1 else ''} of {each}"
-            multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
-            needed = "at most one device for each engine" if each == 1 else multiple
-            yield Problem("cluster.engine_devices", given, needed, f"engine_devices: {most}")
-        elif colocated and each > ranks:
-            given = f"{each}, with {ranks} training rank{'s' if ranks > 1 else ''} and placement: colocated"
-            needed = f"at most {ranks}: colocated engines share the trainer's devices"
-            fix = "smaller engines, more training ranks, or placement: disaggregated"
-            yield Problem("rollout.layout.tensor", given, needed, fix)
-        yield from self._nodes_of_engine()
-        expert = rollout.layout.expert
-        if rollout.kind.starts_servers and expert > 1 and self.cluster.device == "cpu":
-            needed = "1: on a CPU, SGLang ends at the first token if experts are shared"
-            yield Problem("rollout.layout.expert", f"{expert}, with cluster.device: cpu", needed, "expert: 1")
+    @property
+    def samples_described(self) -> str:
+        """Returns the samples of a step in words."""
+        prompts, each = self.rollout.prompts_per_step, self.rollout.samples_per_prompt
+        return f"{prompts} prompts x {each} samples = {self.rollout.samples_per_step}"
 
     @property
     def nodes_of_engine(self) -> int:
         """Returns the number of nodes of one engine: one, unless it is larger than a node."""
         return max(1, self.rollout.devices_of_engine // self.cluster.gpus_per_node)
 
-    def _nodes_of_engine(self) -> Iterator[Problem]:
-        each, per_node, pipeline = (
-            self.rollout.devices_of_engine,
-            self.cluster.gpus_per_node,
-            self.rollout.layout.pipeline,
-        )
-        nodes = self.nodes_of_engine
-        if each <= per_node:
-            return
-        given = f"an engine of {each} devices on nodes of {per_node}"
-        if each % per_node:
-            needed = "engines within a node, or of whole ones (cluster.gpus_per_node)"
-            yield Problem("rollout.layout", given, needed, f"tensor x pipeline as a multiple of {per_node}")
-        elif nodes % pipeline and pipeline % nodes:
-            needed = f"stages of whole nodes, or whole stages on each of its {nodes} nodes, as SGLang places them"
-            yield Problem("rollout.layout.pipeline", f"{pipeline}, in {given}", needed, f"pipeline: 1, or {nodes}")
+    @property
+    def order_varies(self) -> bool:
+        """Returns whether the order of samples depends on the machine's speed."""
+        schedule = self.schedule
+        if isinstance(schedule, SyncConfig):
+            return schedule.beyond > 0
+        return isinstance(schedule, AsyncConfig) and schedule.max_staleness > 0
 
-    def _transfer(self) -> Iterator[Problem]:
-        transfer, kind = self.weights.transfer, self.rollout.kind
-        if transfer == "disk" and not kind.reads_files:
-            given = f"disk, with rollout.engine: {self.rollout.engine}"
-            needed = "auto, shared_memory or process_group: files go through SGLang's loader"
-            yield Problem("weights.transfer", given, needed, "transfer: auto, or rollout.engine: sglang")
-        shared = self.cluster.placement == "colocated" and kind.started_by_us
-        if transfer == "process_group" and shared and self.cluster.device == "cuda":
-            needed = "one process on each GPU, for NCCL"
-            yield Problem("weights.transfer", "process_group, with placement: colocated", needed, "transfer: auto")
-        if self.weights.directory is not None and self.transfer != "disk":
-            given = f"{self.weights.directory}, with transfer: {transfer}"
-            needed = "nothing: no files are written"
-            yield Problem("weights.directory", given, needed, "remove it, or write transfer: disk")
+    @property
+    def policy_steps(self) -> float:
+        """Returns the steps after a critic's warm-up; infinity without a critic or a number of steps."""
+        critic, steps = self.algorithm.critic, self.train.total_steps
+        return steps - critic.warmup_steps if critic and steps else math.inf
 
-    def _quantization(self) -> Iterator[Problem]:
-        if self.rollout.quantization is None:
-            return
-        gpu, device, dtype, transfer = self.cluster.gpu, self.cluster.device, self.model.dtype, self.weights.transfer
-        other = gpu is not None and gpu not in FLOAT8_GPUS
-        for field, given, wrong, needed in (
-            ("cluster.device", device, device == "cpu", "cuda: SGLang's kernels for float8 are for GPUs"),
-            ("cluster.gpu", gpu, other, "a Hopper or Ada GPU: on others SGLang packs blocks in ways of their own"),
-            ("model.dtype", dtype, dtype == "float32", "bfloat16: blocks are made of it"),
-            ("weights.transfer", transfer, transfer == "disk", "another: files are not quantised"),
-        ):
-            if wrong:
-                given = f"{given}, with rollout.quantization: {self.rollout.quantization}"
-                yield Problem(field, given, needed, f"{needed.split(':')[0]}, or quantization: null")
+    @property
+    def metrics_asked(self) -> dict[str, str]:
+        """Returns the evaluation metrics that fields ask for, by field."""
+        stopping = self.eval.early_stopping
+        asked = {
+            "checkpoint.keep_best": self.checkpoint.keep_best,
+            "eval.early_stopping.metric": stopping.metric if stopping else None,
+        }
+        return {field: metric for field, metric in asked.items() if metric is not None}
+
+    @property
+    def functions_by_list(self) -> dict[str, list[RewardFunctionConfig]]:
+        """Returns every list of reward functions, also of evaluation sets, by its path."""
+        return self.reward.lists() | {
+            f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()
+        }
+
+    # --- values of the rules' problems --------------------------------------------------------------------------------
+
+    def _batch(self, *, equal: bool) -> Iterator[dict[str, object]]:
+        """Yields what is wrong with minibatches that are not `equal`, or are too small for each data rank."""
+        samples, minibatches = self.rollout.samples_per_step, self.algorithm.minibatches
+        if samples % minibatches and not equal:
+            divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+            yield {"nearest": min(divisors, key=lambda n: abs(n - minibatches))}
+        elif equal and samples % minibatches == 0 and samples // minibatches < self.train.layout.data:
+            yield {"each": samples // minibatches}
+
+    def _overlaps(self) -> Iterator[dict[str, object]]:
+        for name, files in self.eval.files_of_sets().items():
+            yield from ({"list": f"eval.sets.{name}.files"} | found for found in overlaps(self.data.train, files))
+
+    def _prompts_at_once(self) -> Iterator[dict[str, object]]:
+        schedule, least = self.schedule, self.rollout.prompts_per_step
+        if isinstance(schedule, AsyncConfig) and schedule.prompts_at_once is not None:
+            most = least * (1 + schedule.max_staleness)
+            if not least <= schedule.prompts_at_once <= most:
+                yield {"most": most}
+
+    def _carry_over(self) -> Iterator[dict[str, object]]:
+        if isinstance(self.schedule, SyncConfig):
+            most = self.rollout.prompts_per_step * self.schedule.max_staleness
+            if self.schedule.carry_over > most and self.schedule.beyond:
+                yield {"most": most}
+
+    def _deterministic(self) -> Iterator[dict[str, object]]:
+        if self.deterministic is True and self.order_varies:
+            yield {"settings": ", ".join(f"{key}: {value}" for key, value in self.schedule.model_dump().items())}
+
+    def _long_answers(self) -> Iterator[dict[str, object]]:
+        for name, one in self.eval.of_sets().items():
+            longer = (one.response_tokens_max or 0) > self.rollout.response_tokens_max
+            if self.agent and self.agent.tokens_max is None and longer:
+                yield {"name": name, "tokens": one.response_tokens_max}
+
+    def _shaped(self) -> Iterator[dict[str, object]]:
+        for field in ("overlong", "non_stop_score"):
+            if self.algorithm.advantage.name == "gdpo" and getattr(self.reward, field) is not None:
+                yield {"field": field}
+
+    def _offload_for_engines(self) -> Iterator[dict[str, object]]:
+        parts = [part for part in self.train.offload if part != "reference"]
+        if parts and self.cluster.placement == "disaggregated":
+            yield {"parts": ", ".join(parts)}
+
+    def _metrics(self, *, of_sets: bool) -> Iterator[dict[str, object]]:
+        """Yields metrics of no set, or those that a set does not have."""
+        for field, metric in self.metrics_asked.items() if self.eval.sets else ():
+            named, _, rest = metric.partition("/")
+            if of_sets:
+                yield from ({"field": field, "metric": metric} | found for found in unknown_metric(metric, self.eval))
+            elif named not in self.eval.sets:
+                near = difflib.get_close_matches(named, self.eval.sets, n=1) if rest else []
+                meant = f"{near[0]}/{rest}" if near else f"{next(iter(self.eval.sets))}/{metric}"
+                yield {"field": field, "metric": metric, "sets": " or ".join(self.eval.sets), "near": meant}
+
+    def _models_asked(self) -> Iterator[tuple[str, str, str]]:
+        """Yields (field, function, model) for each function that asks a model of reward.models."""
+        for field, entries in self.functions_by_list.items():
+            for index, entry in enumerate(entries):
+                if executor_of(entry.function) == "asking":
+                    name = entry.arguments.get("model")
+                    if entry.arguments.get("url") is None and isinstance(name, str):
+                        yield f"{field}.{index}", entry.function, name
+
+    def _wrong_models(self) -> Iterator[dict[str, object]]:
+        models = self.reward.models
+        for field, function, name in self._models_asked():
+            kind = "classifier" if function == "reward_model" else "generative"
+            found = models.get(name)
+            if found is None or found.kind != kind:
+                yield {
+                    "field": field,
+                    "name": name,
+                    "kind": kind,
+                    "given": name if found is None else f"{name}, a {found.kind} model",
+                    "fitting": ", ".join(other for other, one in models.items() if one.kind == kind) or "(none)",
+                    "url": "" if function == "reward_model" else ", or give the url of an endpoint",
+                }
+
+    def _unasked_models(self) -> Iterator[dict[str, object]]:
+        asked = {name for _, _, name in self._models_asked()}
+        return ({"name": name} for name in self.reward.models if name not in asked)
+
+    def _devices_of_engines(self) -> Iterator[dict[str, object]]:
+        rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
+        if own is not None and self.cluster.placement == "disaggregated" and each:
+            most = rollout.engines * each
+            if own > most or own % each:
+                multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
+                needed = "at most one device for each engine" if each == 1 else multiple
+                yield {"s": "s" if rollout.engines > 1 else "", "needed": needed, "most": most}
+
+    def _engine_larger_than_training(self) -> Iterator[dict[str, object]]:
+        ranks, colocated = self.train.layout.parallel().ranks, self.cluster.placement == "colocated"
+        if colocated and self.cluster.engine_devices is None and self.rollout.devices_of_engine > ranks:
+            yield {"ranks": ranks, "s": "s" if ranks > 1 else ""}
+
+    def _parts_of_nodes(self, *, stages: bool) -> bool:
+        """Returns whether an engine larger than a node, or else its pipeline's `stages`, are on parts of nodes."""
+        each, per_node, nodes = self.rollout.devices_of_engine, self.cluster.gpus_per_node, self.nodes_of_engine
+        if each <= per_node or not stages:
+            return each > per_node and each % per_node > 0
+        pipeline = self.rollout.layout.pipeline
+        return each % per_node == 0 and nodes % pipeline > 0 and pipeline % nodes > 0
+
+    RULES: ClassVar[Rules[Recipe]] = {
+        "minibatches_of_different_sizes": lambda r: r._batch(equal=False),
+        "data_ranks_without_samples": lambda r: r._batch(equal=True),
+        "episodes_below_a_step": lambda r: (r.train.total_episodes or 2**63) < r.rollout.samples_per_step,
+        "overlong_buffer": lambda r: (
+            r.reward.overlong and r.reward.overlong.buffer_tokens > r.rollout.response_tokens_max
+        ),
+        "held_out_tasks_overlap": _overlaps,
+        "nothing_to_decontaminate_against": lambda r: (
+            r.data.decontaminate and not r.data.decontaminate.against and not r.eval.sets
+        ),
+        "background_colocated": lambda r: (
+            not isinstance(r.schedule, SyncConfig)
+            and r.cluster.placement == "colocated"
+            and r.rollout.devices_of_engine
+        ),
+        "oversample_with_remax": lambda r: (
+            isinstance(r.schedule, SyncConfig) and r.schedule.oversample and r.algorithm.greedy_responses
+        ),
+        "one_step_off_dynamic_sampling": lambda r: (
+            r.rollout.dynamic_sampling and isinstance(r.schedule, OneStepOffConfig)
+        ),
+        "prompts_at_once_of_async": _prompts_at_once,
+        "carry_over_beyond_staleness": _carry_over,
+        "pause_of_one_step_off": lambda r: r.weights.given("pause") and isinstance(r.schedule, OneStepOffConfig),
+        "deterministic_order": _deterministic,
+        "deterministic_in_place": lambda r: r.deterministic and r.order_varies and r.weights.pause == "in_place",
+        "deterministic_servers_of_others": lambda r: r.deterministic and not r.rollout.kind.started_by_us,
+        "agent_function_without_agent": lambda r: (
+            {"list": path}
+            for path, functions in r.functions_by_list.items()
+            if r.agent is None and any(one.function == "agent" for one in functions)
+        ),
+        "overlong_with_agent": lambda r: r.agent and r.reward.overlong,
+        "answers_longer_than_an_agents": _long_answers,
+        "replayable_agent": lambda r: r.agent and r.deterministic == "replayable",
+        "credit_without_agent": lambda r: r.algorithm.credit.by_turn and r.agent is None,
+        "one_sample_of_a_group": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
+        "dynamic_sampling_without_groups": lambda r: r.rollout.dynamic_sampling and not r.algorithm.advantage.by_group,
+        "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and r.reward.by_source,
+        "gdpo_of_one_function": lambda r: (
+            r.algorithm.advantage.name == "gdpo" and not r.reward.by_source and len(r.reward.functions) < 2
+        ),
+        "gdpo_with_shaped_rewards": _shaped,
+        "critic_that_warms_up_throughout": lambda r: r.policy_steps <= 0,
+        "warmups_longer_than_the_run": lambda r: 0 < r.policy_steps < r.train.optimizer.warmup_steps,
+        "longest_sequence": lambda r: too_long(r.train, r.sequence_tokens_max, r.sequence_limits),
+        "logprob_tokens_without_passes": lambda r: (
+            r.train.logprob_tokens_per_microbatch is not None
+            and not (r.algorithm.computes_old_logprobs or r.algorithm.kl.coefficient or r.algorithm.critic)
+        ),
+        **TRAINING_RULES,
+        "offload_without_engines_beside": _offload_for_engines,
+        "offload_of_no_reference": lambda r: "reference" in r.train.offload and r.algorithm.kl.coefficient == 0,
+        "offload_of_no_critic": lambda r: "critic" in r.train.offload and r.algorithm.critic is None,
+        "metric_without_sets": lambda r: (
+            {"field": f, "metric": m} for f, m in r.metrics_asked.items() if not r.eval.sets
+        ),
+        "metric_of_another_set": lambda r: r._metrics(of_sets=False),
+        "metric_of_a_set": lambda r: r._metrics(of_sets=True),
+        "model_of_a_function": _wrong_models,
+        "model_that_no_function_asks": _unasked_models,
+        "model_larger_than_a_node": lambda r: (
+            {"name": name, "devices": model.devices}
+            for name, model in r.reward.models.items()
+            if model.devices > r.cluster.gpus_per_node
+        ),
+        "devices_of_colocated_engines": lambda r: (
+            r.cluster.engine_devices is not None and r.cluster.placement == "colocated"
+        ),
+        "devices_of_other_engines": lambda r: (
+            r.cluster.engine_devices is not None
+            and r.cluster.placement == "disaggregated"
+            and not r.rollout.devices_of_engine
+        ),
+        "devices_of_engines": _devices_of_engines,
+        "engine_larger_than_training": _engine_larger_than_training,
+        "engine_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=False),
+        "engine_stages_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=True),
+        "experts_of_an_engine_on_cpus": lambda r: (
+            r.rollout.kind.starts_servers and r.rollout.layout.expert > 1 and r.cluster.device == "cpu"
+        ),
+        "files_for_the_embedded_engine": lambda r: r.weights.transfer == "disk" and not r.rollout.kind.reads_files,
+        "process_group_on_shared_gpus": lambda r: (
+            r.weights.transfer == "process_group"
+            and r.cluster.placement == "colocated"
+            and r.rollout.kind.started_by_us
+            and r.cluster.device == "cuda"
+        ),
+        "directory_without_files": lambda r: r.weights.directory is not None and r.transfer != "disk",
+        "float8_on_cpus": lambda r: r.rollout.quantization and r.cluster.device == "cpu",
+        "float8_on_other_gpus": lambda r: r.rollout.quantization and r.cluster.gpu not in (None, *FLOAT8_GPUS),
+        "float8_of_float32": lambda r: r.rollout.quantization and r.model.dtype == "float32",
+        "float8_through_files": lambda r: r.rollout.quantization and r.weights.transfer == "disk",
+    }

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema.reward_models import RewardModelConfig
-from megagrpo.section import Number, PositiveFloat, Seconds, Section, Tokens
+from megagrpo.section import Number, PositiveFloat, Rules, Seconds, Section, Tokens
 
 
 class RewardFunctionConfig(Section):
@@ -110,17 +110,15 @@ class RewardConfig(Section):
         fix = f"add `{data_source}` or a pattern to reward.by_source, or reward.functions for all other rows"
         return Problem(f"{where}, data_source", data_source, needed, fix)
 
-    def rules(self) -> Iterator[Problem]:
-        if not self.functions and not self.by_source:
-            yield Problem("functions", "neither functions nor by_source", "a reward", "functions: [{function: math}]")
+    def _lists(self, wrong: Callable[[RewardFunctionConfig], bool]) -> Iterator[dict[str, object]]:
+        """Yields the place of each list all of whose functions are wrong."""
         for field, functions in self.lists().items():
-            where = field.removeprefix("reward.")
-            if all(function.weight == 0 for function in functions):
-                yield Problem(where, "only weights of 0", "a reward that differs between samples", "weight: 1.0")
-            if all(function.counts == "when_others_score" for function in functions):
-                needed = "one that always counts, whose score the others wait for"
-                yield Problem(where, "only functions with counts: when_others_score", needed, "counts: always")
-        if self.non_stop_score is not None and self.truncated == "mask":
-            given = f"{self.non_stop_score}, with truncated: mask"
-            needed = "nothing: masked responses have no score"
-            yield Problem("non_stop_score", given, needed, "remove it, or write truncated: score")
+            if all(map(wrong, functions)):
+                yield {"list": field.removeprefix("reward.")}
+
+    RULES: ClassVar[Rules[RewardConfig]] = {
+        "no_reward": lambda reward: not reward.functions and not reward.by_source,
+        "weights_of_zero": lambda reward: reward._lists(lambda one: one.weight == 0),
+        "no_function_always_counts": lambda reward: reward._lists(lambda one: one.counts == "when_others_score"),
+        "score_of_masked_responses": lambda reward: reward.non_stop_score is not None and reward.truncated == "mask",
+    }

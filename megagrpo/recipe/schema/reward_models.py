@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.schema.rollout import SglangConfig
 from megagrpo.section import ByName, Count, Section, Tokens
 
@@ -70,25 +68,3 @@ class GenerativeConfig(Section):
 
 
 RewardModelConfig = Annotated[ClassifierConfig | GenerativeConfig, ByName("kind")]
-
-
-def use_rules(models: dict[str, RewardModelConfig], asked: dict[str, tuple[str, dict[str, Any]]]) -> Iterator[Problem]:
-    """Yields problems of missing or unused models. asked: by field, (function, arguments) of entries that may ask."""
-    used = set()
-    for field, (function, arguments) in asked.items():
-        kind = "classifier" if function == "reward_model" else "generative"
-        name = arguments.get("model")
-        if arguments.get("url") is not None or not isinstance(name, str):
-            continue
-        used.add(name)
-        found = models.get(name)
-        of_kind = ", ".join(other for other, model in models.items() if model.kind == kind) or "(none)"
-        if found is None or found.kind != kind:
-            given = name if found is None else f"{name}, a {found.kind} model"
-            url = "" if function == "reward_model" else ", or give the url of an endpoint"
-            fix = f"add `{name}: {{kind: {kind}, path: ...}}` to reward.models{url}"
-            yield Problem(f"{field}.arguments.model", given, f"one of reward.models of kind {kind}: {of_kind}", fix)
-    for name in models:
-        if name not in used:
-            fix = "remove it, or name it as the model of judge, judge_pairs, judge_ranking or reward_model"
-            yield Problem(f"reward.models.{name}", "a model that no function asks", "one that is used", fix)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megagrpo.errors import Problem
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.kinds import ENGINES, EngineKind
 from megagrpo.section import (
@@ -16,10 +15,12 @@ from megagrpo.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    Rules,
     Seconds,
     Section,
     Temperature,
     Tokens,
+    repeated,
 )
 
 
@@ -183,69 +184,53 @@ class RolloutConfig(Section):
         """Returns the number of devices of one engine; 0 if the run does not start it."""
         return (self.layout.ranks if self.kind.splits else 1) if self.kind.started_by_us else 0
 
-    def rules(self) -> Iterator[Problem]:
-        reason = "training divides by the probabilities of the whole vocabulary, so sampling must draw from all of it"
-        responses = self.prompts_per_step * self.samples_per_prompt
-        if responses > RESPONSES_MAX:
-            needed = f"at most {RESPONSES_MAX:,} in a step"
-            yield Problem("prompts_per_step", f"{responses:,} responses", needed, "lower it, or samples_per_prompt")
-        if self.top_p != 1:
-            yield Problem("top_p", given=f"{self.top_p}", needed=f"1: {reason}", fix="top_p: 1.0, or remove it")
-        if self.top_k:
-            yield Problem("top_k", given=f"{self.top_k}", needed=f"0: {reason}", fix="top_k: 0, or remove it")
-        yield from self._no_url_rules() if self.kind.started_by_us else self._url_rules()
-        if not self.kind.starts_servers and (self.sglang.python is not None or self.sglang.model_extra):
-            given = f"settings, with engine: {self.engine}"
-            needed = "nothing: they are for servers that the run starts"
-            fix = "remove them (rollout.sglang={} as an override), or write engine: sglang"
-            yield Problem("sglang", given, needed, fix)
-        if self.quantization and not self.kind.starts_servers:
-            given = f"{self.quantization}, with engine: {self.engine}"
-            needed = "null: the run sends quantised weights to servers that it starts"
-            yield Problem("quantization", given, needed, "remove it, or write engine: sglang")
-        yield from self._number_rules()
-        sizes = self.layout.model_dump()
-        if not self.kind.splits:
-            for field, size in sizes.items():
-                if size > 1:
-                    given = f"{size}, with engine: transformers"
-                    needed = "1: the embedded engine is one process"
-                    yield Problem(f"layout.{field}", given, needed, f"{field}: 1, or engine: sglang")
-            return
-        for field, shared in (("expert", "experts are shared by"), ("attention_data", "its groups are among")):
-            if self.layout.tensor % sizes[field]:
-                given = f"{sizes[field]}, with tensor {self.layout.tensor}"
-                needed = f"a divisor of tensor: {shared} the same {self.layout.tensor} ranks"
-                yield Problem(f"layout.{field}", given, needed, f"{field}: 1, or {field}: as tensor")
+    @property
+    def samples_per_step(self) -> int:
+        """Returns the responses that a step asks for."""
+        return self.prompts_per_step * self.samples_per_prompt
 
-    def _no_url_rules(self) -> Iterator[Problem]:
-        for field, given in (("urls", self.urls), ("api_key_variable", self.api_key_variable)):
-            if given:
-                needed = "nothing: they are for servers that run already"
-                fix = "remove it, or write engine: external"
-                yield Problem(field, f"{given}, with engine: {self.engine}", needed, fix)
-
-    def _url_rules(self) -> Iterator[Problem]:
-        if len(self.urls) != self.engines:
-            given = f"{len(self.urls)} urls for {self.engines} engine{'s' if self.engines > 1 else ''}"
-            fix = f"engines: {len(self.urls)}" if self.urls else "urls: [http://host:30000]"
-            yield Problem("urls", given, "the url of each engine", fix)
-        if twice := sorted({url for url in self.urls if self.urls.count(url) > 1}):
-            yield Problem("urls", f"{', '.join(twice)} more than once", "each server once", "remove one")
-        for url in self.urls:
+    def _wrong_urls(self) -> Iterator[dict[str, object]]:
+        for url in self.urls if not self.kind.started_by_us else ():
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                yield Problem("urls", url, "http:// or https://, and a host", "write http://host:30000")
+                yield {"url": url}
 
-    def _number_rules(self) -> Iterator[Problem]:
-        """Yields problems of arguments that plans calculate with. SGLang itself checks all arguments before a run."""
-        options = self.sglang.model_extra or {}
-        share = options.get("mem_fraction_static")
-        if share is not None and not (isinstance(share, float) and 0 < share < 1):
-            needed = "a share of a GPU's memory, above 0 and below 1"
-            yield Problem("sglang.mem_fraction_static", f"{share}", needed, "mem_fraction_static: 0.5")
+    def _server_fields(self) -> Iterator[dict[str, object]]:
+        for field in ("urls", "api_key_variable"):
+            if self.kind.started_by_us and (value := getattr(self, field)):
+                yield {"field": field, "value": value}
+
+    def _share(self) -> bool:
+        share = (self.sglang.model_extra or {}).get("mem_fraction_static", 0.5)
+        return not (isinstance(share, float) and 0 < share < 1)
+
+    def _numbers(self) -> Iterator[dict[str, object]]:
+        """Yields wrong arguments that plans calculate with. SGLang itself checks all arguments before a run."""
         for name in ("max_running_requests", "max_total_tokens", "chunked_prefill_size"):
-            value = options.get(name)
+            value = (self.sglang.model_extra or {}).get(name)
             whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
             if not whole and not (name == "chunked_prefill_size" and value == -1):
-                yield Problem(f"sglang.{name}", given=f"{value}", needed="a whole number above 0", fix="remove it")
+                yield {"name": name, "value": value}
+
+    def _embedded_sizes(self) -> Iterator[dict[str, object]]:
+        sizes = self.layout.model_dump() if not self.kind.splits else {}
+        return ({"field": field, "size": size} for field, size in sizes.items() if size > 1)
+
+    RULES: ClassVar[Rules[RolloutConfig]] = {
+        "too_many_responses": lambda r: r.samples_per_step > RESPONSES_MAX,
+        "top_p_of_training": lambda r: r.top_p != 1,
+        "top_k_of_training": lambda r: r.top_k,
+        "urls_of_engines": lambda r: not r.kind.started_by_us and len(r.urls) != r.engines,
+        "url_twice": lambda r: ({"urls": url} for url in repeated(r.urls) if not r.kind.started_by_us),
+        "url_of_a_server": _wrong_urls,
+        "server_fields_alone": _server_fields,
+        "sglang_settings_alone": lambda r: (
+            not r.kind.starts_servers and (r.sglang.python is not None or r.sglang.model_extra)
+        ),
+        "quantization_alone": lambda r: not r.kind.starts_servers and r.quantization,
+        "mem_fraction_static": _share,
+        "sglang_number": _numbers,
+        "layout_of_the_embedded_engine": _embedded_sizes,
+        "expert_divides_tensor": lambda r: r.kind.splits and r.layout.tensor % r.layout.expert,
+        "attention_data_divides_tensor": lambda r: r.kind.splits and r.layout.tensor % r.layout.attention_data,
+    }

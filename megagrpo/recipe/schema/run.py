@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.errors import Problem, brief
-from megagrpo.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
+from megagrpo.section import Count, NonNegativeInt, PositiveInt, Rules, Seconds, Section
 
 Pause = Literal["retract", "in_place", "finish"]
 
@@ -96,12 +95,11 @@ class CheckpointConfig(Section):
     after_export: list[str] = []
     """Command started for each exported model, also the final one, such as ["bash", "evaluate.sh", "{directory}"]."""
 
-    def rules(self) -> Iterator[Problem]:
-        if self.after_export and not self.export_hugging_face and self.export_every_steps is None:
-            given, needed = "a command, with export_hugging_face: false", "a model that is exported"
-            yield Problem(
-                "after_export", given, needed, "export_every_steps: N, export_hugging_face: true, or remove it"
-            )
+    RULES: ClassVar[Rules[CheckpointConfig]] = {
+        "command_without_exports": lambda c: (
+            c.after_export and not c.export_hugging_face and c.export_every_steps is None
+        )
+    }
 
 
 ConsoleMode = Literal["auto", "live", "lines", "off", "json"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.section import ByName, Count, NonNegativeInt, Section
+from megagrpo.section import ByName, Count, NonNegativeInt, Rules, Section
 
 Staleness = Annotated[int, Field(ge=0, le=1000)]
 
@@ -36,16 +34,11 @@ class SyncConfig(Section):
         """Returns the prompts sampled at once beyond those that a step trains on. 0: a step waits for all its own."""
         return self.carry_over + self.oversample
 
-    def rules(self) -> Iterator[Problem]:
-        if self.carry_over and self.oversample:
-            given, needed = f"{self.oversample}, with carry_over: {self.carry_over}", "one of them"
-            yield Problem("oversample", given, needed, "remove oversample: what is late then goes on in the next step")
-        if self.carry_over and not self.max_staleness:
-            needed = "at least 1: what is carried over is trained by a later step"
-            yield Problem("max_staleness", "0, with carry_over", needed, "max_staleness: 2")
-        if self.max_staleness and not self.carry_over:
-            needed = "0: without carry_over every group is trained in the step that samples it"
-            yield Problem("max_staleness", f"{self.max_staleness}", needed, "remove it, or give carry_over")
+    RULES: ClassVar[Rules[SyncConfig]] = {
+        "oversample_and_carry_over": lambda sync: sync.carry_over and sync.oversample,
+        "carry_over_without_staleness": lambda sync: sync.carry_over and not sync.max_staleness,
+        "staleness_without_carry_over": lambda sync: sync.max_staleness and not sync.carry_over,
+    }
 
 
 class OneStepOffConfig(Section):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.recipe.schema.data import EntryConfig, weight_rules
+from megagrpo.recipe.schema.data import EntryConfig, weights
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
 from megagrpo.recipe.schema.train import (
+    TRAINING_RULES,
     TrainConfig,
-    deterministic_rules,
-    device_rules,
-    dtype_rules,
-    length_rules,
-    longest_rules,
+    too_long,
 )
-from megagrpo.section import PositiveInt, Section, Seed, Tokens
+from megagrpo.section import PositiveInt, Rules, Section, Seed, Tokens
 
 NO_ENGINES = "nothing: supervised fine-tuning has no engines"
 HELD_OUT = "held_out"
@@ -60,8 +56,7 @@ class SftDataConfig(Section):
     """Folder for the tokens of large files, which a later run finds again. null: megagrpo in $XDG_CACHE_HOME, which is
     ~/.cache by default. It may be emptied at any time."""
 
-    def rules(self) -> Iterator[Problem]:
-        yield from weight_rules("train", self.train)
+    RULES: ClassVar[Rules[SftDataConfig]] = {"weight_missing": weights("train")}
 
 
 class SftEvalConfig(Section):
@@ -85,8 +80,7 @@ class SftEvalConfig(Section):
         is_due = last or (step % self.every_steps == 0 if step else self.before_training)
         return [HELD_OUT] if self.files and is_due else []
 
-    def rules(self) -> Iterator[Problem]:
-        yield from weight_rules("files", self.files)
+    RULES: ClassVar[Rules[SftEvalConfig]] = {"weight_missing": weights("files")}
 
 
 class SftRecipe(Section):
@@ -113,38 +107,21 @@ class SftRecipe(Section):
     track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
 
-    def rules(self) -> Iterator[Problem]:
-        train, longest, data = self.train, self.data.tokens_max, self.train.layout.data
-        if train.total_episodes is not None:
-            needed = "nothing: no responses are generated"
-            yield Problem("train.total_episodes", f"{train.total_episodes}", needed, "give total_steps or total_epochs")
-        else:
-            yield from length_rules(train, ("total_steps", "total_epochs"), "add total_epochs: N")
-        if self.data.examples_per_step < data:
-            given = f"{self.data.examples_per_step}, and {data} data ranks"
-            fix = f"examples_per_step: {data}, or a smaller train.layout.data"
-            yield Problem("data.examples_per_step", given, "at least one example of every step for each data rank", fix)
-        yield from longest_rules(
-            train, longest, described=f"examples of up to {longest}", what="example", limits=("data.tokens_max",)
-        )
-        if train.logprob_tokens_per_microbatch is not None:
-            given = f"{train.logprob_tokens_per_microbatch}"
-            needed = "nothing: no logprobs are computed before an update"
-            yield Problem("train.logprob_tokens_per_microbatch", given, needed, "remove it")
-        yield from device_rules(train, self.cluster)
-        yield from dtype_rules(train, self.model.dtype)
-        if self.deterministic:
-            yield from deterministic_rules(train)
-        if train.offload:
-            yield Problem("train.offload", given=", ".join(train.offload), needed=NO_ENGINES, fix="remove it")
-        if self.cluster.placement != "colocated":
-            yield Problem("cluster.placement", given=self.cluster.placement, needed=NO_ENGINES, fix="remove it")
-        if (devices := self.cluster.engine_devices) is not None:
-            yield Problem("cluster.engine_devices", given=f"{devices}", needed=NO_ENGINES, fix="remove it")
-        if self.checkpoint.keep_batches:
-            given = f"{self.checkpoint.keep_batches}"
-            yield Problem("checkpoint.keep_batches", given, "nothing: no responses are sampled", fix="remove it")
-        if self.checkpoint.keep_best is not None:
-            needed = "nothing: it keeps the checkpoint with the largest metric, and a held-out loss should be small"
-            fix = "remove it, and set checkpoint.keep_last to as many as you want to choose from"
-            yield Problem("checkpoint.keep_best", self.checkpoint.keep_best, needed, fix)
+    @property
+    def sequence_described(self) -> str:
+        """Returns the longest sequence in words."""
+        return f"examples of up to {self.data.tokens_max}"
+
+    RULES: ClassVar[Rules[SftRecipe]] = {
+        "episodes_of_sft": lambda r: r.train.total_episodes is not None,
+        "data_ranks_without_examples": lambda r: r.data.examples_per_step < r.train.layout.data,
+        "longest_sequence": lambda r: too_long(r.train, r.data.tokens_max, ["data.tokens_max"]),
+        "logprob_tokens_of_sft": lambda r: r.train.logprob_tokens_per_microbatch is not None,
+        **TRAINING_RULES,
+        "several_lengths": lambda r: len(r.train.lengths) > 1 and r.train.total_episodes is None,
+        "offload_of_sft": lambda r: ({"parts": ", ".join(r.train.offload)} for _ in range(bool(r.train.offload))),
+        "placement_of_sft": lambda r: r.cluster.placement != "colocated",
+        "engine_devices_of_sft": lambda r: r.cluster.engine_devices is not None,
+        "batches_of_sft": lambda r: r.checkpoint.keep_batches,
+        "best_of_sft": lambda r: r.checkpoint.keep_best is not None,
+    }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem
-from megagrpo.section import Count, Seconds, Section
+from megagrpo.section import Count, Rules, Seconds, Section
 
 Memory = Annotated[int, Field(ge=16, le=2**24)]
 
@@ -48,10 +46,9 @@ class ToolConfig(Section):
         """Returns whether the tool is FILE.py:NAME."""
         return self.mcp is None and ".py:" in self.name
 
-    def rules(self) -> Iterator[Problem]:
-        if self.stateful and not self.mcp and self.name != "python":
-            given, needed = f"true, for {self.name}", "false: only python and MCP servers can be both"
-            yield Problem("stateful", given, needed, "remove it; for a state in tools of your own write a class")
+    RULES: ClassVar[Rules[ToolConfig]] = {
+        "stateful_function": lambda tool: tool.stateful and not tool.mcp and tool.name != "python"
+    }
 
 
 # Arguments of the tools that are not the user's own. They are read when the tool is known: its name says which.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megagrpo.algorithm.optimizer import OptimizerConfig
-from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.recipe.schema.run import ClusterConfig
-from megagrpo.section import Count, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tokens
+from megagrpo.section import Count, NonNegativeInt, PositiveFloat, PositiveInt, Rules, Section, Tokens, each_once
+
+if TYPE_CHECKING:
+    from megagrpo.recipe.schema import AnyRecipe
 
 RANKS_MAX = 2**17
 ALL_LAYERS = 2**31
@@ -55,20 +56,22 @@ class LayoutConfig(Section):
     def parallel(self) -> ParallelLayout:
         return ParallelLayout(**{**vars(self), "expert_tensor": self.expert_tensor or self.tensor})
 
-    def rules(self) -> Iterator[Problem]:
+    def _impossible(self, *, of_experts: bool) -> Iterator[dict[str, object]]:
+        """Yields the problems of ranks of experts, or those of stages of layers."""
         layout = self.parallel()
-        if layout.ranks > RANKS_MAX:
-            yield Problem("tensor", f"{layout.ranks:,} ranks in all", f"at most {RANKS_MAX:,}", "lower one of the axes")
-            return
-        for text in layout.problems():
-            field = text.split()[0]
-            default = "" if self.expert_tensor else " (the default: as tensor)"
-            given = f"expert {layout.expert} x expert_tensor {layout.expert_tensor}{default}"
-            fix = "lower expert or expert_tensor, or raise data"
-            if field != "expert":  # virtual_pipeline, or the length of a stage
-                given = f"{field} {getattr(layout, field)} with pipeline {layout.pipeline}"
+        for reason in layout.problems() if layout.ranks <= RANKS_MAX else ():
+            field, *_ = reason.split()
+            if (field == "expert") == of_experts:
+                default = "" if self.expert_tensor else " (the default: as tensor)"
                 fix = "virtual_pipeline: 1" if field == "virtual_pipeline" else "remove it"
-            yield Problem(field, given=given, needed=text, fix=fix)
+                values = {"field": field, "value": getattr(layout, field), "ranks": layout.expert_tensor}
+                yield {**values, "reason": reason, "default": default, "fix": fix}
+
+    RULES: ClassVar[Rules[LayoutConfig]] = {
+        "too_many_ranks": lambda layout: ({"ranks": n} for n in [layout.parallel().ranks] if n > RANKS_MAX),
+        "ranks_of_experts": lambda layout: layout._impossible(of_experts=True),
+        "stages_of_layers": lambda layout: layout._impossible(of_experts=False),
+    }
 
 
 class LoraConfig(Section):
@@ -85,8 +88,7 @@ class LoraConfig(Section):
     ] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Matrices that have one, by their names in Hugging Face models; of every expert, too."""
 
-    def rules(self) -> Iterator[Problem]:
-        yield from once_each("targets", self.targets)
+    RULES: ClassVar[Rules[LoraConfig]] = {"named_twice": each_once("targets")}
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,19 @@ class RecomputeConfig(Section):
     layers: PositiveInt | None = None
     """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
 
-    def rules(self) -> Iterator[Problem]:
-        yield from once_each("modules", self.modules)
+    def _both_or_none(self) -> Iterator[dict[str, object]]:
         if bool(self.modules) == (self.layers is not None):
-            given = f"modules {', '.join(self.modules) or 'none'} and layers {self.layers or 'none'}"
-            needed = "modules or layers: Megatron-Core computes parts of all layers again, or some layers whole"
-            yield Problem("modules", given, needed, "keep one of them, or recompute: none")
+            yield {"named": ", ".join(self.modules) or "none", "counted": self.layers or "none"}
+
+    def _within_moe(self) -> Iterator[dict[str, object]]:
         if "moe" in self.modules and (within := sorted({"moe_act", "shared_experts"} & set(self.modules))):
-            needed = "moe alone: it computes all of the experts again"
-            yield Problem("modules", f"moe and {', '.join(within)}", needed, f"remove {' and '.join(within)}")
+            yield {"within": ", ".join(within), "removed": " and ".join(within)}
+
+    RULES: ClassVar[Rules[RecomputeConfig]] = {
+        "named_twice": each_once("modules"),
+        "recompute_modules_or_layers": _both_or_none,
+        "recompute_within_moe": _within_moe,
+    }
 
 
 class ProfileConfig(Section):
@@ -134,9 +140,7 @@ class ProfileConfig(Section):
     memory: bool = False
     """Also a snapshot of the CUDA memory of these ranks, with where each block was allocated."""
 
-    def rules(self) -> Iterator[Problem]:
-        yield from once_each("steps", [str(step) for step in self.steps])
-        yield from once_each("ranks", [str(rank) for rank in self.ranks])
+    RULES: ClassVar[Rules[ProfileConfig]] = {"named_twice": each_once("steps", "ranks")}
 
 
 class TrainConfig(Section):
@@ -198,6 +202,12 @@ class TrainConfig(Section):
     """Any other field of Megatron's TransformerConfig, checked against the installed version."""
 
     @property
+    def lengths(self) -> list[str]:
+        """Returns the fields that give the length of the run."""
+        names = ("total_steps", "total_epochs", "total_episodes")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
     def recomputed(self) -> Recomputed:
         """Returns the parts that `recompute` stands for."""
         match self.recompute:
@@ -209,93 +219,55 @@ class TrainConfig(Section):
                 return Recomputed(layers=ALL_LAYERS)
         return Recomputed(frozenset(self.recompute.modules), self.recompute.layers or 0)
 
-    def rules(self) -> Iterator[Problem]:
-        yield from once_each("offload", self.offload)
-        beyond = [rank for rank in self.profile.ranks if rank >= self.layout.parallel().ranks] if self.profile else []
-        if beyond:
-            needed = f"training ranks, of which the layout has {self.layout.parallel().ranks}, from 0"
-            yield Problem("profile.ranks", ", ".join(map(str, beyond)), needed, "profile: {steps: [5], ranks: [0]}")
-        steps, trained, tokens = self.total_steps, self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
-        if steps is not None and self.optimizer.warmup_steps > steps:
-            given = f"{self.optimizer.warmup_steps} of {steps} steps in all"
-            yield Problem("optimizer.warmup_steps", given, "at most train.total_steps", "lower it")
+    def _other_ranks(self) -> Iterator[dict[str, object]]:
+        ranks = self.layout.parallel().ranks
+        if beyond := [str(rank) for rank in (self.profile.ranks if self.profile else ()) if rank >= ranks]:
+            yield {"beyond": ", ".join(beyond), "ranks": ranks}
+
+    def _parts_of_microbatches(self) -> Iterator[dict[str, object]]:
+        trained, tokens = self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
         if tokens is not None and (tokens % trained or tokens == trained):
-            needed = f"a multiple of {trained}: whole microbatches pass together"
-            fix = f"{max(2, tokens // trained) * trained}, or remove it"
-            yield Problem("logprob_tokens_per_microbatch", f"{tokens}, and {trained} with gradients", needed, fix)
-        yield from once_each("overlap", self.overlap)
-        if self.optimizer.moment_dtype == "bfloat16" and not self.distributed_optimizer:
-            needed = "the distributed optimizer: Megatron's other ones have float32 moments"
-            given = "bfloat16 with distributed_optimizer: false"
-            yield Problem("optimizer.moment_dtype", given, needed, "distributed_optimizer: true")
-        if "parameters" in self.overlap and not (self.distributed_optimizer and "gradients" in self.overlap):
-            given = "parameters" + ("" if self.distributed_optimizer else " with distributed_optimizer: false")
-            needed = "the distributed optimizer, which gathers them, and gradients in the list"
-            yield Problem("overlap", given, needed, "overlap: [gradients, parameters], distributed_optimizer: true")
-        if self.lora is not None and self.optimizer.kind == "muon":
-            needed = "adam: Muon is for whole matrices, not for the two thin factors of an adapter"
-            yield Problem("optimizer.kind", "muon with train.lora", needed, "kind: adam, or remove lora")
-        if self.lora is not None and self.layer_spec == "transformer_engine":
-            needed = "Megatron's local layers: adapters are on their linear layers"
-            yield Problem("layer_spec", "transformer_engine with train.lora", needed, "layer_spec: auto")
-        if "moe_act" in self.recomputed.modules and (self.layer_spec == "local" or self.lora is not None):
-            given = "moe_act with " + ("train.lora" if self.lora is not None else "layer_spec: local")
-            needed = "transformer_engine's grouped experts, or another module"
-            yield Problem("recompute.modules", given, needed, "moe in its place")
+            yield {"multiple": max(2, tokens // trained) * trained}
+
+    RULES: ClassVar[Rules[TrainConfig]] = {
+        "named_twice": each_once("offload", "overlap"),
+        "profile_of_other_ranks": _other_ranks,
+        "warmup_longer_than_the_run": lambda t: t.total_steps is not None and t.optimizer.warmup_steps > t.total_steps,
+        "logprob_tokens_of_whole_microbatches": _parts_of_microbatches,
+        "moments_on_every_rank": lambda t: t.optimizer.moment_dtype == "bfloat16" and not t.distributed_optimizer,
+        "overlap_of_parameters": lambda t: (
+            "parameters" in t.overlap and not (t.distributed_optimizer and "gradients" in t.overlap)
+        ),
+        "muon_on_adapters": lambda t: t.lora is not None and t.optimizer.kind == "muon",
+        "adapters_on_fused_layers": lambda t: t.lora is not None and t.layer_spec == "transformer_engine",
+        "moe_act_with_adapters": lambda t: t.lora is not None and "moe_act" in t.recomputed.modules,
+        "moe_act_of_local_layers": lambda t: (
+            t.lora is None and t.layer_spec == "local" and "moe_act" in t.recomputed.modules
+        ),
+    }
 
 
-def once_each(field: str, names: Sequence[str]) -> Iterator[Problem]:
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(field, f"{', '.join(repeated)} more than once", "each name once", fix="remove the others")
+def too_long(train: TrainConfig, longest: int, limits: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Yields the values of longest_sequence unless a microbatch holds sequences of `longest` tokens.
 
-
-def length_rules(train: TrainConfig, names: tuple[str, ...], example: str) -> Iterator[Problem]:
-    """Yields a problem unless exactly one of the fields `names` gives the length of the run."""
-    given = [name for name in names if getattr(train, name) is not None]
-    if len(given) != 1:
-        needed = f"exactly one of {', '.join(names)}"
-        fix = "keep one of them" if given else example
-        yield Problem(f"train.{(given or names)[0]}", " and ".join(given) or "no length of the run", needed, fix)
-
-
-def longest_rules(
-    train: TrainConfig, longest: int, *, described: str, what: str, limits: tuple[str, ...]
-) -> Iterator[Problem]:
-    """Yields a problem unless a microbatch holds sequences of `longest` tokens, which the fields `limits` allow."""
+    limits: the fields that allow so many.
+    """
     context = train.layout.context
     multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
     padded = -(-longest // multiple) * multiple
     if train.tokens_per_microbatch * context < padded:
-        given = f"{train.tokens_per_microbatch} tokens x {context} context ranks, and {described}"
-        given += f", padded to {padded} for context ranks" if padded > longest else ""
-        needed = f"at least {-(-padded // context)}, to hold the longest {what}"
-        yield Problem("train.tokens_per_microbatch", given, needed, f"raise it, or lower {' or '.join(limits)}")
+        padding = f", padded to {padded} for context ranks" if padded > longest else ""
+        yield {"padding": padding, "least": -(-padded // context), "limits": " or ".join(limits)}
 
 
-def deterministic_rules(train: TrainConfig) -> Iterator[Problem]:
-    """Yields the problems of a deterministic recipe."""
-    if train.megatron.get("deterministic_mode") is False:
-        given, needed = "false in a recipe that is deterministic", "nothing: deterministic at the top sets it"
-        yield Problem("train.megatron.deterministic_mode", given, needed, "remove one of them")
-
-
-def dtype_rules(train: TrainConfig, dtype: str) -> Iterator[Problem]:
-    """Yields problems of bfloat16 gradients or moments beside float32 weights. `dtype` is model.dtype."""
-    if train.gradient_dtype == "bfloat16" and dtype == "float32":
-        needed = "float32, as the weights: Megatron's buffers are in one or the other"
-        yield Problem("train.gradient_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")
-    if train.optimizer.moment_dtype == "bfloat16" and dtype == "float32":
-        needed = "bfloat16 weights, of which the optimizer keeps float32 ones"
-        yield Problem("train.optimizer.moment_dtype", "bfloat16 with model.dtype: float32", needed, "remove it")
-
-
-def device_rules(train: TrainConfig, cluster: ClusterConfig) -> Iterator[Problem]:
-    if cluster.device == "cpu" and train.layer_spec == "transformer_engine":
-        needed = "local or auto: Transformer Engine runs on CUDA only"
-        yield Problem("train.layer_spec", "transformer_engine with cluster.device: cpu", needed, "layer_spec: auto")
-    if cluster.device == "cpu" and train.optimizer.moment_dtype == "bfloat16":
-        needed = "float32: transformer_engine's Adam runs on CUDA only"
-        yield Problem("train.optimizer.moment_dtype", "bfloat16 with cluster.device: cpu", needed, "remove it")
-    if cluster.device == "cpu" and "moe_act" in train.recomputed.modules:
-        needed = "transformer_engine's grouped experts, which run on CUDA only"
-        yield Problem("train.recompute.modules", "moe_act with cluster.device: cpu", needed, "moe in its place")
+TRAINING_RULES: Rules[AnyRecipe] = {
+    "no_length": lambda r: not r.train.lengths,
+    "several_lengths": lambda r: len(r.train.lengths) > 1,
+    "fused_layers_on_cpus": lambda r: r.cluster.device == "cpu" and r.train.layer_spec == "transformer_engine",
+    "moments_on_cpus": lambda r: r.cluster.device == "cpu" and r.train.optimizer.moment_dtype == "bfloat16",
+    "moe_act_on_cpus": lambda r: r.cluster.device == "cpu" and "moe_act" in r.train.recomputed.modules,
+    "gradients_beside_float32": lambda r: r.train.gradient_dtype == "bfloat16" and r.model.dtype == "float32",
+    "moments_beside_float32": lambda r: r.train.optimizer.moment_dtype == "bfloat16" and r.model.dtype == "float32",
+    "deterministic_mode_off": lambda r: r.deterministic and r.train.megatron.get("deterministic_mode") is False,
+}
+"""Rules of every kind of recipe about its training ranks."""

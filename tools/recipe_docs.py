@@ -1,6 +1,6 @@
-"""The reference of a recipe's fields: docs/reference/recipe.md and docs/reference/sft.md.
+"""The references of a recipe's fields, docs/reference/, and the JSON schemas by which editors complete and check them.
 
-`python -m megagrpo.recipe.reference` writes them. A section that several fields have is described where it comes first.
+`python -m tools.recipe_docs` writes them. A section that several fields have is described where it comes first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from pydantic.fields import FieldInfo
 
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.section import FILE_AND_FUNCTION
+from megagrpo.section import FILE_AND_FUNCTION, rule_texts
 
-DIRECTORY = Path(__file__).parents[2] / "docs" / "reference"
-FILES: dict[type[AnyRecipe], Path] = {Recipe: DIRECTORY / "recipe.md", SftRecipe: DIRECTORY / "sft.md"}
+REPOSITORY = Path(__file__).resolve().parents[1]
+YAML_RECIPES = REPOSITORY / "yaml_recipes"
+PAGES: dict[type[AnyRecipe], Path] = {
+    Recipe: REPOSITORY / "docs" / "reference" / "recipe.md",
+    SftRecipe: REPOSITORY / "docs" / "reference" / "sft.md",
+}
+SCHEMAS: dict[type[AnyRecipe], Path] = {
+    Recipe: YAML_RECIPES / "recipe.schema.json",
+    SftRecipe: YAML_RECIPES / "sft.schema.json",
+}
 TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
     Recipe: ("Fields of a recipe", "For `megagrpo train`. [Recipes](../recipes.md) says how they are written."),
     SftRecipe: (
@@ -28,10 +36,27 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
         "For [`megagrpo sft`](../sft.md). Recipes for `megagrpo train` have [other fields](recipe.md).",
     ),
 }
+RULES_BEGINNING = (
+    "`megagrpo plan` and `megagrpo train` check these rules between fields, all at once. A broken one is printed with",
+    "the field, what was given, what is needed, and a fix. Names in capitals stand for values. Rules of one field, its",
+    "type and its bounds, are with [the fields](recipe.md). Made from the code by `python -m tools.recipe_docs`.",
+)
 ITEM, NAME = "[]", ".NAME"
 """Suffixes of the path of a list's item, and of a mapping's value."""
 UNBOUNDED = re.compile(r" (and )?of at (most|least) (-?1000000000(\.0)?|9223372036854775807)\b")
 """Bounds that no value reaches."""
+
+
+def json_schema(recipe_class: type[AnyRecipe]) -> str:
+    """Returns the schema's text, JSON Schema draft 2020-12."""
+    described = recipe_class.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described, "title": "megagrpo recipe"}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def first_line(recipe_class: type[AnyRecipe]) -> str:
+    """Returns the line with which a recipe beside the schema names it."""
+    return f"# yaml-language-server: $schema={SCHEMAS[recipe_class].name}"
 
 
 def reference(recipe_class: type[AnyRecipe]) -> str:
@@ -43,11 +68,38 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
             "",
             f"{beginning} Every field with its type, its default and its meaning, in the order in which",
             "data flows. On the command line a field is set by its path: `train.layout.tensor=4`; items of lists are",
-            "counted from 0. Made from the code by `python -m megagrpo.recipe.reference`.",
+            "counted from 0. Made from the code by `python -m tools.recipe_docs`.",
             "",
             *_Page(recipe_class).lines(recipe_class),
         ]
     )
+
+
+def rules() -> str:
+    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, and one of kind sft."""
+    tables: dict[str, list[str]] = {}
+    told: set[tuple[str, str]] = set()
+    for kind in PAGES:
+        for section, path in _Page(kind).sections().items():
+            for name in getattr(section, "RULES", {}):
+                text = rule_texts()[name]
+                where = _filled(f"{path}.{text.where}" if path else text.where)
+                if (name, where) not in told:
+                    told.add((name, where))
+                    parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
+                    title = re.split(r"\W", where)[0] if kind is Recipe else "kind: sft"
+                    tables.setdefault(title, []).append(f"| {' | '.join((f'`{where}`', *parts))} |")
+    lines = ["# Rules of a recipe", "", *RULES_BEGINNING]
+    for title, rows in tables.items():
+        lines += ["", f"## `{title}`", "", "| field | given | needed | fix |", "|---|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _filled(template: str) -> str:
+    """Returns the template of a problem with a name in capitals for each value."""
+    value = r"(?<!\{)\{([\w.]+?)(\[\d\])?(:[^{}]*)?\}"
+    shown = re.sub(value, lambda found: found[1].rpartition(".")[2].upper(), template)
+    return shown.replace("{{", "{").replace("}}", "}")
 
 
 class _Page:
@@ -55,6 +107,13 @@ class _Page:
         self.places: dict[type[BaseModel], str] = {recipe_class: ""}
         """The path at which each section is described."""
         self.anchors: set[str] = set()
+
+    def sections(self) -> dict[type[BaseModel], str]:
+        """Returns the path of every section."""
+        (whole,) = self.places
+        for _ in self.lines(whole):
+            pass
+        return self.places
 
     def lines(self, section: type[BaseModel]) -> Iterator[str]:
         yield from self._fields(section, "")
@@ -187,8 +246,14 @@ def _slug(path: str) -> str:
     return re.sub(r"[^\w-]", "", path).lower()
 
 
+def written() -> dict[Path, str]:
+    """Returns the text of every file that is made from the recipes' classes."""
+    pages = {path: reference(kind) for kind, path in PAGES.items()}
+    schemas = {path: json_schema(kind) for kind, path in SCHEMAS.items()}
+    return pages | schemas | {REPOSITORY / "docs" / "reference" / "rules.md": rules()}
+
+
 if __name__ == "__main__":
-    for recipe_class, file in FILES.items():
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(reference(recipe_class), encoding="utf-8")
-        print(file)
+    for path, text in written().items():
+        path.write_text(text, encoding="utf-8")
+        print(path)
