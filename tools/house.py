@@ -30,7 +30,7 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_369,
-    ("megatron",): 4_160,
+    ("megatron",): 4_157,
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_623,
     ("rollout",): 3_064,
