@@ -32,7 +32,7 @@ BUDGETS = {
     ("weights",): 6_369,
     ("megatron",): 4_157,
     ("layout", "batching", "algorithm"): 2_818,
-    ("checkpoint", "convert"): 2_623,
+    ("checkpoint", "convert"): 2_614,
     ("rollout",): 3_064,
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
