@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=510, files=401),
-    "tests": Limits(lines=51_455, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_456, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
