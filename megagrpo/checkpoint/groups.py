@@ -56,17 +56,9 @@ Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
 
 
 @dataclass(frozen=True)
-class _SavedTurn:
-    number: Count
-    branch: Count
-    tokens: Count
-    reward: float | None
-
-
-@dataclass(frozen=True)
 class _SavedAgent:
     branches: Count
-    turns: tuple[_SavedTurn, ...]
+    turns: tuple[Turn, ...]
     messages: tuple[dict[Text, Any], ...]
     reward: dict[Text, float] | None
     error: Text
@@ -238,14 +230,13 @@ def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> Agent
     """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
     own = tuple(islice(branches, saved.branches))
     trained = sum(int(branch.trained.sum()) for branch in own)
-    turns = tuple(Turn(**vars(turn)) for turn in saved.turns)
-    if trained != tokens or sum(turn.tokens for turn in turns) != tokens:
+    if trained != tokens or sum(turn.tokens for turn in saved.turns) != tokens:
         raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
-    if any(turn.branch >= len(own) for turn in turns):
-        raise ValueError("a turn of a branch that is not there")
+    if any(turn.branch not in range(len(own)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
+        raise ValueError("a turn of a branch that is not there, or with numbers below 0")
     return AgentRun(
         branches=own,
-        turns=turns,
+        turns=saved.turns,
         messages=tuple(map(typed_json.unpacked, saved.messages)),
         reward=saved.reward,
         error=saved.error,

@@ -140,10 +140,7 @@ def _of_latent_attention(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
         "rope_type": "yarn",
         "rotary_scaling_factor": rope.yarn.factor,
         "original_max_position_embeddings": rope.yarn.original_max_positions,
-        "beta_fast": rope.yarn.beta_fast,
-        "beta_slow": rope.yarn.beta_slow,
-        "mscale": rope.yarn.mscale,
-        "mscale_all_dim": rope.yarn.mscale_all_dim,
+        **{name: getattr(rope.yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
     }
 
 

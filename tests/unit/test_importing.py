@@ -297,6 +297,7 @@ SCRIPTS = {
     "parts": "A=head/tail.sh; show $((2**4)) ${A##*/} ${A%.sh} ${A//a/b} ${A^^} ${#A} ${A:0:4}",
     "probes": 'D=$(false && echo npu || echo gpu); if [[ $D == g* && ! -z "$D" ]]; then show $D; else show no; fi',
     "local": "f() { local N=3 M=4; show $N $M; }; N=16; f; show $N ${M:-none}",
+    "sides": "for a in 0 1; do for b in 0 1; do [ a -a $b = 1 ] && show b; [[ $a = 1 || $b = 1 ]] && show 1; done done",
     "operators": "true && show a; false || show b; if true; then show c; fi",
 }
 
