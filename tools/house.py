@@ -35,7 +35,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
     ("cluster",): 3_741,
-    ("trainer", "evaluation"): 4_490,
+    ("trainer", "evaluation"): 4_480,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
     ("data",): 3_223,
@@ -48,7 +48,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=407),
     "tests": Limits(lines=51_481, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

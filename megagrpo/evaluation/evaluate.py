@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
@@ -35,11 +37,10 @@ from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.data import report as data_report
 from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import PreflightError, Problem, RunStopped
-from megagrpo.evaluation.comparison import Comparison, compare, prompts_of_both
+from megagrpo.evaluation.comparison import Comparison, Difference, compare, prompts_of_both
 from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
-from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.evaluation import check_model, check_recipe
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.preflight.reward_models import reward_model_directories
@@ -48,6 +49,7 @@ from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, w
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.recipe.schema.eval import EvalSet, evaluation_metric_names
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.functions import ASKING
 from megagrpo.reward.judging.rubric import is_file
@@ -338,9 +340,33 @@ def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
 def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
     console.print(f"\n{found.model}")
     for name, one in recipe.eval.of_sets().items():
-        prompts = len({response.prompt_id for response in found.responses[name]})
-        sources = sorted({response.data_source for response in found.responses[name]})
-        console.print(metrics_table(one, prompts, sources, found.metrics[name]))
+        console.print(metrics_table(one, found.responses[name], found.metrics[name]))
+
+
+def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Mapping[str, float]) -> Table:
+    """Draws one set: a row for each metric with its interval, a column for each data source if there are several."""
+    prompts, sources = ({getattr(one, name) for one in responses} for name in ("prompt_id", "data_source"))
+    each = f"{len(prompts)} prompts x {held_out.samples_per_prompt}"
+    shown = sorted(sources) if len(sources) > 1 else ()
+    table = Table("metric", "mean", "95 % interval", *shown, title=f"{held_out.name}: {each}", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    parts = [name for name in metrics if name.startswith("reward/") and name != "reward/errors"]
+    for name in (*evaluation_metric_names(held_out.samples_per_prompt), *parts):
+        interval = ""
+        if f"{name}/low" in metrics:
+            interval = f"{_number(metrics[f'{name}/low'])} to {_number(metrics[f'{name}/high'])}"
+        of_sources = (_number(metrics.get(f"{source}/{name}", math.nan)) for source in shown)
+        table.add_row(name, _number(metrics[name]), interval, *of_sources)
+    for name in (
+        "unscored_share",
+        "reward/errors",
+        "masked",
+        "response_tokens/mean",
+        "response_tokens/truncated_share",
+    ):
+        table.add_row(name, f"{metrics[name]:.4g}", "", *("" for _ in shown))
+    return table
 
 
 def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Comparison:
@@ -364,3 +390,28 @@ def _show_comparison(compared: Comparison, console: Console) -> None:
         console.print(comparison_table(name, differences))
         if len(set(compared.prompts[name].values())) > 1:
             console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
+
+
+def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
+    """Draws one set: a row for each metric of two models."""
+    headings = ("metric", "first", "second", "difference", "95 % interval", "p", "test")
+    prompts = max((one.prompts for one in differences), default=0)
+    table = Table(*headings, title=f"{held_out}: the same {prompts} prompts", title_justify="left")
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    for one in differences:
+        interval = f"{one.low:+.3f} to {one.high:+.3f}"
+        table.add_row(
+            one.metric,
+            _number(one.first),
+            _number(one.second),
+            f"{one.difference:+.3f}",
+            interval,
+            f"{one.p_value:.2g}",
+            one.test,
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
