@@ -36,6 +36,9 @@ BATCH_ROWS = 1024
 CACHED_BYTES = 2**22
 """Files of at least this size are looked for in the cache."""
 
+Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
+"""Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
+
 # What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
@@ -141,11 +144,8 @@ def _contents(batch: pa.RecordBatch) -> list[bytes]:
 PROMPT_FORM: Form[Prompt] = Form(PROMPT_COLUMNS, _prompt, _contents)
 
 
-def prompt_reader(
-    recipe: Recipe,
-) -> Callable[[Sequence[DataFileConfig], PreTrainedTokenizerBase, str | None], Mixture[Prompt]]:
-    """Returns the reader of a recipe's files: of an evaluation set, whose name it gets, or those to train on (None).
-    Each row must be of a source that a reward function is for."""
+def prompt_reader(recipe: Recipe) -> Read[Prompt]:
+    """Returns the reader of a recipe's prompts: each row must be of a source that a reward function is for."""
 
     def read(
         files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
@@ -35,11 +37,10 @@ from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.data import report as data_report
 from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import PreflightError, Problem, RunStopped
-from megagrpo.evaluation.comparison import Comparison, compare, prompts_of_both
+from megagrpo.evaluation.comparison import Comparison, Difference, compare, prompts_of_both
 from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model, model_identity
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
-from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.model import reward_model_directories
 from megagrpo.preflight.preflight import Preflight, check_model, check_sets
 from megagrpo.progress import progress
@@ -48,6 +49,7 @@ from megagrpo.recipe.load import load
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.recipe.schema.eval import EvalSet, evaluation_metric_names
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
@@ -65,7 +67,7 @@ JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
 Say = Callable[[str], None]
-Asked = Mapping[Order, tuple[str, Prompt]]
+Orders = Mapping[Order, tuple[str, Prompt]]
 """Orders, each of one prompt's responses, with the name of its set."""
 
 
@@ -100,19 +102,19 @@ def evaluate(
     subjects = [evaluated_model(model, recipe, api_key_variable) for model in models]
     with until_stopped(lambda: None) as stopping:
         try:
-            found = [_evaluated(recipe, subject, output, stopping, console.say) for subject in subjects]
+            evaluated = [_evaluated(recipe, subject, output, stopping, console.say) for subject in subjects]
         except StopRequested:
             given, fix = f"what is done is in {output}", "start the same command again: it goes on"
             raise RunStopped(Problem("told to stop", given, fix=fix)) from None
-    compared = _compared(recipe, found, output) if len(found) == 2 else None
+    compared = _compared(recipe, evaluated, output) if len(evaluated) == 2 else None
     if isinstance(console, JsonConsole):
-        for one in found:
+        for one in evaluated:
             console.event("result", model=one.model, sets=one.metrics)
         if compared:
             console.event("comparison", **asdict(compared))
         console.event("end", state="finished", places={"output": str(output)})
         return 0
-    for one in found:
+    for one in evaluated:
         _show(recipe, one, Console(highlight=False))
     if compared:
         _show_comparison(compared, Console(highlight=False))
@@ -135,18 +137,18 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         closing.callback(log.close)
         # What failed, or was left out, is asked for again.
         done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
-        asked: Asked = {
+        orders: Orders = {
             Order(requests, prompt=prompt): (name, prompt)
             for name, one in recipe.eval.of_sets().items()
             for prompt, requests in zip(prompts[name], evaluation_requests(recipe, one, prompts[name]), strict=True)
         }
         left = {
             order: (name, prompt)
-            for order, (name, prompt) in asked.items()
+            for order, (name, prompt) in orders.items()
             if any((name, request.prompt_id, request.index) not in done for request in order.requests)
         }
-        begun = f", {len(asked) - len(left)} of them done before" if len(left) < len(asked) else ""
-        say(f"{subject.given}: {len(asked)} prompts{begun}")
+        begun = f", {len(orders) - len(left)} of them done before" if len(left) < len(orders) else ""
+        say(f"{subject.given}: {len(orders)} prompts{begun}")
         if left:
             _sample(subject.recipe(recipe, directory), directory, left, log, stopping, say)
         shutil.rmtree(directory / "model", ignore_errors=True)
@@ -158,12 +160,12 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
             for name, one in recipe.eval.of_sets().items()
         }
         files = {name: [asdict(file) for file in of_set.files] for name, of_set in data.items()}
-        found = {"model": subject.given, "recipe": recipe.name, "sets": metrics, "files": files}
-        write_json(directory / "results.json", found)
+        results = {"model": subject.given, "recipe": recipe.name, "sets": metrics, "files": files}
+        write_json(directory / "results.json", results)
         return Evaluated(subject.given, of_sets, metrics)
 
 
-def _sample(recipe: Recipe, directory: Path, asked: Asked, log: ResponseLog, stopping: Stopping, say: Say) -> None:
+def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, stopping: Stopping, say: Say) -> None:
     """Generates and scores the responses; appends a prompt to the log once all of its responses are scored."""
     checked = check_model(recipe)
     track = recipe.track.model_copy(update={"directory": str(directory.parent)})
@@ -179,18 +181,18 @@ def _sample(recipe: Recipe, directory: Path, asked: Asked, log: ResponseLog, sto
             judging = RewardModels(ray, placed, {name: path.absolute() for name, path in checked.reward_models.items()})
             closing.callback(judging.close)
             rollouts = _started(ray, placed, checked, closing, say)
-            scorers = _scorers(ray, placed, judging, asked, closing, stopping, say)
+            scorers = _scorers(ray, placed, judging, orders, closing, stopping, say)
             judging.wait_until_ready()
             complete: deque[Order] = deque()
-            for order in asked:
+            for order in orders:
                 order.on_complete = complete.append
-            rollouts.add(list(asked))
-            with progress("sampling and scoring", len(asked), "prompts") as work:
-                while work.done < len(asked):
+            rollouts.add(list(orders))
+            with progress("sampling and scoring", len(orders), "prompts") as work:
+                while work.done < len(orders):
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    log.append(_scored(batch, asked, scorers))
+                    log.append(_scored(batch, orders, scorers))
                     work.advance(len(batch))
 
 
@@ -212,7 +214,7 @@ def _scorers(
     ray: Runtime,
     recipe: Recipe,
     judging: RewardModels,
-    asked: Asked,
+    orders: Orders,
     closing: ExitStack,
     stopping: Stopping,
     say: Say,
@@ -220,7 +222,7 @@ def _scorers(
     """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
     own = own_rewards(recipe)
     keys, responses = {name: name if name in own else "" for name in recipe.eval.sets}, Counter[str]()
-    for order, (name, _) in asked.items():
+    for order, (name, _) in orders.items():
         responses[keys[name]] += len(order.requests)
     score_with = scorer_maker(recipe, ray, judging.served(), stopping.check, say)
     made: dict[str, Scorer] = {}
@@ -231,10 +233,10 @@ def _scorers(
     return {name: made[key] for name, key in keys.items()}
 
 
-def _scored(batch: Sequence[Order], asked: Asked, scorers: Mapping[str, Scorer]) -> list[Response]:
+def _scored(batch: Sequence[Order], orders: Orders, scorers: Mapping[str, Scorer]) -> list[Response]:
     groups: dict[str, list[Group]] = {}
     for order in batch:
-        name, prompt = asked[order]
+        name, prompt = orders[order]
         groups.setdefault(name, []).append(group_of(prompt, order.there(), len(order.requests)))
     return [
         response
@@ -285,7 +287,7 @@ def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
     given = agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
     named = (tool.arguments.get("corpus") for tool in agent.tool_configs)
     corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
-    changed = {corpus: [found.st_size, found.st_mtime_ns] for corpus, found in corpora.items()}
+    changed = {corpus: [stat.st_size, stat.st_mtime_ns] for corpus, stat in corpora.items()}
     return given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}
 
 
@@ -334,20 +336,44 @@ def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
     write_json(path, settings)
 
 
-def _show(recipe: Recipe, found: Evaluated, console: Console) -> None:
-    console.print(f"\n{found.model}")
+def _show(recipe: Recipe, evaluated: Evaluated, console: Console) -> None:
+    console.print(f"\n{evaluated.model}")
     for name, one in recipe.eval.of_sets().items():
-        prompts = len({response.prompt_id for response in found.responses[name]})
-        sources = sorted({response.data_source for response in found.responses[name]})
-        console.print(metrics_table(one, prompts, sources, found.metrics[name]))
+        console.print(metrics_table(one, evaluated.responses[name], evaluated.metrics[name]))
 
 
-def _compared(recipe: Recipe, found: Sequence[Evaluated], output: Path) -> Comparison:
+def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Mapping[str, float]) -> Table:
+    """Draws one set: a row for each metric with its interval, a column for each data source if there are several."""
+    prompts, sources = ({getattr(one, name) for one in responses} for name in ("prompt_id", "data_source"))
+    size = f"{len(prompts)} prompts x {held_out.samples_per_prompt}"
+    shown = sorted(sources) if len(sources) > 1 else ()
+    table = Table("metric", "mean", "95 % interval", *shown, title=f"{held_out.name}: {size}", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    parts = [name for name in metrics if name.startswith("reward/") and name != "reward/errors"]
+    for name in (*evaluation_metric_names(held_out.samples_per_prompt), *parts):
+        interval = ""
+        if f"{name}/low" in metrics:
+            interval = f"{_number(metrics[f'{name}/low'])} to {_number(metrics[f'{name}/high'])}"
+        of_sources = (_number(metrics.get(f"{source}/{name}", math.nan)) for source in shown)
+        table.add_row(name, _number(metrics[name]), interval, *of_sources)
+    for name in (
+        "unscored_share",
+        "reward/errors",
+        "masked",
+        "response_tokens/mean",
+        "response_tokens/truncated_share",
+    ):
+        table.add_row(name, f"{metrics[name]:.4g}", "", *("" for _ in shown))
+    return table
+
+
+def _compared(recipe: Recipe, evaluated: Sequence[Evaluated], output: Path) -> Comparison:
     """Compares two models, and writes the result to comparison.json."""
-    pairs = {name: [one.responses[name] for one in found] for name in recipe.eval.sets}
+    pairs = {name: [one.responses[name] for one in evaluated] for name in recipe.eval.sets}
     samples = {name: one.samples_per_prompt for name, one in recipe.eval.of_sets().items()}
     compared = Comparison(
-        models=[one.model for one in found],
+        models=[one.model for one in evaluated],
         recipe=recipe.name,
         sets={name: compare(first, second, samples[name]) for name, (first, second) in pairs.items()},
         prompts={name: prompts_of_both(first, second) for name, (first, second) in pairs.items()},
@@ -363,3 +389,28 @@ def _show_comparison(compared: Comparison, console: Console) -> None:
         console.print(comparison_table(name, differences))
         if len(set(compared.prompts[name].values())) > 1:
             console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
+
+
+def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
+    """Draws one set: a row for each metric of two models."""
+    headings = ("metric", "first", "second", "difference", "95 % interval", "p", "test")
+    prompts = max((one.prompts for one in differences), default=0)
+    table = Table(*headings, title=f"{held_out}: the same {prompts} prompts", title_justify="left")
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    for one in differences:
+        interval = f"{one.low:+.3f} to {one.high:+.3f}"
+        table.add_row(
+            one.metric,
+            _number(one.first),
+            _number(one.second),
+            f"{one.difference:+.3f}",
+            interval,
+            f"{one.p_value:.2g}",
+            one.test,
+        )
+    return table
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"

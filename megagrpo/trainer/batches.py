@@ -117,18 +117,18 @@ def read_batch(directory: Path, step: int) -> Batch:
     if not path.exists():
         given = f"saved are {ranges(saved_steps(directory))}"
         raise _unusable(f"{directory}: no batch of step {step}", given)
-    found, values = read_groups(path)
+    everything, values = read_groups(path)
     try:
         notes = pydantic.TypeAdapter(_Notes).validate_python(values)
-        groups = [found[index] for index in notes.groups]
+        groups = [everything[index] for index in notes.groups]
     except (pydantic.ValidationError, IndexError) as error:
         raise _unusable(str(path), first_line(error)) from error
-    unscored = any(not group.scores or not group.samples for group in found)
+    unscored = any(not group.scores or not group.samples for group in everything)
     if not groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(groups)):
         raise _unusable(str(path), "groups without samples, scores or baselines")
     for index, value in zip(notes.groups, notes.baselines or (), strict=False):
-        found[index] = replace(found[index], baseline_score=Score(None if math.isnan(value) else value))
-    sampled = Sampled([found[index] for index in notes.groups], found, notes.rounds, notes.left_over)
+        everything[index] = replace(everything[index], baseline_score=Score(None if math.isnan(value) else value))
+    sampled = Sampled([everything[index] for index in notes.groups], everything, notes.rounds, notes.left_over)
     return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
 
 

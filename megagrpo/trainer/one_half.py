@@ -200,8 +200,8 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
     Returns True if no metric differs. Raises MegagrpoError.
     """
     recipe = checked.recipe
-    found = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
-    state = found.state if found else None
+    checkpoint = CheckpointStore(checkpoint_directory(recipe).absolute(), keep_last=1).latest_complete(before=step)
+    state = checkpoint.state if checkpoint else None
     steps = range(state.step + 1 if state else 1, step + 1)
     if absent := sorted(set(steps) - set(saved_steps(directory))):
         given = f"the newest checkpoint before it is {f'of step {state.step}' if state else 'none'}"
@@ -209,15 +209,15 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
         where = f"{directory}: step {step} cannot be replayed"
         raise UnusableCheckpointError(Problem(where, given, f"the batches of {ranges(absent)}, too", fix))
     logged = logged_metrics(directory, step)
-    say(f"step {step} of {directory}, from {found.path if found else checked.model_directory}")
-    for line in found.warnings if found else ():
+    say(f"step {step} of {directory}, from {checkpoint.path if checkpoint else checked.model_directory}")
+    for line in checkpoint.warnings if checkpoint else ():
         say(line)
     with ExitStack() as closing:
         ray = runtime.start(recipe, devices_of=partial(plan_devices, engines_too=False))
         closing.callback(runtime.stop, ray)
         last = read_batch(directory, step)
         total = recipe.train.total_steps or last.total_steps
-        run = start_train_run(checked, total, ray, closing, PhaseClock(), found)
+        run = start_train_run(checked, total, ray, closing, PhaseClock(), checkpoint)
         source, coefficient = Saved(directory, checked), first_kl_coefficient(recipe, state)
         for number in steps:
             done = grpo_step(run, source, number, coefficient)
@@ -243,10 +243,10 @@ def logged_metrics(directory: Path, step: int) -> dict[str, float]:
     except OSError as error:
         needed = "the directory of a run, such as runs/NAME"
         raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), needed)) from error
-    found = [entry for entry in step_entries(lines) if entry["step"] == step]
+    entries = [entry for entry in step_entries(lines) if entry["step"] == step]
     return {
         name: math.nan if value is None else float(value)
-        for name, value in (found[-1].items() if found else ())
+        for name, value in (entries[-1].items() if entries else ())
         if name != "step" and not name.startswith(NOT_COMPARED) and isinstance(value, int | float | None)
     }
 

@@ -21,6 +21,7 @@ from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.stopping import StopRequested, until_stopped
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.mixture import AnyItem
+from megagrpo.data.prompts import Read
 from megagrpo.errors import (
     DIVERGED_FIX,
     EngineError,
@@ -42,7 +43,7 @@ from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.timeline import TIMELINE, write_chrome_trace
 from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
 from megagrpo.trainer.run import Step
-from megagrpo.trainer.setup import Read, Setup, first_state
+from megagrpo.trainer.setup import Setup, first_state
 
 
 class Training(ABC):

@@ -52,20 +52,20 @@ def joints_of(of_sample: Sequence[Span]) -> list[int]:
 def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
     """Reads the steps of the run in `directory`, from the first on. Raises UnusableCheckpointError."""
     path = directory / SCHEDULE_FILE
-    line_type, found = pydantic.TypeAdapter(LoggedStep), {}
+    line_type, lines = pydantic.TypeAdapter(LoggedStep), {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):  # else the end of the run cut it off
                 of_step = line_type.validate_python(json.loads(line))
-                found[of_step.step] = of_step
+                lines[of_step.step] = of_step
     except OSError as error:
         raise _unusable(str(path), error.strerror or str(error), "the directory of a run, such as runs/NAME") from error
     except (ValueError, RecursionError) as error:
-        raise _unusable(f"{path}:{len(found) + 1}", first_line(error), "a line that a run has written whole") from error
-    steps = range(1, max(found, default=1) + 1)
-    if absent := sorted(set(steps) - found.keys()):
+        raise _unusable(f"{path}:{len(lines) + 1}", first_line(error), "a line that a run has written whole") from error
+    steps = range(1, max(lines, default=1) + 1)
+    if absent := sorted(set(steps) - lines.keys()):
         raise _unusable(str(path), f"no {ranges(absent)}", "every step from the first on")
-    logged = [found[step] for step in steps]
+    logged = [lines[step] for step in steps]
     wanted = recipe.rollout.samples_per_prompt + recipe.algorithm.greedy_responses
     if others := {len(group.samples) for step in logged for group in step.groups} - {wanted}:
         raise _unusable(str(path), f"{max(others)} responses to a prompt", f"{wanted}, as in the recipe")
@@ -102,14 +102,14 @@ class Logged(EngineSource):
                 unscored = list(map(self._whole, logged.groups))
             everything = score(self.run, unscored)
         again, differ = [], 0
-        for each, group in zip(logged.groups, everything, strict=True):
-            joints = dict(enumerate(map(joints_of, each.samples)))
-            again.append(logged_group(each.number, each.version, group, joints, trained=each.trained))
-            differ += sum(before != now for before, now in zip(each.samples, again[-1].samples, strict=True))
+        for of_group, group in zip(logged.groups, everything, strict=True):
+            joints = dict(enumerate(map(joints_of, of_group.samples)))
+            again.append(logged_group(of_group.number, of_group.version, group, joints, trained=of_group.trained))
+            differ += sum(before != now for before, now in zip(of_group.samples, again[-1].samples, strict=True))
         if differ:
             self._say(f"step {step}: {differ} responses have other lengths than in the run that is repeated")
-        groups = [group for each, group in zip(logged.groups, everything, strict=True) if each.trained]
-        carried = sum(each.trained and each.version < version for each in logged.groups)
+        groups = [group for of_group, group in zip(logged.groups, everything, strict=True) if of_group.trained]
+        carried = sum(of_group.trained and of_group.version < version for of_group in logged.groups)
         metrics = {"staleness/carried_over": float(carried), **staleness_metrics(groups, version), **logged.metrics}
         return Sampled(groups, everything, metrics=metrics, logged=again)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
-
-from transformers import PreTrainedTokenizerBase
 
 from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
@@ -19,6 +17,7 @@ from megagrpo.cluster.stopping import Stopping
 from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
 from megagrpo.data.mixture import AnyItem, Mixture
+from megagrpo.data.prompts import Read
 from megagrpo.errors import RecipeError
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.show.as_json import plan_json
@@ -37,9 +36,6 @@ from megagrpo.trainer.exports import Exports, exported_step
 from megagrpo.trainer.run import PhaseClock
 from megagrpo.trainer.saving import Saving, checkpoint_to_resume
 from megagrpo.weights.families import read_architecture
-
-Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
-"""Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
 
 
 class Setup(Generic[Kind, AnyItem]):

@@ -20,10 +20,10 @@ from megagrpo.cluster.stopping import Stopping
 from megagrpo.errors import DataError, EngineError, PreflightError
 from megagrpo.evaluation import evaluate
 from megagrpo.evaluation.comparison import compare, prompts_of_both
+from megagrpo.evaluation.evaluate import comparison_table, metrics_table
 from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog
-from megagrpo.evaluation.tables import comparison_table, metrics_table
 from megagrpo.preflight.preflight import check_sets
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
@@ -270,10 +270,11 @@ def test_two_models_are_compared_on_the_prompts_of_both() -> None:
 
 def test_a_table_has_a_row_for_every_metric_and_a_column_for_every_source(run: Path) -> None:
     held_out = load(run, [SETS]).recipe.eval.of_sets()["sums"]
-    metrics = evaluation_metrics([response("a", 1.0), response("b", 0.0)], 1)
-    table = metrics_table(held_out, 2, ["s"], metrics)
+    first, second = response("a", 1.0), response("b", 0.0)
+    metrics = evaluation_metrics([first, second], 1)
+    table = metrics_table(held_out, [first, second], metrics)
     assert (len(table.columns), table.row_count) == (3, 7)
-    assert len(metrics_table(held_out, 2, ["s", "t"], metrics).columns) == 5
+    assert len(metrics_table(held_out, [first, replace(second, data_source="t")], metrics).columns) == 5
 
 
 @pytest.mark.parametrize("models", [[], ["a", "b", "c"]])
