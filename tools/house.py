@@ -36,7 +36,7 @@ BUDGETS = {
     ("rollout",): 3_064,
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
-    ("recipe", "preflight", "doctor"): 5_722,
+    ("recipe", "preflight", "doctor"): 5_720,
     ("plan",): 5_774,
     ("data",): 3_206,
     ("reward",): 8_575,
@@ -49,7 +49,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), files=406),
-    "tests": Limits(lines=51_460, files=None),
+    "tests": Limits(lines=51_470, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}

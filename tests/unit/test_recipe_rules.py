@@ -27,6 +27,7 @@ DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
 KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
 AGENT = "agent={tools: [python]}"
 BY_TURN = "algorithm.credit=discounted"
+CARRIES_OVER = "schedule={carry_over: 4, max_staleness: 1}"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
 SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 
@@ -86,11 +87,8 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("weights.transfer", [*SGLANG, "rollout.quantization=fp8", "weights.transfer=disk"]),
     ("deterministic", ["deterministic=true", "cluster.placement=disaggregated", "schedule=async"]),
     ("deterministic", ["deterministic=true", "schedule={oversample: 4}"]),
-    ("deterministic", ["deterministic=true", "schedule={carry_over: 4, max_staleness: 1}"]),
-    (
-        "weights.pause",
-        ["deterministic=replayable", "schedule={carry_over: 4, max_staleness: 1}", "weights.pause=in_place"],
-    ),
+    ("deterministic", ["deterministic=true", CARRIES_OVER]),
+    ("weights.pause", ["deterministic=replayable", CARRIES_OVER, "weights.pause=in_place"]),
     ("rollout.engine", ["deterministic=true", *EXTERNAL]),
     ("train.megatron.deterministic_mode", ["deterministic=true", "train.megatron={deterministic_mode: false}"]),
     ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
@@ -232,13 +230,12 @@ def test_every_rule_has_its_text() -> None:
 
 def test_a_rule_is_a_line_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Recipe.RULES, "short", lambda r: r.rollout.response_tokens_max < 100)
-    problem = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
-    monkeypatch.setitem(rule_texts(), "short", problem)
+    text = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
+    monkeypatch.setitem(rule_texts(), "short", text)
     with pytest.raises(PreflightError) as refused:
         preflight(load(make_run(tmp_path)), plan_only=True)
     (found,) = refused.value.problems
-    assert found.where.endswith("rollout.response_tokens_max")
-    assert (found.given, found.needed, found.fix) == ("16", "at least {100}", "raise it")
+    assert (found.where.split()[-1], found.given, found.needed) == (text.where, "16", "at least {100}")
 
 
 def test_all_broken_rules_are_found_at_once_in_every_section() -> None:

@@ -335,7 +335,9 @@ def test_a_scored_group_that_an_earlier_version_saved_has_its_baseline_as_last_s
     recipe = recipe_with(*ASYNC, REMAX)
     with in_background(recipe) as run:
         trained(run, [1])
-        run.rollouts.wait(lambda: any(group.scores for group in run.sampling.pending().groups))
+        run.rollouts.wait(
+            lambda: any(group.scores for group in run.sampling.pending().groups) and not run.rollouts.scores_lack()
+        )
         pending = run.sampling.pending()
     scored = [(group, *filter(None, [group.baseline_score])) for group in pending.groups]
     earlier = [Group(group.prompt, group.responses, (*group.scores, *of_baseline)) for group, *of_baseline in scored]
@@ -347,7 +349,7 @@ def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_t
     recipe = recipe_with(*ASYNC, "rollout.dynamic_sampling={}")
     with in_background(recipe, odd) as run:
         trained(run, [1])
-        run.rollouts.wait(lambda: run.sampling.pending().dropped > 1)
+        run.rollouts.wait(lambda: run.sampling.pending().dropped > 1 and not run.rollouts.scores_lack())
         pending = run.sampling.pending()
     restored = written(pending, tmp_path)
     dropped = comparable(restored.groups[: restored.dropped])

@@ -53,13 +53,13 @@ class Recipe(Section):
     data: DataConfig
     rollout: RolloutConfig
     agent: AgentConfig | None = None
-    """What asks the policy, if responses take several turns: tools, a program of your own, an environment. See
+    """Program that asks the policy in several turns: tools, a program of your own, or an environment. See
     docs/agents.md. null: each prompt is answered once."""
 
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = SyncConfig(kind="sync")
-    """What waits for what: sync, one_step_off or async, or a mapping with settings of one. See docs/schedules.md."""
+    """Order of sampling and training: sync, one_step_off, async, or settings of one. See docs/schedules.md."""
 
     train: TrainConfig
     weights: WeightsConfig = WeightsConfig()
@@ -110,12 +110,6 @@ class Recipe(Section):
         """Returns whether one version of the weights samples a whole group. An interrupted request then begins anew,
         for equal numbers: logprobs after tokens that are read, not sampled, have other last bits."""
         return isinstance(self.schedule, OneStepOffConfig) or not self.schedule.max_staleness
-
-    @property
-    def samples_described(self) -> str:
-        """Returns the samples of a step in words."""
-        prompts, each = self.rollout.prompts_per_step, self.rollout.samples_per_prompt
-        return f"{prompts} prompts x {each} samples = {self.rollout.samples_per_step}"
 
     @property
     def nodes_of_engine(self) -> int:
