@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from string import Formatter
 from types import GeneratorType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -71,7 +72,17 @@ def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
             for values in found if isinstance(found, GeneratorType) else [{}]:
                 names = {**vars(checked), "self": checked, **values}
                 parts = vars(rule_texts()[name]).items()
-                yield Problem(**{part: template.format(**names) for part, template in parts})
+                yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
+
+
+class _Written(Formatter):
+    """Templates' values as a recipe has them: lists with commas, true, false and null."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, list):
+            return ", ".join(map(str, value)) or "none"
+        text: str = super().format_field(value, format_spec) if value is not None else "null"
+        return text.lower() if isinstance(value, bool) else text
 
 
 class Section(BaseModel):
@@ -114,7 +125,7 @@ def repeated(names: Sequence[object]) -> list[str]:
 def each_once(*fields: str) -> Callable[[Section], object]:
     """Makes the rule named_twice of these lists of names."""
     return lambda section: (
-        {"list": field, "names": ", ".join(twice)} for field in fields if (twice := repeated(getattr(section, field)))
+        {"list": field, "names": twice} for field in fields if (twice := repeated(getattr(section, field)))
     )
 
 

@@ -32,7 +32,7 @@ from megagrpo.track.mlflow import database_problems, tracking_uri
 from megagrpo.weights.families.architecture import Architecture
 
 MUON = (
-    "; on Python 3.11: pip install absl-py, then "
+    "pip install megagrpo[muon]; on Python 3.11: pip install absl-py, then "
     "pip install --no-deps --ignore-requires-python 'emerging_optimizers>=0.3,<0.4'"
 )
 
@@ -43,29 +43,33 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
     tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
-    moments = recipe.train.optimizer.moment_dtype != "float32"
-    fields = (
-        ("track.wandb", "wandb", "wandb", tracked.wandb is not None, ""),
-        ("track.tensorboard", "tensorboard", "tensorboard", tracked.tensorboard, ""),
-        ("track.prometheus_port", "prometheus_client", "prometheus", tracked.prometheus_port is not None, ""),
-        ("train.optimizer.kind", "emerging_optimizers", "muon", recipe.train.optimizer.kind == "muon", MUON),
-        ("train.optimizer.moment_dtype", "transformer_engine", "te", moments, ", or remove it"),
-        ("train.layer_spec", "transformer_engine", "te", fused, ", or layer_spec: auto"),
-    )
-    extras = {extra for _, _, extra, is_on, _ in fields if is_on}
-    for field, package, extra, is_on, otherwise in fields:
-        if is_on and find_spec(package) is None:
-            needed = f"the package {package}, which is not installed"
-            yield Problem(field, "switched on", needed, f"pip install megagrpo[{extra}]{otherwise}")
-    extras |= {"te"} if fused_here(recipe, architecture) else set()
-    if isinstance(recipe, Recipe):
-        extras.update(recipe.rollout.kind.extras(recipe.rollout))
+    moments, muon = recipe.train.optimizer.moment_dtype != "float32", recipe.train.optimizer.kind == "muon"
+    rollout, with_port = recipe.rollout if isinstance(recipe, Recipe) else None, tracked.prometheus_port is not None
+    switched_on = {
+        "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
+        "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
+        "track.prometheus_port": ("prometheus_client", with_port, "pip install megagrpo[prometheus]"),
+        "train.optimizer.kind": ("emerging_optimizers", muon, MUON),
+        "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
+        "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
+    }
+    for field, (package, needed, fix) in switched_on.items():
+        if needed and find_spec(package) is None:
+            yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
+    used = {
+        "wandb": tracked.wandb is not None,
+        "tensorboard": tracked.tensorboard,
+        "prometheus": with_port,
+        "muon": muon,
+        "te": fused or moments or fused_here(recipe, architecture),
+        **dict.fromkeys(rollout.kind.extras(rollout) if rollout else (), True),
+    }
     again = recipe.train.recomputed.modules & COMPILED
     if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
         given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
         compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
         yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
-    for finding in package_findings(extras=extras):
+    for finding in package_findings(extras=[extra for extra, is_used in used.items() if is_used]):
         if finding.state == "wrong":
             where, working = f"package {finding.part}", "a version that megagrpo works with"
             yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)

@@ -191,7 +191,7 @@ CHECKS = [
     Check("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
     Check("options of Megatron", lambda c: True, _megatron_problems),
 ]
-"""What is checked once model, tokenizer and data are found, in this order."""
+"""The checks after model, tokenizer and data are found, in this order."""
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:

@@ -27,7 +27,9 @@ DISCOUNTED = "algorithm.advantage={name: reinforce_plus_plus, discount: 0.9}"
 KL_IN_REWARD = "algorithm.kl={coefficient: 0.1, placement: reward}"
 AGENT = "agent={tools: [python]}"
 BY_TURN = "algorithm.credit=discounted"
+CARRIES_OVER = "schedule={carry_over: 4, max_staleness: 1}"
 ODD_LENGTHS = ["rollout.response_tokens_max=15", "data.prompt_tokens_max=18"]
+APART = "cluster.placement=disaggregated"
 SPLIT_EXPERTS = "rollout.layout={tensor: 2, expert: 2}"
 
 ALONE = """
@@ -39,7 +41,7 @@ ALONE = """
     algorithm.correction.weights.low=1.5 rollout.top_p=0.9 rollout.top_k=5 rollout.urls=[http://a:1]
     rollout.api_key_variable=KEY rollout.layout.tensor=2 rollout.samples_per_prompt=1 cluster.engine_devices=1
     eval.samples_per_prompt=4 eval.top_p=0.5 checkpoint.keep_best=main/mean@1 weights.transfer=disk
-    weights.directory=/tmp
+    weights.directory=/tmp rollout.prompts_per_step=1000000 eval.temperature=0.0005 schedule.max_staleness=1
 """
 """Values that break a rule by themselves."""
 
@@ -86,11 +88,8 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("weights.transfer", [*SGLANG, "rollout.quantization=fp8", "weights.transfer=disk"]),
     ("deterministic", ["deterministic=true", "cluster.placement=disaggregated", "schedule=async"]),
     ("deterministic", ["deterministic=true", "schedule={oversample: 4}"]),
-    ("deterministic", ["deterministic=true", "schedule={carry_over: 4, max_staleness: 1}"]),
-    (
-        "weights.pause",
-        ["deterministic=replayable", "schedule={carry_over: 4, max_staleness: 1}", "weights.pause=in_place"],
-    ),
+    ("deterministic", ["deterministic=true", CARRIES_OVER]),
+    ("weights.pause", ["deterministic=replayable", CARRIES_OVER, "weights.pause=in_place"]),
     ("rollout.engine", ["deterministic=true", *EXTERNAL]),
     ("train.megatron.deterministic_mode", ["deterministic=true", "train.megatron={deterministic_mode: false}"]),
     ("rollout.sglang", ["rollout.sglang={mem_fraction_static: 0.5}"]),
@@ -158,6 +157,27 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("train.recompute.modules", ["train.recompute={modules: [moe_act]}", "cluster.device=cpu"]),
     ("train.recompute.modules", ["train.recompute={modules: [moe_act]}", "train.layer_spec=local"]),
     ("train.layer_spec", ["train.lora={}", "train.layer_spec=transformer_engine"]),
+    ("train.recompute.modules", ["train.lora={}", "train.recompute={modules: [moe_act]}"]),
+    ("train.profile.ranks", ["train.profile={steps: [1], ranks: [5]}"]),
+    ("train.layout.tensor", ["train.layout={tensor: 65536, pipeline: 3}"]),
+    ("rollout.sglang.mem_fraction_static", [*SGLANG, "rollout.sglang.mem_fraction_static=2.0"]),
+    ("rollout.sglang.max_running_requests", [*SGLANG, "rollout.sglang.max_running_requests=0"]),
+    ("rollout.layout.tensor", [*SGLANG, "rollout.layout.tensor=2"]),
+    ("rollout.layout", [*SGLANG, APART, "rollout.layout.tensor=12"]),
+    ("rollout.layout.pipeline", [*SGLANG, APART, "rollout.layout={tensor: 12, pipeline: 2}"]),
+    ("cluster.engine_devices", [*EXTERNAL, APART, "cluster.engine_devices=1"]),
+    ("schedule.kind", [*SGLANG, "schedule=async"]),
+    ("schedule.kind", [APART, "schedule=one_step_off", "rollout.dynamic_sampling={}"]),
+    ("weights.pause", [APART, "schedule=one_step_off", "weights.pause=in_place"]),
+    ("schedule.prompts_at_once", [APART, "schedule={kind: async, prompts_at_once: 1}"]),
+    ("schedule.carry_over", ["schedule={carry_over: 100, max_staleness: 1}"]),
+    ("data.decontaminate.against", ["data.decontaminate={}"]),
+    ("agent.tools", ["agent={}"]),
+    ("agent.arguments", [AGENT, "agent.arguments={a: 1}"]),
+    ("agent.python", [AGENT, "agent.python=x"]),
+    ("agent.python", ["agent={reasoning_gym: {}, python: x}"]),
+    ("agent.tools.0.stateful", ["agent={tools: [{name: 'a.py:b', stateful: true}]}"]),
+    ("reward.models.m", ["reward.models={m: {kind: classifier, path: x}}"]),
 ]
 
 
@@ -232,13 +252,12 @@ def test_every_rule_has_its_text() -> None:
 
 def test_a_rule_is_a_line_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Recipe.RULES, "short", lambda r: r.rollout.response_tokens_max < 100)
-    problem = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
-    monkeypatch.setitem(rule_texts(), "short", problem)
+    text = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
+    monkeypatch.setitem(rule_texts(), "short", text)
     with pytest.raises(PreflightError) as refused:
         preflight(load(make_run(tmp_path)), plan_only=True)
     (found,) = refused.value.problems
-    assert found.where.endswith("rollout.response_tokens_max")
-    assert (found.given, found.needed, found.fix) == ("16", "at least {100}", "raise it")
+    assert (found.where.split()[-1], found.given, found.needed) == (text.where, "16", "at least {100}")
 
 
 def test_all_broken_rules_are_found_at_once_in_every_section() -> None:

@@ -55,6 +55,7 @@ def path(tmp_path: Path) -> Path:
         ("cluster.placement", ["cluster.placement=disaggregated"]),
         ("cluster.engine_devices", ["cluster.engine_devices=1"]),
         ("checkpoint.keep_best", ["checkpoint.keep_best=mean@1"]),
+        ("checkpoint.keep_batches", ["checkpoint.keep_batches=1"]),
         ("train.layout.virtual_pipeline", ["train.layout.virtual_pipeline=2"]),
         ("train.optimizer.min_lr", ["train.optimizer.min_lr=1e-3"]),
     ],

@@ -119,12 +119,6 @@ class Recipe(Section):
         return isinstance(self.schedule, OneStepOffConfig) or not self.schedule.max_staleness
 
     @property
-    def samples_described(self) -> str:
-        """Returns the samples of a step in words."""
-        prompts, each = self.rollout.prompts_per_step, self.rollout.samples_per_prompt
-        return f"{prompts} prompts x {each} samples = {self.rollout.samples_per_step}"
-
-    @property
     def nodes_of_engine(self) -> int:
         """Returns the number of nodes of one engine: one, unless it is larger than a node."""
         return max(1, self.rollout.devices_of_engine // self.cluster.gpus_per_node)
@@ -203,11 +197,6 @@ class Recipe(Section):
             if self.algorithm.advantage.name == "gdpo" and getattr(self.reward, field) is not None:
                 yield {"field": field}
 
-    def _offload_for_engines(self) -> Iterator[dict[str, object]]:
-        parts = [part for part in self.train.offload if part != "reference"]
-        if parts and self.cluster.placement == "disaggregated":
-            yield {"parts": ", ".join(parts)}
-
     def _metrics(self, *, of_sets: bool) -> Iterator[dict[str, object]]:
         """Yields metrics of no set, or those that a set does not have."""
         for field, metric in self.metrics_asked.items() if self.eval.sets else ():
@@ -255,11 +244,6 @@ class Recipe(Section):
                 multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
                 needed = "at most one device for each engine" if each == 1 else multiple
                 yield {"s": "s" if rollout.engines > 1 else "", "needed": needed, "most": most}
-
-    def _engine_larger_than_training(self) -> Iterator[dict[str, object]]:
-        ranks, colocated = self.train.layout.parallel().ranks, self.cluster.placement == "colocated"
-        if colocated and self.cluster.engine_devices is None and self.rollout.devices_of_engine > ranks:
-            yield {"ranks": ranks, "s": "s" if ranks > 1 else ""}
 
     def _parts_of_nodes(self, *, stages: bool) -> bool:
         """Returns whether an engine larger than a node, or else its pipeline's `stages`, are on parts of nodes."""
@@ -321,7 +305,9 @@ class Recipe(Section):
             and not (r.algorithm.computes_old_logprobs or r.algorithm.kl.coefficient or r.algorithm.critic)
         ),
         **TRAINING_RULES,
-        "offload_without_engines_beside": _offload_for_engines,
+        "offload_without_engines_beside": lambda r: (
+            {*r.train.offload} - {"reference"} and r.cluster.placement == "disaggregated"
+        ),
         "offload_of_no_reference": lambda r: "reference" in r.train.offload and r.algorithm.kl.coefficient == 0,
         "offload_of_no_critic": lambda r: "critic" in r.train.offload and r.algorithm.critic is None,
         "metric_without_sets": lambda r: (
@@ -345,7 +331,11 @@ class Recipe(Section):
             and not r.rollout.devices_of_engine
         ),
         "devices_of_engines": _devices_of_engines,
-        "engine_larger_than_training": _engine_larger_than_training,
+        "engine_larger_than_training": lambda r: (
+            r.cluster.placement == "colocated"
+            and r.cluster.engine_devices is None
+            and r.rollout.devices_of_engine > r.train.layout.ranks
+        ),
         "engine_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=False),
         "engine_stages_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=True),
         "experts_of_an_engine_on_cpus": lambda r: (

@@ -119,7 +119,7 @@ class SftRecipe(Section):
         "logprob_tokens_of_sft": lambda r: r.train.logprob_tokens_per_microbatch is not None,
         **TRAINING_RULES,
         "several_lengths": lambda r: len(r.train.lengths) > 1 and r.train.total_episodes is None,
-        "offload_of_sft": lambda r: ({"parts": ", ".join(r.train.offload)} for _ in range(bool(r.train.offload))),
+        "offload_of_sft": lambda r: r.train.offload,
         "placement_of_sft": lambda r: r.cluster.placement != "colocated",
         "engine_devices_of_sft": lambda r: r.cluster.engine_devices is not None,
         "batches_of_sft": lambda r: r.checkpoint.keep_batches,

@@ -56,10 +56,15 @@ class LayoutConfig(Section):
     def parallel(self) -> ParallelLayout:
         return ParallelLayout(**{**vars(self), "expert_tensor": self.expert_tensor or self.tensor})
 
+    @property
+    def ranks(self) -> int:
+        """Returns the number of all training ranks."""
+        return self.parallel().ranks
+
     def _impossible(self, *, of_experts: bool) -> Iterator[dict[str, object]]:
         """Yields the problems of ranks of experts, or those of stages of layers."""
         layout = self.parallel()
-        for reason in layout.problems() if layout.ranks <= RANKS_MAX else ():
+        for reason in layout.problems() if self.ranks <= RANKS_MAX else ():
             field, *_ = reason.split()
             if (field == "expert") == of_experts:
                 default = "" if self.expert_tensor else " (the default: as tensor)"
@@ -68,7 +73,7 @@ class LayoutConfig(Section):
                 yield {**values, "reason": reason, "default": default, "fix": fix}
 
     RULES: ClassVar[Rules[LayoutConfig]] = {
-        "too_many_ranks": lambda layout: ({"ranks": n} for n in [layout.parallel().ranks] if n > RANKS_MAX),
+        "too_many_ranks": lambda layout: layout.ranks > RANKS_MAX,
         "ranks_of_experts": lambda layout: layout._impossible(of_experts=True),
         "stages_of_layers": lambda layout: layout._impossible(of_experts=False),
     }
@@ -113,18 +118,12 @@ class RecomputeConfig(Section):
     layers: PositiveInt | None = None
     """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
 
-    def _both_or_none(self) -> Iterator[dict[str, object]]:
-        if bool(self.modules) == (self.layers is not None):
-            yield {"named": ", ".join(self.modules) or "none", "counted": self.layers or "none"}
-
-    def _within_moe(self) -> Iterator[dict[str, object]]:
-        if "moe" in self.modules and (within := sorted({"moe_act", "shared_experts"} & set(self.modules))):
-            yield {"within": ", ".join(within), "removed": " and ".join(within)}
-
     RULES: ClassVar[Rules[RecomputeConfig]] = {
         "named_twice": each_once("modules"),
-        "recompute_modules_or_layers": _both_or_none,
-        "recompute_within_moe": _within_moe,
+        "recompute_modules_or_layers": lambda again: bool(again.modules) == (again.layers is not None),
+        "recompute_within_moe": lambda again: (
+            "moe" in again.modules and {"moe_act", "shared_experts"} & {*again.modules}
+        ),
     }
 
 
@@ -219,11 +218,6 @@ class TrainConfig(Section):
                 return Recomputed(layers=ALL_LAYERS)
         return Recomputed(frozenset(self.recompute.modules), self.recompute.layers or 0)
 
-    def _other_ranks(self) -> Iterator[dict[str, object]]:
-        ranks = self.layout.parallel().ranks
-        if beyond := [str(rank) for rank in (self.profile.ranks if self.profile else ()) if rank >= ranks]:
-            yield {"beyond": ", ".join(beyond), "ranks": ranks}
-
     def _parts_of_microbatches(self) -> Iterator[dict[str, object]]:
         trained, tokens = self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
         if tokens is not None and (tokens % trained or tokens == trained):
@@ -231,7 +225,7 @@ class TrainConfig(Section):
 
     RULES: ClassVar[Rules[TrainConfig]] = {
         "named_twice": each_once("offload", "overlap"),
-        "profile_of_other_ranks": _other_ranks,
+        "profile_of_other_ranks": lambda t: t.profile and max(t.profile.ranks, default=0) >= t.layout.ranks,
         "warmup_longer_than_the_run": lambda t: t.total_steps is not None and t.optimizer.warmup_steps > t.total_steps,
         "logprob_tokens_of_whole_microbatches": _parts_of_microbatches,
         "moments_on_every_rank": lambda t: t.optimizer.moment_dtype == "bfloat16" and not t.distributed_optimizer,
