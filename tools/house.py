@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 6_196,
     ("plan",): 5_761,
     ("data",): 3_206,
-    ("reward",): 8_352,
+    ("reward",): 8_322,
     ("agents",): 5_367,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
