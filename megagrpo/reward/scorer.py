@@ -188,7 +188,7 @@ class Scorer:
                 continue
             failed.add((row, member))
             if (name := self._specs[spec].name) not in self._first_failures:
-                # what a built-in function cannot use is the row's fault: where it was outcome_of out tells nothing
+                # what a built-in function cannot use is the row's fault: the place that raised tells nothing
                 of_row = self._specs[spec].built_in and outcome.error.startswith("ValueError: ")
                 reason = outcome.error.removeprefix("ValueError: ") if of_row else outcome.trace or outcome.error
                 self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {reason}"
