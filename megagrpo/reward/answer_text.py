@@ -9,7 +9,6 @@ import json
 import re
 import string
 import unicodedata
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -101,23 +100,14 @@ _FENCE = re.compile(r"([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(```+)([^`]*)")
 _PYTHON = re.compile(r"(?:py|python)[0-9.]*|")
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block: the lines between an opening and a closing fence."""
-
-    label: str
-    """The first word behind the fence, in lower case: mostly a language. Empty if there is none."""
-    text: str
-    """Its lines, without the indentation of the fence."""
-
-
-def blocks(text: str) -> list[Block]:
-    r"""Returns the closed fenced blocks of a text in order, those of its list items included.
+def blocks(text: str) -> list[tuple[str, str]]:
+    r"""Returns the closed fenced blocks of a text in order, those of its list items included. Each has a label, the
+    first word behind the fence in lower case, and its lines, without the indentation of the fence.
 
     >>> blocks("1. So:\n   ```JSON title=x\n   {}\n   ```\nand ```this``` is none")
-    [Block(label='json', text='{}\n')]
+    [('json', '{}\n')]
     """
-    found: list[Block] = []
+    found: list[tuple[str, str]] = []
     lines: list[str] | None = None
     fence, label, indent = "", "", 0
     for line in text.splitlines(keepends=True):
@@ -126,7 +116,7 @@ def blocks(text: str) -> list[Block]:
                 lines, fence, indent = [], opening[2], len(opening[1])
                 label = (opening[3].split() or [""])[0].lower()
         elif line.strip().startswith(fence) and not line.strip().strip("`"):
-            found.append(Block(label, "".join(lines)))
+            found.append((label, "".join(lines)))
             lines = None
         else:
             lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
@@ -139,8 +129,8 @@ def last_program(text: str) -> str | None:
     >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
     'first\n'
     """
-    found = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block.label)]
-    return next((block.text for block in [*filter(lambda block: block.label, found), *found]), None)
+    found = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block[0])]
+    return next((program for _, program in [*(block for block in found if block[0]), *found]), None)
 
 
 class _Punctuation(dict[int, int | None]):

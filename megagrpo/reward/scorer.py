@@ -147,13 +147,15 @@ class Scorer:
 
     def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
         """Gives each call (index of the function, task) to its executor. Returns the outcomes of each."""
+        numbers: dict[str, list[int]] = {name: [] for name in self._executors}
+        for number, (spec, _) in enumerate(calls):
+            numbers[self._places[spec][0]].append(number)
         futures: dict[int, Outcomes] = {}
         ended: SimpleQueue[Outcomes] = SimpleQueue()
         try:
             for name, executor in self._executors.items():
-                numbers = [number for number, (spec, _) in enumerate(calls) if self._places[spec][0] == name]
-                its_calls = [(self._places[calls[number][0]][1], calls[number][1]) for number in numbers]
-                futures |= zip(numbers, executor.submit(its_calls), strict=True)
+                its_calls = [(self._places[calls[number][0]][1], calls[number][1]) for number in numbers[name]]
+                futures |= zip(numbers[name], executor.submit(its_calls), strict=True)
             pending = [future for future in futures.values() if not future.done()]
             for future in pending:
                 future.add_done_callback(ended.put)
@@ -186,7 +188,7 @@ class Scorer:
                 continue
             failed.add((row, member))
             if (name := self._specs[spec].name) not in self._first_failures:
-                # what a built-in function cannot use is the row's fault: where it was outcome_of out tells nothing
+                # what a built-in function cannot use is the row's fault: the place that raised tells nothing
                 of_row = self._specs[spec].built_in and outcome.error.startswith("ValueError: ")
                 reason = outcome.error.removeprefix("ValueError: ") if of_row else outcome.trace or outcome.error
                 self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {reason}"

@@ -157,10 +157,6 @@ class Worker:
         self.alone = False
         return number, checked
 
-    def start_failure(self, reason: str) -> RewardError:
-        where = f"the reward functions {', '.join(spec.function for spec in self.specs)} cannot be loaded"
-        return RewardError(Problem(where, given=reason, needed=IMPORTED))
-
     def send(self, number: int, function: int, task: Task) -> None:
         loaded, responses = self.functions[function], len(task.samples)
         grace = ASYNC_GRACE_SECONDS if loaded.is_async else 0.0
@@ -345,7 +341,8 @@ class _Run:
         numbers, ready = list(worker.in_flight), worker.ready
         how = self.pool.remove(worker)
         if not ready:
-            raise worker.start_failure(f"{start_reason} ({how})")
+            where = f"the reward functions {', '.join(spec.function for spec in worker.specs)} cannot be loaded"
+            raise RewardError(Problem(where, given=f"{start_reason} ({how})", needed=IMPORTED))
         if len(numbers) > 1:
             self.suspects.extend(numbers)
         elif numbers:

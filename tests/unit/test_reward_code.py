@@ -163,7 +163,7 @@ def test_the_last_block_of_python_counts(text: str, program: str | None) -> None
 @given(st.text(st.sampled_from("`\n -p1.")))
 def test_blocks_of_any_text_are_parts_of_it(text: str) -> None:
     lines = text.splitlines()
-    assert all(any(line.endswith(part) for line in lines) for block in blocks(text) for part in block.text.split("\n"))
+    assert all(any(line.endswith(part) for line in lines) for _, block in blocks(text) for part in block.split("\n"))
 
 
 BAD = [

@@ -73,8 +73,9 @@ class Kind:
     threads: bool = False
 
     def __str__(self) -> str:
-        words = {True: "with a user namespace", False: "as root"}[self.user_namespace]
-        return f"bubblewrap {words}" if self.isolation == "bubblewrap" else self.isolation
+        if self.isolation != "bubblewrap":
+            return self.isolation
+        return "bubblewrap with a user namespace" if self.user_namespace else "bubblewrap as root"
 
 
 class Sandbox:

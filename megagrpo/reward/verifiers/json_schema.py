@@ -76,8 +76,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _found(text: str) -> Any:
-    for block in reversed(blocks(text)):
-        value = _parsed(block.text)
+    for _, block in reversed(blocks(text)):
+        value = _parsed(block)
         if value is not _NONE:
             return value
     bracket = _START.search(text)

@@ -94,9 +94,9 @@ def make(**arguments: Any) -> ModelFunction:
         else:
             texts = shown
             pairs = chosen_pairs(len(texts), config.pairs_max, seed="\0".join(texts))
-        found, notes = await _compared(model, config.both_orders, texts, pairs, question, read)
+        comparisons, notes = await _compared(model, config.both_orders, texts, pairs, question, read)
         rated = config.scores == "win_rate" or config.against != "others"
-        scores = (win_rates if rated else bradley_terry)(len(texts), found)
+        scores = (win_rates if rated else bradley_terry)(len(texts), comparisons)
         return [_outcome(scores[i], notes[i]) for i in range(len(responses))]
 
     return ModelFunction(judge_pairs, config)
@@ -112,16 +112,16 @@ async def _compared(
 ) -> tuple[list[Comparison], list[list[str]]]:
     """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request."""
     unlike = [(i, j) for i, j in pairs if texts[i] != texts[j]]
-    asked = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
-    answers = await answers_of([model.ask(question(texts[i], texts[j]), read) for i, j in asked])
-    found: list[Comparison] = [(i, j, 0.5) for i, j in pairs if texts[i] == texts[j]]
+    ordered = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
+    answers = await answers_of([model.ask(question(texts[i], texts[j]), read) for i, j in ordered])
+    comparisons: list[Comparison] = [(i, j, 0.5) for i, j in pairs if texts[i] == texts[j]]
     notes: list[list[str]] = [[] for _ in texts]
-    for (i, j), answer in zip(asked, answers, strict=True):
+    for (i, j), answer in zip(ordered, answers, strict=True):
         if answer is not None:
-            found.append((i, j, answer.read))
+            comparisons.append((i, j, answer.read))
             notes[i].append(f"A, against {j}: {answer.text}")
             notes[j].append(f"B, against {i}: {answer.text}")
-    return found, notes
+    return comparisons, notes
 
 
 def _outcome(score: float | None, notes: Sequence[str]) -> dict[str, Any] | Outcome:
@@ -130,19 +130,19 @@ def _outcome(score: float | None, notes: Sequence[str]) -> dict[str, Any] | Outc
     return {"score": score, "comparisons": len(notes), "verdict": "\n\n".join(notes)}
 
 
-async def answers_of(asked: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list[Answer[Read] | None]:
+async def answers_of(questions: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list[Answer[Read] | None]:
     """Returns a judge's answers to several questions, None where there is no verdict.
 
     Raises OverBudgetError, and JudgeError if no question has a verdict.
     """
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    raised = [answer for answer in found if isinstance(answer, BaseException)]
+    answers = await asyncio.gather(*questions, return_exceptions=True)
+    raised = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in raised:
         if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
             raise error
-    if raised and len(raised) == len(found):
+    if raised and len(raised) == len(answers):
         raise raised[0]
-    return [None if isinstance(answer, BaseException) else answer for answer in found]
+    return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
 
 def chosen_pairs(count: int, most: int, seed: str) -> list[tuple[int, int]]:
@@ -178,9 +178,9 @@ def bradley_terry(count: int, comparisons: Sequence[Comparison]) -> list[float |
     for _ in range(ROUNDS_MAX):
         weights = [2 * PRIOR / (strength + 1.0) for strength in strengths]
         for i, j, _ in comparisons:
-            each = 1.0 / (strengths[i] + strengths[j])
-            weights[i] += each
-            weights[j] += each
+            share = 1.0 / (strengths[i] + strengths[j])
+            weights[i] += share
+            weights[j] += share
         before, strengths = strengths, [(won[i] + PRIOR) / weights[i] for i in range(count)]
         if all(abs(new - old) <= EXACT * old for new, old in zip(strengths, before, strict=True)):
             break

@@ -52,8 +52,8 @@ def make(**arguments: Any) -> ModelFunction:
         random.Random("\0".join(unlike)).shuffle(unlike)  # judges prefer some places to others
         fence = fence_of(unlike)
         shown = "\n\n".join(f"<{n}-{fence}>\n{text}\n</{n}-{fence}>" for n, text in enumerate(unlike, 1))
-        asked = rubric.filled(row, {"responses": shown, "answers": shown, "fence": fence})
-        answer = await model.ask(asked, lambda text: ranking(text, len(unlike)))
+        question = rubric.filled(row, {"responses": shown, "answers": shown, "fence": fence})
+        answer = await model.ask(question, lambda text: ranking(text, len(unlike)))
         places = {unlike[number - 1]: place for place, number in enumerate(answer.read)}
         common = {"verdict": answer.text[-NOTE_CHARACTERS_MAX:], **answer.metrics}
         return [{"score": 1 - places[text] / (len(unlike) - 1), **common} for text in texts]
@@ -67,10 +67,10 @@ def ranking(text: str, count: int) -> list[int]:
     >>> ranking("Ranking: [2] > [3] > [1]", 3)
     [2, 3, 1]
     """
-    found = RANKING.findall(text.rpartition("</think>")[2][-CHARACTERS_READ:])
-    if not found:
+    rankings = RANKING.findall(text.rpartition("</think>")[2][-CHARACTERS_READ:])
+    if not rankings:
         raise UnreadableError("no ranking such as 2 > 3 > 1")
-    numbers = [int(number) for number in NUMBER.findall(found[-1])]
+    numbers = [int(number) for number in NUMBER.findall(rankings[-1])]
     if sorted(numbers) != list(range(1, count + 1)):
         raise UnreadableError(f"the ranking has not each of 1 to {count} once")
     return numbers

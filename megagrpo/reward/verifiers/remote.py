@@ -145,10 +145,10 @@ def checked_url(url: str) -> str:
 def expanded(headers: Mapping[str, str]) -> dict[str, str]:
     """Returns the headers with the values of the variables that they name. Raises ValueError if one is not set."""
 
-    def value_of(found: re.Match[str]) -> str:
-        value = os.environ.get(found[1])
+    def value_of(variable: re.Match[str]) -> str:
+        value = os.environ.get(variable[1])
         if value is None:
-            given = f"headers name the environment variable {found[1]}, which is not set"
+            given = f"headers name the environment variable {variable[1]}, which is not set"
             raise ValueError(f"{given}, or which reward.environment does not name")
         return value.strip()
 
@@ -179,7 +179,9 @@ def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
     """Returns the shape of open-instruct's code server, one program at a time."""
 
     def body(items: Sequence[Item]) -> object:
-        program, tests = program_of(items[0]["response"]), tests_of(items[0]["ground_truth"])
+        response, tests = items[0]["response"], tests_of(items[0]["ground_truth"])
+        program = last_program(response)
+        program = response if program is None else program.rstrip()
         return {"program": program, "tests": tests, "max_execution_time": max_execution_time}
 
     def scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
@@ -193,16 +195,6 @@ def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
         return [{"score": rate if rate >= pass_rate_min else 0.0, "pass_rate": rate, "tests": float(len(results))}]
 
     return Shape(body, scores)
-
-
-def program_of(text: str) -> str:
-    """Returns the last block of Python, or the whole text if there is none.
-
-    >>> program_of("So:\\n```python3\\nprint(1)\\n```\\nDone."), program_of("print(2)")
-    ('print(1)', 'print(2)')
-    """
-    found = last_program(text)
-    return text if found is None else found.rstrip()
 
 
 def tests_of(ground_truth: str) -> object:

@@ -64,11 +64,11 @@ def make(mode: Literal["strict", "loose"] = "strict", score: Literal["share", "a
     def ifeval(
         response: str, ground_truth: str, extra_info: Mapping[str, Any], prompt_text: str = ""
     ) -> Mapping[str, float]:
-        instructions = instructions_of(ground_truth, extra_info)
-        answer = answer_of(response, instructions.strip, prompt_text)
+        constraints_of_row, strip = instructions_of(ground_truth, extra_info)
+        answer = answer_of(response, strip, prompt_text)
         texts = [variant for variant in (variants(answer) if mode == "loose" else [answer]) if variant.strip()]
         outcomes: dict[str, list[bool]] = {}
-        for constraint in instructions.constraints:
+        for constraint in constraints_of_row:
             kept = any(constraint.holds(variant) for variant in texts)
             outcomes.setdefault(constraint.name, []).append(kept)
         flat = [kept for several in outcomes.values() for kept in several]
@@ -108,12 +108,8 @@ class Constraint:
     holds: Callable[[str], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Instructions:
-    """All constraints of a row. `strip`: spaces around a response do not count, as in open-instruct."""
-
-    constraints: tuple[Constraint, ...]
-    strip: bool
+Instructions = tuple[list[Constraint], bool]
+"""All constraints of a row, and whether spaces around a response do not count, as in open-instruct."""
 
 
 def instructions_of(ground_truth: str, extra_info: Mapping[str, Any]) -> Instructions:
@@ -151,12 +147,12 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     """Returns the constraints of a mapping in any of the three formats.
 
     >>> row = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most", "word": None}
-    >>> [constraint.holds("just three words") for constraint in of_mapping(row).constraints]
+    >>> [constraint.holds("just three words") for constraint in of_mapping(row)[0]]
     [True]
     """
     if "func_name" in value:
         arguments = {name: argument for name, argument in value.items() if name != "func_name"}
-        return Instructions((constraint(BY_NAME, value["func_name"], arguments),), strip=True)
+        return [constraint(BY_NAME, value["func_name"], arguments)], True
     field = next((field for field in IDS if value.get(field) is not None), None)
     if field is None:
         raise ValueError(f"the constraints have none of the fields func_name, {', '.join(IDS)}: {brief(dict(value))}")
@@ -164,8 +160,8 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     if not 1 <= len(ids) <= CONSTRAINTS_MAX or len(ids) != len(arguments_of_all):
         needed = f"1 to {CONSTRAINTS_MAX}, and kwargs for each"
         raise ValueError(f"there are {len(ids)} constraints with kwargs for {len(arguments_of_all)}, not {needed}")
-    found = [constraint(BY_ID, name, arguments) for name, arguments in zip(ids, arguments_of_all, strict=True)]
-    return Instructions(tuple(found), strip=field == "instruction_id")
+    pairs = zip(ids, arguments_of_all, strict=True)
+    return [constraint(BY_ID, name, arguments) for name, arguments in pairs], field == "instruction_id"
 
 
 def _list(value: object) -> Sequence[Any]:

@@ -1,8 +1,8 @@
 """Sentences, words and languages of a response, counted as the IFEval benchmark counts them.
 
 IFEval uses nltk's Punkt with parameters that were learned from newspapers and are downloaded apart from nltk. Here the
-same algorithm runs with the abbreviations and frequent words below, so that nothing is downloaded and every machine
-counts alike. docs/rewards.md says how closely the two agree.
+same algorithm runs with the abbreviations and frequent words of words.txt, so that nothing is downloaded and every
+machine counts alike. docs/rewards.md says how closely the two agree.
 """
 
 from __future__ import annotations
@@ -16,38 +16,8 @@ if TYPE_CHECKING:
     from nltk.tokenize.destructive import NLTKWordTokenizer
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
-ABBREVIATIONS = """
-    dr mr mrs ms messrs prof sen rep reps gen col lt maj adm st jr sr ave co corp inc ltd bros cos cie vs yr ft ct pa ga
-    mg ok jan feb aug sep sept oct nov dec tues wed fri ala ariz calif colo conn fla ill kan ky mich minn nev okla ore
-    tenn va vt wash wis w.va
-    c d e f g h k l m n p r s t v w
-    a.d a.m p.m d.c l.a n.c n.d n.h n.j n.m n.y s.c r.i u.k u.n u.s u.s.a u.s.s.r ph.d m.b.a j.p j.c j.r j.k r.j
-"""
-"""Without their last dot. `e.g.` and `i.e.` are left out: Punkt's English parameters lack them too."""
-
-STARTERS = """
-    according although among both but despite even he however i if in indeed instead it many meanwhile moreover most
-    nevertheless nonetheless nor separately similarly since so some the there these they this though thus under when
-    while yet
-"""
-"""A capitalised one of these after an abbreviation begins a sentence."""
-
-FREQUENT = """
-    a add after all also an and another answer any are as ask at be because before begin being between both brief
-    briefly bring by can check choose closing come common conclusion consider could create current data define
-    describe develop did different discuss discussion do documentation does during each early encourage end enjoy
-    ensure establish evaluate every example explain explore few finally first focus follow for from further general
-    get give go goals good had has have having help here highlight how identify implement importance important
-    improve include increase initial into introduce introduction is just keep know last learn let like list
-    listening local look main major make method methods monitor more much must new next no not now objective
-    objectives of offer offering on once one only open or original our out over overview own performance perhaps
-    play please potential practice preparation present primary problem project provide purpose question questions
-    read reduce regular remember results same second secondary section see set she should show simple specific start
-    step steps strong such summarize summary support take tell test than thank that their them then third through to
-    together too topic total track traditional try type types understand until up use various very visit was we were
-    what where whether which who whose why will with within without would write your
-"""
-"""Words that are capitalised only where a sentence begins."""
+_TABLES = re.split(r"^#.*\n", Path(__file__).with_name("words.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+ABBREVIATIONS, STARTERS, FREQUENT = (table.split() for table in _TABLES[1:])
 
 _ORTHO_BEGINS_UPPER, _ORTHO_INSIDE_LOWER = 1 << 1, 1 << 5  # flags of nltk.tokenize.punkt
 
@@ -134,9 +104,9 @@ def _sentence_tokenizer() -> PunktSentenceTokenizer:
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
     parameters = PunktParameters()
-    parameters.abbrev_types.update(ABBREVIATIONS.split())
-    parameters.sent_starters.update(STARTERS.split())
-    for word in (FREQUENT + STARTERS).split():
+    parameters.abbrev_types.update(ABBREVIATIONS)
+    parameters.sent_starters.update(STARTERS)
+    for word in FREQUENT + STARTERS:
         if word != "i":  # never in lower case
             parameters.ortho_context[word] = _ORTHO_BEGINS_UPPER | _ORTHO_INSIDE_LOWER
     return PunktSentenceTokenizer(parameters)
