@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_774,
+    ("plan",): 5_499,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
@@ -48,8 +48,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
-    "tests": Limits(lines=51_460, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=409),
+    "tests": Limits(lines=51_436, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16}
