@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_499,
+    ("plan",): 5_482,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
@@ -48,7 +48,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=409),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
     "tests": Limits(lines=51_436, files=None),
 }
 # Heading in docs/architecture.md: most files.

@@ -15,9 +15,8 @@ from megagrpo.plan.assumptions import Assumptions, lengths_of
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw
-from megagrpo.plan.time import Sampling, StepTime, rollout_seconds
+from megagrpo.plan.time import Sampling, StepTime, Turns, rollout_seconds
 from megagrpo.plan.training_time import BatchSize
-from megagrpo.plan.turns import Turns
 from megagrpo.recipe.schema import EngineLayoutConfig
 from tests import plans
 from tests.plans import H100, LLAMA_8B, known_model
