@@ -34,7 +34,7 @@ from long_tailed_model import ADDER, ROOT, make_long_tailed_adder
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import Plan, plan_of
 from megagrpo.plan.schedules import ScheduleTime, Work, compared, schedule_time
-from megagrpo.plan.show.schedules import HEADS, figures
+from megagrpo.plan.show.terminal import HEADS, figures
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import AsyncConfig, ScheduleConfig, SyncConfig
 from megagrpo.weights.families import read_architecture

@@ -361,7 +361,8 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
         more = f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches"
         fix = "lower it, or set track.directory to a place on a larger file system"
         yield Problem("checkpoint.keep_batches", given, more, fix)
-    if (size := export_bytes(recipe, architecture)) * models > free:
+    size = ITEM_BYTES[dtype_name(recipe, "cpu" if recipe.cluster.device == "cpu" else "cuda")]
+    if (size := size * total_parameters(architecture)) * models > free:
         field = "export_every_steps" if recipe.checkpoint.export_every_steps else "export_hugging_face"
         more = f"{byte_text(models * size)} for {models} exported models, {byte_text(size)} each"
         fix = "a larger file system for track.directory, fewer of them, or after_export that moves them away"
@@ -374,12 +375,6 @@ def _models_to_come(recipe: AnyRecipe) -> int:
     every, steps = checkpoint.export_every_steps, recipe.train.total_steps
     on_the_way = 0 if every is None else 1 if steps is None else steps // every
     return max(0, on_the_way - len(there)) + checkpoint.export_hugging_face
-
-
-def export_bytes(recipe: AnyRecipe, architecture: Architecture) -> int:
-    """Returns the bytes of one exported model without file headers, in its dtype on the recipe's devices."""
-    dtype = dtype_name(recipe, "cpu" if recipe.cluster.device == "cpu" else "cuda")
-    return ITEM_BYTES[dtype] * total_parameters(architecture)
 
 
 def batch_bytes(recipe: Recipe) -> int:

@@ -43,7 +43,14 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
                 if pipeline > architecture.layers or context > max(1, longest // CONTEXT_TOKENS_MIN):
                     continue
                 data = ranks // tensor // pipeline // context
-                for expert, expert_tensor in _expert_sizes(experts, tensor, tensor * context * data):
+                sizes = [
+                    (expert, cut)
+                    for cut in sorted({1, tensor})
+                    for expert in divisors(experts)
+                    if tensor * context * data % (expert * cut) == 0
+                ]
+                # The default of expert_tensor equals tensor: a model without experts has it.
+                for expert, expert_tensor in sizes if experts > 1 else [(1, None)]:
                     for chunks in CHUNKS if pipeline > 1 else (1,):
                         yield {
                             "train.layout.tensor": tensor,
@@ -56,17 +63,6 @@ def layouts(recipe: AnyRecipe, architecture: Architecture, ranks: int) -> Iterat
                             "train.layout.expert_tensor": expert_tensor,
                             "train.layout.data": data,
                         }
-
-
-def _expert_sizes(experts: int, tensor: int, group: int) -> Iterator[tuple[int, int | None]]:
-    """Yields sizes of expert and expert_tensor. None, the default, equals tensor: a model without experts has it."""
-    if experts == 1:
-        yield 1, None
-        return
-    for expert_tensor in sorted({1, tensor}):
-        for expert in divisors(experts):
-            if group % (expert * expert_tensor) == 0:
-                yield expert, expert_tensor
 
 
 def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:

@@ -157,7 +157,8 @@ def layer_seconds(
         # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
         # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
         parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
-        again = again_in_layer(train, sparse, passed) if parts == 2 else 0
+        mlp = ("moe", "shared_experts") if sparse else ("mlp",)  # recomputed, it exchanges again
+        again = passed.backward if parts == 2 and train.recomputed.modules.intersection(mlp) else 0
         count = (parts * (2 * passed.forward + 3 * passed.backward) + 2 * again) * passed.microbatches
         seconds["tensor"] = gather(groups.tensor, at_once * arch.hidden, count, links)
     if groups.context.ranks > 1:
@@ -173,12 +174,6 @@ def layer_seconds(
             whole = own * groups.expert_tensor.ranks
             seconds["experts' tensor"] = gather(groups.expert_tensor, whole, count, links)
     return seconds
-
-
-def again_in_layer(train: TrainConfig, sparse: bool, passed: Exchanged) -> int:
-    """Returns the number of times that the MLP, or the shared experts, of a layer are recomputed."""
-    modules = ("moe", "shared_experts") if sparse else ("mlp",)
-    return passed.backward if train.recomputed.modules.intersection(modules) else 0
 
 
 def _context_seconds(arch: Architecture, train: TrainConfig, groups: Groups, passed: Exchanged, links: Links) -> float:

@@ -82,7 +82,9 @@ def engine_memory(case: Case) -> EngineMemory:
     group = layout.tensor // layout.attention_data
     at_once = options.get("max_running_requests") or rollout.requests_at_once
     asked = min(asked, at_once)
-    per_token = cache_bytes_per_token(arch, group, _cache_element_bytes(options, element))
+    dtype = str(options.get("kv_cache_dtype") or "auto")
+    cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
+    per_token = cache_bytes_per_token(arch, group, cached)
     weights, each = [], []
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
         run = stage_layers(arch.layers, stage, layout.pipeline)
@@ -117,11 +119,6 @@ def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -
     if arch.latent is not None:
         return arch.layers * (arch.latent.key_value_rank + arch.latent.rotary_dim) * element_bytes
     return 2 * arch.layers * max(1, arch.query_groups // tensor) * arch.head_dim * element_bytes
-
-
-def _cache_element_bytes(options: Mapping[str, Any], element_bytes: int) -> int:
-    named = str(options.get("kv_cache_dtype") or "auto")
-    return 1 if named.startswith("fp8") else 2 if named in ("bf16", "bfloat16") else element_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -178,20 +178,23 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
+def _of_node(case: Case, of_rank: Callable[[int], int]) -> int:
+    """Returns the bytes on the fullest node, whose ranks take `of_rank(stage)` bytes each."""
+    fullest = max(map(of_rank, range(case.layout.pipeline)))
+    return fullest * min(case.layout.ranks, case.recipe.cluster.gpus_per_node)
+
+
 def host_bytes(case: Case) -> int:
     """Returns the host bytes of train.offload's parts on the fullest node. Gradients take none: zeros replace them."""
     away = set(case.recipe.train.offload) - {"gradients"}
-    sizes = (model_parts(case, stage) for stage in range(case.layout.pipeline))
-    fullest = max(sum(size for name, size in of_rank.items() if name in away) for of_rank in sizes)
-    return fullest * min(case.layout.ranks, case.recipe.cluster.gpus_per_node)
+    return _of_node(case, lambda at: sum(size for name, size in model_parts(case, at).items() if name in away))
 
 
 def snapshot_bytes(case: Case) -> int:
     """Returns the host bytes of checkpoint copies on the fullest node. Ranks with the same weights copy a share each,
     with any optimizer."""
-    layout, each = case.layout, 8 if case.recipe.train.optimizer.moment_dtype == "bfloat16" else 12
-    fullest = max(saved_bytes(case, layout, stage, each) for stage in range(layout.pipeline))
-    return fullest * min(layout.ranks, case.recipe.cluster.gpus_per_node)
+    each = 8 if case.recipe.train.optimizer.moment_dtype == "bfloat16" else 12
+    return _of_node(case, lambda stage: saved_bytes(case, case.layout, stage, each))
 
 
 def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> int:
@@ -210,12 +213,10 @@ def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> in
 def export_copy_bytes(case: Case) -> int:
     """Returns the host bytes of the copy of a model to export during training, on the fullest node; 0 without such
     exports. Ranks with the same weights copy a share each."""
-    recipe, layout = case.recipe, case.layout
-    if recipe.checkpoint.export_every_steps is None:
+    if case.recipe.checkpoint.export_every_steps is None:
         return 0
-    held = (rank_parameters(case.architecture, layout, stage, case.fused_layers) for stage in range(layout.pipeline))
-    of_rank = max(_share(each, layout) for each in held) * case.item_bytes
-    return of_rank * min(layout.ranks, recipe.cluster.gpus_per_node)
+    arch, layout, fused = case.architecture, case.layout, case.fused_layers
+    return case.item_bytes * _of_node(case, lambda at: _share(rank_parameters(arch, layout, at, fused), layout))
 
 
 def _share(trained: RankParameters, layout: ParallelLayout) -> int:

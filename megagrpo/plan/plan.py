@@ -86,22 +86,8 @@ class Plan(Case):
 
     @cached_property
     def summary(self) -> Mapping[str, str]:
-        found = summary(self.recipe, self.architecture, self.assumptions.epoch_rows)
-        if isinstance(self.recipe, Recipe) and self.recipe.rollout.kind.starts_servers:
-            found["start"] = self._start(self.recipe.rollout.engines)
-        return {**found, **dict(_of_agent(self)), **self.agent}
-
-    @property
-    def told(self) -> tuple[tuple[str, str], ...]:
-        """Returns the lines of the summary, and of what was not checked."""
-        return (*self.summary.items(), *(("not checked", text) for text in self.unchecked))
-
-    def _start(self, engines: int) -> str:
-        """Returns a line about the bytes that engines do not read: the first sync brings their weights."""
-        read = total_parameters(self.architecture) * self.item_bytes
-        seconds = engines * read / self.assumptions.disk_bytes_per_second
-        spared = f"spares {byte_text(engines * read)} and {second_text(seconds)} of reading"
-        return f"{byte_text(read)} read once, by the training ranks; engines begin without weights, which {spared}"
+        """Returns the sizes that follow from a checked recipe, in sentences."""
+        return dict(_summary(self))
 
     @cached_property
     def device_map(self) -> tuple[MappedDevice, ...]:
@@ -114,10 +100,6 @@ class Plan(Case):
     @cached_property
     def memory(self) -> tuple[DeviceMemory, ...]:
         return tuple(memory(self))
-
-    @property
-    def fullest_first(self) -> list[DeviceMemory]:
-        return sorted(self.memory, key=lambda kind: kind.fullest.bytes, reverse=True)
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -184,17 +166,16 @@ def plan_of(
     if assumptions.epoch_rows is None and epoch_rows is not None:
         assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
     case = Case(recipe, architecture, machines_of(recipe, assumptions), assumptions, critic)
-    asked = {text.partition("=")[0].strip() for text in given}
+    names = {text.partition("=")[0].strip() for text in given}
     if run_directory is not None:
-        before = vars(assumptions)
-        found = vars(calibrated(case, run_directory))
-        kept = {name: before[name] for name in asked}  # what was given counts more than what was measured
-        case = replace(case, assumptions=Assumptions(**(found | kept)))
-        origins |= {name: "calibrated" for name, value in found.items() if value != before[name]}
-    origins |= dict.fromkeys(asked, "given")
-    known = {field.name: getattr(case, field.name) for field in fields(Case)}
+        before, measured = vars(assumptions), vars(calibrated(case, run_directory))
+        # A given value takes precedence over a measured one.
+        case = replace(case, assumptions=Assumptions(**(measured | {name: before[name] for name in names})))
+        origins |= {name: "calibrated" for name, value in measured.items() if value != before[name]}
+    origins |= dict.fromkeys(names, "given")
+    inputs = {field.name: getattr(case, field.name) for field in fields(Case)}
     calibrates = run_directory is not None
-    return Plan(**known, origins=origins, calibrated=calibrates, unchecked=tuple(unchecked), agent=agent)
+    return Plan(**inputs, origins=origins, calibrated=calibrates, unchecked=tuple(unchecked), agent=agent)
 
 
 def lacking_bytes(held: Sequence[DeviceMemory], card_bytes: int | None, spare: float = 0.0) -> int:
@@ -212,23 +193,29 @@ def unit_of(assumption: str) -> str:
 # --- summary ---------------------------------------------------------------------------------------------------------
 
 
-def summary(recipe: AnyRecipe, architecture: Architecture, epoch_rows: float | None = None) -> dict[str, str]:
-    """Returns the sizes that follow from a checked recipe, in sentences. `epoch_rows`: rows of one epoch, if known."""
-    of_kind = _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
+def _summary(plan: Plan) -> Iterator[tuple[str, str]]:
+    recipe, architecture, epoch_rows = plan.recipe, plan.architecture, plan.assumptions.epoch_rows
+    parameters, tensor = total_parameters(architecture), recipe.train.layout.tensor
     active = f", {_count(active_parameters(architecture))} of them active" if architecture.experts else ""
-    parameters = f"{_count(total_parameters(architecture))} parameters{active}"
-    tensor = recipe.train.layout.tensor
     padded = architecture.padded_vocab(tensor)
     padding = f", padded to {padded}" if padded > architecture.vocab else ""
-    return {
-        "run": f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}",
-        "model": f"{architecture.family} of {parameters}, from {recipe.model.path}",
-        "ranks": _ranks(recipe, architecture),
-        "layers": _layers(recipe, architecture),
-        "vocabulary": f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank",
-        **dict(of_kind),
-        "checkpoints": f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}",
-    }
+    yield "run", f"{recipe.name}, seed {recipe.seed}, in {run_directory(recipe)}"
+    yield "model", f"{architecture.family} of {_count(parameters)} parameters{active}, from {recipe.model.path}"
+    yield "ranks", _ranks(recipe, architecture)
+    yield "layers", _layers(recipe, architecture)
+    yield "vocabulary", f"{architecture.vocab}{padding}, {padded // tensor} on each tensor rank"
+    yield from _of_sft(recipe, epoch_rows) if isinstance(recipe, SftRecipe) else _of_grpo(recipe, epoch_rows)
+    yield "checkpoints", f"every {recipe.checkpoint.every_steps} steps, in {checkpoint_directory(recipe)}"
+    if isinstance(recipe, Recipe) and recipe.rollout.kind.starts_servers:
+        read, engines = parameters * plan.item_bytes, recipe.rollout.engines
+        seconds = second_text(engines * read / plan.assumptions.disk_bytes_per_second)
+        spared = f"spares {byte_text(engines * read)} and {seconds} of reading"
+        yield (
+            "start",
+            f"{byte_text(read)} read once, by the training ranks; engines begin without weights, which {spared}",
+        )
+    yield from _of_agent(plan)
+    yield from plan.agent.items()
 
 
 def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:
@@ -242,8 +229,8 @@ def _of_grpo(recipe: Recipe, epoch_rows: float | None) -> Iterator[tuple[str, st
     yield "objective", f"{names}, {penalty}"
     epochs = f"{algorithm.epochs} epochs x " if algorithm.epochs > 1 else ""
     minibatches = f"{algorithm.minibatches} minibatches" if epochs else f"{algorithm.minibatches}"
-    each = responses // algorithm.minibatches
-    yield "minibatches", f"{epochs}{minibatches} of {each} responses{_share(each, train.layout.data)}"
+    size = responses // algorithm.minibatches
+    yield "minibatches", f"{epochs}{minibatches} of {size} responses{_share(size, train.layout.data)}"
     yield "sequence", f"{recipe.sequence_described} tokens, {_packed(recipe)}"
     length = f"{train.total_steps} steps, {(train.total_steps or 0) * responses} responses"
     if train.total_steps is None:

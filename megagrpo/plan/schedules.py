@@ -7,7 +7,7 @@ another, within a group too, and are the same for all schedules.
 
 from __future__ import annotations
 
-from bisect import insort
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,10 +169,10 @@ class ScheduleTime:
 
 def allowed(recipe: Recipe, schedule: ScheduleConfig) -> bool:
     """Returns whether the recipe breaks the same rules with that schedule as with sync."""
-    found, sync = (
+    broken, under_sync = (
         broken_rules(recipe.model_copy(update={"schedule": kind}), checked=recipe) for kind in (schedule, SYNC)
     )
-    return found == sync
+    return broken == under_sync
 
 
 def compared(recipe: Recipe) -> list[ScheduleConfig]:
@@ -180,7 +180,7 @@ def compared(recipe: Recipe) -> list[ScheduleConfig]:
     half = max(1, recipe.rollout.prompts_per_step // 2)
     others: list[ScheduleConfig] = [SyncConfig(kind="sync", carry_over=half, max_staleness=2), ONE_STEP_OFF]
     others += [AsyncConfig(kind="async", max_staleness=bound) for bound in (1, 2, 4)]
-    return [SYNC, *(each for each in others if allowed(recipe, each))]
+    return [SYNC, *(schedule for schedule in others if allowed(recipe, schedule))]
 
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
@@ -221,11 +221,16 @@ def schedule_time(
     """Returns means over `steps` steps of a simulated run, without those in which it fills up. The simulation covers a
     part of the run with at most `responses_max` responses in a step."""
     part, filling = work.part(responses_max), schedule.max_staleness + 2
-    run = SimulatedRun(part, _of_part(schedule, part.prompts / work.prompts), filling + steps, seed)
+    given = {name: getattr(schedule, name, None) for name in ("carry_over", "oversample", "prompts_at_once")}
+    scaled = {name: max(1, round(part.prompts / work.prompts * n)) for name, n in given.items() if n}
+    run = SimulatedRun(part, schedule.model_copy(update=scaled), filling + steps, seed)
     before, end = run.steps[filling - 1], run.steps[-1]
     seen = run.steps[filling:]
     seconds, slots = end.end - before.end, part.engines * part.slots
     stale = [staleness for step in seen for staleness in step.staleness]
+    thrown = sum(step.thrown for step in seen)
+    trained = [number for step in seen for number in step.groups]
+    began = [number for step in seen for number in step.groups + step.dropped]
     return ScheduleTime(
         schedule=schedule,
         seconds=seconds / steps,
@@ -235,15 +240,9 @@ def schedule_time(
         staleness=sum(stale) / len(stale),
         staleness_max=max(stale),
         old_tokens=run.old_tokens(seen),
-        thrown_tokens=float(run.thrown_tokens(seen)),
-        shorter=run.shorter(seen),
+        thrown_tokens=float(thrown / (thrown + sum(run.lengths[list(step.groups)].sum() for step in seen))),
+        shorter=float(1 - run.lengths[trained].mean() / run.lengths[began].mean()),
     )
-
-
-def _of_part(schedule: ScheduleConfig, share: float) -> ScheduleConfig:
-    """Returns the schedule with its prompts scaled to a part of the run."""
-    given = {name: getattr(schedule, name, None) for name in ("carry_over", "oversample", "prompts_at_once")}
-    return schedule.model_copy(update={name: max(1, round(share * n)) for name, n in given.items() if n})
 
 
 # --- simulation ------------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ class _Engine:
     """Heap of running responses: the count at which each ends, and its number."""
 
     begun: float = 0.0  # sum of the counts at which running responses began
-    event: int = 0  # number of the valid event; earlier events of this engine are stale
+    next_at: float = math.inf  # time at which the next response ends, if nothing else begins
     reads_until: float = 0.0  # until then it reads resumed responses, and decodes nothing
     busy_seconds: float = 0.0
     slot_seconds: float = 0.0
@@ -312,6 +311,7 @@ class SimulatedRun:
             per_step=prompts, max_staleness=bound, at_once=max(at_once, prompts), steps=steps + bound + 1, spare=spare
         )
         groups = (prompts + spare) * (steps + bound + 1)
+        self.prompt, self.growth = work.lengths.prompt, 1 + work.lengths.given
         self.lengths = work.lengths.drawn(groups * work.samples, seed).reshape(groups, work.samples)
         self.tokens = self.lengths.ravel().tolist()
         self.left = [work.samples] * groups
@@ -320,15 +320,12 @@ class SimulatedRun:
         """By response: the engine, and its count when the response began."""
 
         self.now = 0.0
-        self.complete: list[int] = []
-        """Groups that no step has taken, oldest first."""
-
-        self.refused_after = -1
-        """The newest of the groups that a step could not take: it tries again once an older one is complete."""
+        self.complete = 0
+        """Complete groups that no step has taken."""
 
         self.queue: deque[int] = deque()
         self.engines = [_Engine(index) for index in range(work.engines)]
-        self.events: list[tuple[float, int, int]] = []
+        self.events = [(math.inf, index) for index in range(work.engines)]
         self.steps: list[SimulatedStep] = []
         self._begin()
         for step in range(1, steps + 1):
@@ -339,8 +336,7 @@ class SimulatedRun:
         sync, one_step_off = (isinstance(self.schedule, kind) for kind in (SyncConfig, OneStepOffConfig))
         begin, thrown = self.now, 0.0
         dropped: tuple[int, ...] = ()
-        while (taken := self._take()) is None:
-            self._next()
+        taken = self._take()
         waited = self.now - begin
         if sync:
             self._pause()
@@ -350,11 +346,11 @@ class SimulatedRun:
         else:
             self._begin()
             trained = self.now + self.work.train_seconds
-            while self.events and self.events[0][0] <= trained:
-                self._next()
+            while (engine := self._earliest()).next_at <= trained:
+                self._next(engine)
             self.now = trained
-            while self.events and (one_step_off or self.work.pause == "finish"):
-                self._next(begins=one_step_off)
+            while (one_step_off or self.work.pause == "finish") and (engine := self._earliest()).ends:
+                self._next(engine, begins=one_step_off)
             waited += self.now - trained
             self._pause()
         self.now += self.work.sync_seconds
@@ -362,18 +358,17 @@ class SimulatedRun:
         busy, slots = sum(each.busy_seconds for each in self.engines), sum(each.slot_seconds for each in self.engines)
         self._resume()
         self._begin()
-        stale = tuple(step - 1 - admitted.version for admitted in taken)
-        numbers = tuple(each.number for each in taken)
+        stale = tuple(step - 1 - group.version for group in taken)
+        numbers = tuple(group.number for group in taken)
         return SimulatedStep(step, numbers, stale, waited, self.now, busy, slots, dropped, thrown)
 
-    def _take(self) -> list[Admitted] | None:
-        prompts = self.work.prompts
-        if len(self.complete) < prompts or self.complete[prompts - 1] == self.refused_after:
-            return None
-        taken = self.admission.take()
-        self.refused_after = -1 if taken else self.complete[prompts - 1]
-        if taken:
-            del self.complete[:prompts]
+    def _take(self) -> list[Admitted]:
+        """Samples until a step can take its groups: it tries again with every group that is complete."""
+        while self.complete < self.work.prompts or (taken := self.admission.take()) is None:
+            complete = self.complete
+            while self.complete == complete:
+                self._next(self._earliest())
+        self.complete -= self.work.prompts
         return taken
 
     # Engines. Invariant: while a request waits, every slot is taken, unless running responses finish before an update.
@@ -407,25 +402,24 @@ class SimulatedRun:
         heappush(engine.ends, (engine.count + self.tokens[response], response))
 
     def _plan(self, engine: _Engine) -> None:
-        """Pushes the event at which the engine's next response ends, if nothing else begins on it."""
-        engine.event += 1
+        """Computes the time at which the engine's next response ends."""
+        engine.next_at = math.inf
         if running := len(engine.ends):
             ahead = engine.ends[0][0] - engine.count
-            context = (1 + self.work.lengths.given) * (engine.count - engine.begun / running + ahead / 2)
-            engine.rate = self.work.token_seconds(running, self.work.lengths.prompt + context)
-            decodes = max(self.now, engine.reads_until)
-            heappush(self.events, (decodes + ahead * engine.rate, engine.index, engine.event))
-            self._forget()
+            context = self.prompt + self.growth * (engine.count - engine.begun / running + ahead / 2)
+            engine.rate = self.work.token_seconds(running, context)
+            engine.next_at = max(self.now, engine.reads_until) + ahead * engine.rate
+        heappush(self.events, (engine.next_at, engine.index))
 
-    def _forget(self) -> None:
-        """Pops stale events from the head of the heap."""
-        while self.events and self.events[0][2] != self.engines[self.events[0][1]].event:
+    def _earliest(self) -> _Engine:
+        """Returns the engine whose next response ends first. An event is stale if its engine was planned again."""
+        while self.events[0][0] != (engine := self.engines[self.events[0][1]]).next_at:
             heappop(self.events)
+        return engine
 
-    def _next(self, *, begins: bool = True) -> None:
-        """Ends the next response; with `begins`, its slot takes a waiting one."""
-        self.now, index, _ = heappop(self.events)
-        engine = self.engines[index]
+    def _next(self, engine: _Engine, *, begins: bool = True) -> None:
+        """Ends the engine's next response; with `begins`, its slot takes a waiting one."""
+        self.now = engine.next_at
         engine.settle(self.now)
         engine.count, response = heappop(engine.ends)
         engine.begun -= self.began[response]
@@ -433,24 +427,21 @@ class SimulatedRun:
         self.left[number] -= 1
         if self.left[number] == 0:
             self.admission.complete(number)
-            insort(self.complete, number)
+            self.complete += 1
         if self.queue and begins:
             self._start(engine)
         self._plan(engine)
-        self._forget()
 
     def _pause(self) -> None:
         for engine in self.engines:
             engine.settle(self.now)
-            engine.event += 1
-        self.events.clear()
 
     def _cut(self) -> tuple[tuple[int, ...], float]:
         """Throws away all groups that have begun, and returns their numbers and sampled tokens."""
         samples, dropped = self.work.samples, tuple(self.admission.waiting)
         left = {response: self.tokens[response] for response in self.queue}  # tokens that were not sampled
         self.queue.clear()
-        self.complete.clear()
+        self.complete = 0
         for engine in self.engines:
             left |= {response: end - engine.count for end, response in engine.ends}
             engine.ends.clear()
@@ -467,22 +458,10 @@ class SimulatedRun:
         for engine in self.engines:
             engine.at = self.now
             if again and engine.ends:
-                prompt, growth = self.work.lengths.prompt, 1 + self.work.lengths.given
-                read = [prompt + growth * (engine.count - self.began[number]) for _, number in engine.ends]
+                read = [self.prompt + self.growth * (engine.count - self.began[number]) for _, number in engine.ends]
                 engine.reads_until = self.now + self.work.read_seconds(sum(read), sum(n * n for n in read), len(read))
             engine.versions.append(engine.count)
             self._plan(engine)
-
-    def thrown_tokens(self, steps: Sequence[SimulatedStep]) -> float:
-        """Returns the share of all tokens sampled for these steps that are thrown away."""
-        thrown = sum(step.thrown for step in steps)
-        return thrown / (thrown + sum(self.lengths[list(step.groups)].sum() for step in steps))
-
-    def shorter(self, steps: Sequence[SimulatedStep]) -> float:
-        """Returns the share by which these steps' trained responses are shorter than those that began, in the mean."""
-        trained = [number for step in steps for number in step.groups]
-        began = [number for step in steps for number in step.groups + step.dropped]
-        return float(1 - self.lengths[trained].mean() / self.lengths[began].mean())
 
     def old_tokens(self, steps: Sequence[SimulatedStep]) -> float:
         """Returns the share of these steps' tokens that were sampled more than one version before the trained one."""

@@ -50,23 +50,20 @@ ENGINE_WEIGHTS_SHARE = 0.4
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that is recommended: overrides for the command line, its estimate, and the reason in a sentence."""
+    """A layout that is recommended: overrides for the command line, its estimate, and the reason in a sentence.
+
+    `schedule`: the times of a split of the GPUs whose engines sample all the time.
+    """
 
     overrides: tuple[str, ...]
     estimate: Estimate
     reason: str
+    schedule: ScheduleTime | None = None
 
     @property
     def words(self) -> str:
         """Returns the overrides as words of a shell."""
         return " ".join(f"'{each}'" if " " in each else each for each in self.overrides)
-
-
-@dataclass(frozen=True)
-class Split(Choice):
-    """A choice with engines on GPUs of their own, and the time of a step if they sample all the time."""
-
-    schedule: ScheduleTime
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Search:
 
     gpus: int
     choices: tuple[Choice, ...]
-    asynchronous: tuple[Split, ...]
+    asynchronous: tuple[Choice, ...]
     legal: int
     estimated: int
     nearest: Choice | None
@@ -108,7 +105,7 @@ def search(case: Case, gpus: int | None = None) -> Search:
     run = _Run(replace(case, recipe=in_turn), gpus or case.device_plan.bundles, case.card_bytes)
     sparing = run.candidates(_sparing_layouts(run))
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
-    asynchronous: list[Split] = []
+    asynchronous: list[Choice] = []
     if fitting:
         kept = [found.values for found in fitting]
         thrifty = ({**kind, **way} for kind in kept for way in savings(case.recipe, case.architecture, kind))
@@ -157,17 +154,14 @@ class _Run:
                 continue
             case = replace(self.case, recipe=changed(self.case.recipe, values))
             if legal(case, checked=self.case.recipe):
-                found[key] = _Found(values, case, self._time(values, case))
+                # Candidates that differ only in engines or offload share their training times.
+                train = (pair for pair in values.items() if pair[0].startswith("train."))
+                shared = tuple(f"{path}={value}" for path, value in train if path != "train.offload")
+                if shared not in self.training:
+                    self.training[shared] = training_phases(case)
+                found[key] = _Found(values, case, step_time(case, self.training[shared]))
         self.estimated += len(found)
         return list(found.values())
-
-    def _time(self, values: Values, case: Case) -> StepTime:
-        """Returns the times of a step. Candidates that differ only in engines or offload share their training times."""
-        train = [f"{path}={value}" for path, value in values.items() if path.startswith("train.")]
-        key = tuple(text for text in train if not text.startswith("train.offload="))
-        if key not in self.training:
-            self.training[key] = training_phases(case)
-        return step_time(case, self.training[key])
 
     def fitting(
         self,
@@ -201,26 +195,25 @@ class _Run:
                 break
         return replace(candidate, memory=tuple(held), lacking=lacking)
 
-    def choice(self, found: _Found) -> Choice:
-        values = found.values.items()
-        overrides = (
-            f"{path}={value_text(value)}" for path, value in values if value != value_at(self.case.recipe, path)
-        )
-        recipe, time, whole = found.case.recipe, found.time, "a step"
-        if isinstance(recipe, Recipe) and recipe.schedule != SYNC:
-            own, whole = schedule_time(Work.of(found.case, time), recipe.schedule), "all phases"
-            time = replace(time, scheduled=own.seconds)
+    def choice(self, found: _Found, asynchronous: ScheduleTime | None = None) -> Choice:
+        """Returns the choice with the reason for it. `asynchronous`: a split's times under ASYNC."""
+        recipe, own, whole = found.case.recipe, asynchronous, "a step"
+        overrides = [
+            f"{path}={value_text(value)}"
+            for path, value in found.values.items()
+            if value != value_at(self.case.recipe, path)
+        ]
+        if isinstance(recipe, Recipe) and asynchronous and recipe.schedule != ASYNC:
+            overrides.append("schedule=async")
+        elif isinstance(recipe, Recipe) and not asynchronous and recipe.schedule != SYNC:
+            own, whole = schedule_time(Work.of(found.case, found.time), recipe.schedule), "all phases"
+        time = replace(found.time, scheduled=own.seconds if own else None)
         estimate = Estimate(found.memory, time, found.lacking)
-        longest = max(time.phases, key=lambda phase: phase.seconds)
-        share = f"{longest.phase} takes {longest.seconds / time.phase_seconds:.0%} of {whole}"
-        return Choice(tuple(overrides), estimate, f"{_reason(found.case.recipe, estimate, self.card_bytes)}; {share}")
-
-    def split(self, found: _Found, schedule: ScheduleTime) -> Split:
-        choice, recipe = self.choice(found), found.case.grpo
-        estimate = replace(choice.estimate, time=replace(found.time, scheduled=schedule.seconds))
         reason = _reason(recipe, estimate, self.card_bytes)
-        overrides = choice.overrides if recipe.schedule == ASYNC else (*choice.overrides, "schedule=async")
-        return Split(overrides, estimate, reason, schedule)
+        if not asynchronous:
+            longest = max(time.phases, key=lambda phase: phase.seconds)
+            reason += f"; {longest.phase} takes {longest.seconds / time.phase_seconds:.0%} of {whole}"
+        return Choice(tuple(overrides), estimate, reason, asynchronous)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
@@ -308,7 +301,7 @@ def _ranked_by(found: _Found) -> float:
     return found.time.seconds if isinstance(own, SyncConfig) else steady_seconds(found.case, found.time, own)
 
 
-def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
+def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Choice]:
     """Returns the fastest splits between ranks and engines that sample all the time. Simulates the lowest bounds."""
     split = [found for found in candidates if found.values.get("cluster.placement") == "disaggregated"]
     split = [found for found in split if allowed(found.case.grpo, ASYNC)]
@@ -317,7 +310,7 @@ def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Split]:
     )
     timed = [(found, schedule_time(Work.of(found.case, found.time), ASYNC)) for found in lowest]
     timed.sort(key=lambda pair: pair[1].seconds)
-    return [run.split(found, time) for found, time in timed[:SPLITS_SHOWN]]
+    return [run.choice(found, time) for found, time in timed[:SPLITS_SHOWN]]
 
 
 def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:

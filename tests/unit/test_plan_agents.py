@@ -15,9 +15,8 @@ from megagrpo.plan.assumptions import Assumptions, lengths_of
 from megagrpo.plan.engine import EngineSpeed
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.show.terminal import draw
-from megagrpo.plan.time import Sampling, StepTime, rollout_seconds
+from megagrpo.plan.time import Sampling, StepTime, Turns, rollout_seconds
 from megagrpo.plan.training_time import BatchSize
-from megagrpo.plan.turns import Turns
 from megagrpo.recipe.schema import EngineLayoutConfig
 from tests import plans
 from tests.plans import H100, LLAMA_8B, known_model
@@ -119,7 +118,8 @@ def test_a_conversation_without_room_for_turns_is_unwise() -> None:
 
 def test_memory_holds_the_longest_conversation() -> None:
     small, large = planned(), planned(agent=AGENT | {"tokens_max": 32768}, train__tokens_per_microbatch=32768)
-    assert small.fullest_first[0].fullest.bytes < large.fullest_first[0].fullest.bytes
+    sizes = [max(kind.fullest.bytes for kind in of.memory) for of in (small, large)]
+    assert sizes[0] < sizes[1]
 
 
 def test_several_sequences_of_a_rollout_are_trained_with_the_tokens_that_they_share() -> None:

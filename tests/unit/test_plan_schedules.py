@@ -29,8 +29,7 @@ from megagrpo.plan.schedules import (
 )
 from megagrpo.plan.show.as_json import plan_json
 from megagrpo.plan.show.page import page
-from megagrpo.plan.show.schedules import judgement
-from megagrpo.plan.show.terminal import draw
+from megagrpo.plan.show.terminal import draw, judgement
 from megagrpo.plan.time import Sampling
 from megagrpo.plan.units import second_text
 from megagrpo.recipe.schema.schedule import AsyncConfig, ScheduleConfig, SyncConfig
@@ -326,7 +325,7 @@ def test_a_plan_tells_them_side_by_side_in_text_json_and_page() -> None:
     assert [schedule["name"] for schedule in told] == names
     assert told[-1]["schedule"]["max_staleness"] == 4
     assert told[0]["seconds"] == plan.schedules[0].seconds
-    assert all(f">{name}</td>" in page(plan) for name in names)
+    assert all(name in page(plan) for name in names)
 
 
 def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> None:
@@ -343,7 +342,7 @@ def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> N
     stream = io.StringIO()
     draw(plan, None, Console(file=stream, width=200, highlight=False))
     assert f"a step: {second_text(time.seconds)} under async, max_staleness 2 (" in stream.getvalue()
-    assert f"A step: {second_text(time.seconds)} under async" in page(plan)
+    assert f"a step: {second_text(time.seconds)} under async" in page(plan)
     in_turn = plans.plan(apart)
     assert in_turn.own is None
     assert in_turn.estimate is not None

@@ -12,7 +12,7 @@ from megagrpo.plan.memory import DeviceMemory, PhaseMemory
 from megagrpo.plan.parameters import Stage, total_parameters
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.schedules import ScheduleTime
-from megagrpo.plan.search import Choice, Search, Split
+from megagrpo.plan.search import Choice, Search
 from megagrpo.plan.time import PhaseTime, StepTime
 from megagrpo.section import Section
 
@@ -67,8 +67,8 @@ def _keys(value: Any) -> Any:
         case Section():
             return value.model_dump(mode="json")
         case Choice():
-            told = {"schedule": value.schedule} if isinstance(value, Split) else {}
-            return {"overrides": value.overrides, "reason": value.reason, **_keys(value.estimate), **told}
+            schedule = {"schedule": value.schedule} if value.schedule else {}
+            return {"overrides": value.overrides, "reason": value.reason, **_keys(value.estimate), **schedule}
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, MappedDevice):
         coordinates = dict(vars(value.rank)) if value.rank else {}

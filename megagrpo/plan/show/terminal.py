@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from rich.console import Console, Group, RenderableType
@@ -15,8 +15,8 @@ from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory, export_copy_bytes, host_bytes, snapshot_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
+from megagrpo.plan.schedules import ASYNC, ScheduleTime, allowed, best
 from megagrpo.plan.search import SPARE, Choice, Search
-from megagrpo.plan.show import schedules
 from megagrpo.plan.time import PhaseTime
 from megagrpo.plan.units import byte_text, second_text, spans
 from megagrpo.recipe.schema import Recipe
@@ -24,6 +24,7 @@ from megagrpo.recipe.schema import Recipe
 WIDTH_MAX = 120
 KINDS_MAX, FIELDS_MAX, PARTS_MAX, TIME_PARTS_MAX = 4, 3, 8, 4
 DEVICES_TEXT_MAX = 40
+HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "staleness", "old tokens")
 UNKNOWN_GPU = " (kind of GPU not given)"
 COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "bright_blue", "bright_green", "bright_magenta")
 
@@ -32,8 +33,9 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     """Prints all of a plan. Prints plain text where the console is no terminal; pictures are never wider than it."""
     console.width = min(console.width, WIDTH_MAX)
     marks = _Marks(console)
-    width = max(12, *(len(name[:30]) for name, _ in plan.told))
-    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in plan.told])
+    facts = [*plan.summary.items(), *(("not checked", text) for text in plan.unchecked)]
+    width = max(12, *(len(name[:30]) for name, _ in facts))
+    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in facts])
     for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)):
         if section is not None:
             console.print()
@@ -87,8 +89,8 @@ def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
     """Returns a device's numbers by column."""
     rank = {name: (number,) for name, number in vars(mapped.rank).items()} if mapped.rank else {}
     its_tensor = () if mapped.engine_rank is None else (mapped.engine_rank,)
-    found = {"process": (mapped.device,), "node": (mapped.node,), "GPU": (mapped.gpu,), "engine": mapped.engines}
-    return {**found, **rank, "stage": rank.get("pipeline", ()), "its tensor": its_tensor}
+    places = {"process": (mapped.device,), "node": (mapped.node,), "GPU": (mapped.gpu,), "engine": mapped.engines}
+    return {**places, **rank, "stage": rank.get("pipeline", ()), "its tensor": its_tensor}
 
 
 def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
@@ -106,7 +108,7 @@ def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
 def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
     if not plan.memory:
         return None
-    card, kinds = plan.card_bytes, plan.fullest_first
+    card, kinds = plan.card_bytes, sorted(plan.memory, key=lambda kind: kind.fullest.bytes, reverse=True)
     scale, fullest = max(card or 0, kinds[0].fullest.bytes), kinds[0]
     title, colours = f"memory of each {plan.noun}", _colours(fullest)
     if plan.device == "cuda":
@@ -135,10 +137,16 @@ def _kind(kind: DeviceMemory, plan: Plan) -> Text:
 
 
 def _bar(phase: PhaseMemory, card: int | None, scale: int, marks: _Marks, colours: dict[str, str]) -> Text:
-    """Draws a phase's bar, cut into its parts; marks what is beyond the card's memory."""
+    """Draws a phase's bar, and marks what is beyond the card's memory. A cell has the colour of the part at its
+    middle."""
     line = Text(f"  {phase.phase:<12}", no_wrap=True, overflow="crop")
     edge = marks.width if card is None else round(marks.width * card / scale)
-    cells = list(_cells(phase, scale, marks.width, colours))
+    cells: list[str] = []
+    end = 0
+    for part in phase.parts:
+        end += part.bytes
+        while len(cells) < marks.width and (len(cells) + 0.5) * scale / marks.width <= end:
+            cells.append(colours[part.name])
     for colour in cells[:edge]:
         line.append(marks.full, style=colour)
     line.append(marks.free * (edge - len(cells)), style="dim")
@@ -150,16 +158,6 @@ def _bar(phase: PhaseMemory, card: int | None, scale: int, marks: _Marks, colour
     if phase.bytes > card:
         line.append(f": {byte_text(phase.bytes - card)} too much", style="bold red")
     return line
-
-
-def _cells(phase: PhaseMemory, scale: int, width: int, colours: dict[str, str]) -> Iterator[str]:
-    """Yields the colours of the bar's cells, from the left. A cell has the colour of the part at its middle."""
-    end, at = 0, 0
-    for part in phase.parts:
-        end += part.bytes
-        while at < width and (at + 0.5) * scale / width <= end:
-            yield colours[part.name]
-            at += 1
 
 
 def _colours(kind: DeviceMemory) -> dict[str, str]:
@@ -192,11 +190,14 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
     if plan.gpus:
         nodes = -(-time.gpus // plan.gpus.gpus_per_node)
         where = f"{time.gpus} {plan.gpus.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
+    seconds = second_text(time.seconds)
+    if plan.own is not None:
+        seconds += f" under {plan.own.name} ({second_text(time.phase_seconds)} if phases follow one another)"
     days = "; how long in all: --assume epoch_rows=N, the rows of data.train"
     if time.days is not None:
         days = f"; {time.steps} steps take {second_text(time.days * 86400)}"
     return Group(
-        _title(f"a step: {schedules.headline(time, plan.own)} on {where}"),
+        _title(f"a step: {seconds} on {where}"),
         *(_phase_time(phase, time.phase_seconds, marks) for phase in time.phases),
         *([_sync(time.sync)] if time.sync else []),
         Text(f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/{plan.noun}{days}", style="bold"),
@@ -234,13 +235,45 @@ def _sync(links: Sequence[LinkUse]) -> RenderableType:
 def _schedules(plan: Plan) -> RenderableType | None:
     if not plan.schedules:
         return None
-    heads = (head if len(head) < 8 else head.replace(" ", "\n") for head in schedules.HEADS)
+    heads = (head if len(head) < 8 else head.replace(" ", "\n") for head in HEADS)
     columns = (Column(head, justify="right", no_wrap=True) for head in heads)
     table = Table(Column(no_wrap=True), *columns, box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for time in plan.schedules:
-        table.add_row(time.name, *schedules.figures(time, plan.schedules[0]))
-    told = schedules.judgement(plan.schedules, plan.grpo)
-    return Group(_title("schedules, simulated"), table, Text(told))
+        table.add_row(time.name, *figures(time, plan.schedules[0]))
+    return Group(_title("schedules, simulated"), table, Text(judgement(plan.schedules, plan.grpo)))
+
+
+def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
+    """Returns a cell for each of the heads. Speed is a multiple of `sync`'s; staleness is the mean and the most."""
+    stale = f"{time.staleness:.1f}, {time.staleness_max}" if time.staleness_max else "0"
+    return (
+        second_text(time.seconds),
+        f"{sync.seconds / time.seconds:.2f}x",
+        f"{time.trainer_waits:.0%}",
+        f"{time.engines_idle:.0%}",
+        f"{time.slots_empty:.0%}",
+        stale,
+        f"{time.old_tokens:.0%}",
+    )
+
+
+def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
+    """Describes the best schedule, its price, and the recipe's own. sync is the first of `times`."""
+    chosen, sync, own = best(times), times[0], recipe.schedule
+    if chosen is sync:
+        text = "best here: sync, whose samples are never stale"
+    else:
+        faster = f"{sync.seconds / chosen.seconds:.2f} times as fast as sync"
+        late = f"groups are trained {chosen.staleness:.1f} versions late in the mean, {chosen.staleness_max} at most"
+        old = f"{chosen.old_tokens:.0%} of their tokens are more than one version old"
+        text = f"best here: {chosen.name}, {faster}; its price: {late}, and {old}"
+    if own != sync.schedule:
+        ours = next(time for time in times if time.schedule == own)
+        text += f"; the recipe's is {ours.name}, {sync.seconds / ours.seconds:.2f} times as fast as sync"
+    apart = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"placement": "disaggregated"})})
+    if allowed(apart, ASYNC) and not allowed(recipe, ASYNC):
+        text += "; engines on devices of their own can sample during training, too: --search compares"
+    return text
 
 
 def _assumptions(plan: Plan) -> RenderableType | None:
@@ -272,18 +305,18 @@ def _search(search: Search) -> list[Text]:
     counted = f"{search.legal} legal layout{'s' if search.legal != 1 else ''}, {search.estimated} estimates"
     gpus = f"{search.gpus} GPU{'s' if search.gpus > 1 else ''}"
     lines = [_title(f"{'fastest' if search.choices else 'nothing fits'} on {gpus} ({counted})")]
-    for number, choice in enumerate(search.choices, start=1):
-        time = choice.estimate.time
-        speed = f"{time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-        lines += [Text(f"{number}. {second_text(time.seconds)} a step, {speed}"), *_choice(choice)]
-    for number, split in enumerate(search.asynchronous, start=1):
-        if number == 1:
-            lines.append(_title(f"fastest if engines on GPUs of their own sample all the time ({split.schedule.name})"))
-        lines += [Text(f"{number}. {schedules.of_split(split)}"), *_choice(split)]
+    for number, choice in [*enumerate(search.choices, start=1), *enumerate(search.asynchronous, start=1)]:
+        time, own = choice.estimate.time, choice.schedule
+        line = f"{number}. {second_text(time.seconds)} a step, {time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+        if own is not None:
+            if number == 1:
+                lines.append(_title(f"fastest if engines on GPUs of their own sample all the time ({own.name})"))
+            line += f"; the trainer waits {own.trainer_waits:.0%}, engines are idle {own.engines_idle:.0%}"
+        lines += [Text(line), *_choice(choice)]
     if search.nearest:
         lacking = byte_text(search.nearest.estimate.lacking_bytes)
-        told = f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free"
-        lines += [Text(told), *_choice(search.nearest)]
+        line = f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free"
+        lines += [Text(line), *_choice(search.nearest)]
     return lines
 
 
