@@ -33,8 +33,10 @@ settings.load_profile("same_examples")
 
 # The longest starts come first, and the files of unit tests fill up the workers' last minute.
 FOLDERS = ("chaos", "loop", "sglang", "slurm", "gpu", "distributed", "agents", "unit")
-AROUND_ONE_RUN = ("test_evaluate", "test_lost_ranks", "test_replay", "test_resume", "test_schedules", "test_train")
-"""Files in loop/ that look at the same finished run, or compare theirs with it."""
+AROUND_ONE_RUN = [
+    f"test_{about}" for about in ("evaluate", "lost_ranks", "replay", "resume", "schedules", "sft", "train")
+]
+"""Files in loop/ that look at the same finished run, or compare theirs with it; or that join the same Ray."""
 OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
 """Files in sglang/ that share no server with the others."""
 

@@ -15,19 +15,14 @@ from megagrpo.plan.memory import model_parts
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from tests.distributed import memory_ranks
+from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import make_recipe
 from tests.rank_group import run_ranks
-from tests.tiny_models import TINY_FAMILIES, make_model
+from tests.tiny_models import TINY_FAMILIES
 
 TOLERANCE = 0.002
 NUMBERS = [(dtype, distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    parent = tmp_path_factory.mktemp("memory_models")
-    return {family: make_model(family, parent / family) for family in TINY_FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -40,24 +35,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         *soak(*((family, 8, False) for family in TINY_FAMILIES)),
     ],
 )
-def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, models: dict[str, Path]) -> None:
+def test_planned_bytes_are_those_of_real_ranks(family: str, ranks: int, in_turn: bool, tiny: Tiny) -> None:
     """Every layout with one dtype and one kind of optimizer in turn, or with two of each."""
     layouts, both = layouts_of(family, ranks), (NUMBERS[0], NUMBERS[-1])
     chosen = zip(layouts, cycle(reversed(NUMBERS)), strict=False) if in_turn else product(layouts, both)
-    check(models[family], [recipe_of(layout, dtype, distributed_optimizer=own) for layout, (dtype, own) in chosen])
+    check(tiny(family), [recipe_of(layout, dtype, distributed_optimizer=own) for layout, (dtype, own) in chosen])
 
 
-def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:
+def test_planned_bytes_of_adapters(tiny: Tiny) -> None:
     """Adapters on some of the matrices of a fused layer, and on experts."""
     some: dict[str, Any] = {"rank": 3, "targets": ["q_proj", "v_proj", "down_proj"]}
     layout = ParallelLayout(tensor=2, pipeline=2, expert_tensor=2)
     check(
-        models["qwen2_tied"],
+        tiny("qwen2_tied"),
         [recipe_of(layout, dtype, lora=some, distributed_optimizer=distributed) for dtype, distributed in NUMBERS],
     )
     kl = {"kl": {"coefficient": 0.1}}
     check(
-        models["qwen3_moe"],
+        tiny("qwen3_moe"),
         [
             recipe_of(ParallelLayout(data=4, expert=expert), dtype, kl, lora={"rank": 5}, distributed_optimizer=True)
             for dtype in ("float32", "bfloat16")
@@ -66,7 +61,7 @@ def test_planned_bytes_of_adapters(models: dict[str, Path]) -> None:
     )
 
 
-def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> None:
+def test_planned_bytes_of_a_reference_and_a_critic(tiny: Tiny) -> None:
     """The critic of a model with tied embeddings has a head of its own, float32 also in a bfloat16 model."""
     algorithm: dict[str, Any] = {
         "advantage": {"name": "gae"},
@@ -76,11 +71,11 @@ def test_planned_bytes_of_a_reference_and_a_critic(models: dict[str, Path]) -> N
     }
     layout = ParallelLayout(pipeline=2, data=2)
     recipes = [recipe_of(layout, dtype, algorithm, distributed_optimizer=distributed) for dtype, distributed in NUMBERS]
-    check(models["qwen2_tied"], recipes)
+    check(tiny("qwen2_tied"), recipes)
 
 
 @pytest.mark.parametrize("family", [*soak("qwen2_tied"), "qwen3_moe"])
-def test_planned_bytes_of_muon(family: str, models: dict[str, Path]) -> None:
+def test_planned_bytes_of_muon(family: str, tiny: Tiny) -> None:
     """Its matrices belong to one data rank each, which leaves buffers with room that is not used."""
     layouts = [
         ParallelLayout(data=4),
@@ -92,7 +87,7 @@ def test_planned_bytes_of_muon(family: str, models: dict[str, Path]) -> None:
     own = {"optimizer": {"kind": "muon"}}
     wanted = product(layouts, NUMBERS[:1] + NUMBERS[-1:] if family == "qwen3_moe" else NUMBERS)
     check(
-        models[family], [recipe_of(at, dtype, algorithm, distributed_optimizer=of, **own) for at, (dtype, of) in wanted]
+        tiny(family), [recipe_of(at, dtype, algorithm, distributed_optimizer=of, **own) for at, (dtype, of) in wanted]
     )
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +19,7 @@ from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.rank import TrainRank
+from megagrpo.ports import free_port
 from tests.distributed.conftest import CaseOf
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LONGEST, LR, RESPONSES, Case, assemble, make_recipe
@@ -38,7 +34,7 @@ from tests.distributed.step_ranks import (
     trained_of,
     update,
 )
-from tests.rank_group import CALL_SECONDS, ENVIRONMENT, REPOSITORY
+from tests.rank_group import run_ranks
 from tests.safetensors_files import saved, with_tensors
 
 ALONE = ParallelLayout()
@@ -389,20 +385,15 @@ def test_weights_that_are_not_finite_or_too_large_are_named_on_the_ranks_that_ho
 # --- torchrun ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_run_under_torchrun(case, tmp_path):
+def update_under_torchrun(rank: int, store: str, port: int, recipe: Any, directory: str, *given: Any) -> Any:
+    """The environment is that of a process which torchrun has started. Given: the batches, and advantages."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    trained, (batches, advantages) = TrainRank(recipe, rank, "env://", directory, "cpu"), given
+    return first_metrics(trained, batches[trained.where.data], advantages)
+
+
+def test_ranks_run_under_torchrun(case: Case) -> None:
     recipe = make_recipe(ParallelLayout(data=2), algorithm=NO_KL)
-    saved = tmp_path / "case"
-    saved.write_bytes(pickle.dumps((recipe, str(case.directory), make_batches(recipe, case), case.advantages, LR)))
-    script = Path(__file__).with_name("torchrun_update.py")
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", script, saved, tmp_path / "metrics.json"]
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=REPOSITORY,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=CALL_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    metrics = the_one(on_ranks(first_metrics, recipe, case))
-    assert json.loads((tmp_path / "metrics.json").read_text()) == json.loads(json.dumps(asdict(metrics)))
+    given = recipe, str(case.directory), make_batches(recipe, case), case.advantages
+    under = run_ranks(2, update_under_torchrun, free_port("127.0.0.1"), *given, joined=False)
+    assert the_one(under) == the_one(on_ranks(first_metrics, recipe, case))

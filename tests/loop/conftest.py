@@ -30,28 +30,33 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that was not interrupted. `actors`: the class of each Ray actor that it ever had, by process id;
-    `listeners`: by kind of process and address, wherever one of its processes ever listened."""
+    """A run that was not interrupted."""
 
     directory: Path
     printed: str
+
+
+@dataclass(frozen=True)
+class Watched(Finished):
+    """`actors`: the class of each Ray actor that it ever had, by process id; `listeners`: by kind of process and
+    address, wherever one of its processes ever listened."""
+
     actors: Mapping[int, str]
     listeners: frozenset[tuple[str, str]]
 
 
 @pytest.fixture(scope="session")
-def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Tracked by MLflow, on a Ray of its own. It keeps all batches, and lists each model that it exports."""
+def finished(inputs: Path, tmp_path_factory: pytest.TempPathFactory, ray: Mapping[str, str]) -> Finished:
+    """Tracked by MLflow. It keeps all batches, and lists each model that it exports."""
     output = tmp_path_factory.mktemp("finished")
     values = small_run.recipe(inputs, output)
     values["track"]["mlflow"] = {}
     command = ["sh", "-c", f"ls $0/model.safetensors >> {output}/listed", "{directory}"]
     values["checkpoint"] |= {"keep_batches": small_run.STEPS, "export_every_steps": 2, "after_export": command}
-    process = small_run.start(small_run.write(values, output))
-    return watched(process, output / values["name"])
+    return Finished(output / values["name"], small_run.train(small_run.write(values, output), environment=ray))
 
 
-def watched(process: subprocess.Popen[str], directory: Path) -> Finished:
+def watched(process: subprocess.Popen[str], directory: Path) -> Watched:
     """Looks at the processes of a started run until it has ended."""
     actors: dict[int, str] = {}
     found: set[tuple[str, str]] = set()
@@ -61,7 +66,7 @@ def watched(process: subprocess.Popen[str], directory: Path) -> Finished:
             actors |= actors_of(process.pid)
             found |= listeners(process.pid).keys()
             time.sleep(0.5)
-    return Finished(directory, ended.result(), actors, frozenset(found))
+    return Watched(directory, ended.result(), actors, frozenset(found))
 
 
 def actors_of(pid: int) -> dict[int, str]:

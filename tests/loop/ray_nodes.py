@@ -36,7 +36,7 @@ while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
 
 class RayNodes:
     """As a context: a head, which runs join. `environment` is what a driver needs for that. nursery: the head's workers
-    are forks of one process."""
+    are forks of one process, as are commands that join it and only have to end."""
 
     def __init__(self, cpus_per_node: int, *, nursery: bool = False) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))  # short: Ray makes sockets in it
@@ -61,6 +61,8 @@ class RayNodes:
         self._cpus = cpus_per_node
         self._python = self._environment / "bin" / Path(sys.executable).name
         self._nursery = Nursery(self._directory, self._python, self._of_nodes()) if nursery else None
+        if self._nursery:
+            self.environment[small_run.NURSERY] = str(self._nursery.interpreter)
         self._raylets: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> RayNodes:

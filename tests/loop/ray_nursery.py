@@ -1,8 +1,10 @@
-"""Workers of a Ray at the price of a fork: a nursery has imported what ranks and engines need; each worker is a fork of
-it. What a worker then does, and how Ray, the driver and the kernel see it, is as in a process of its own.
+"""Workers of a Ray, and commands that join it, at the price of a fork: a nursery has imported what drivers, ranks and
+engines need; each worker is a fork of it. What a worker then does, and how Ray, the driver and the kernel see it, is as
+in a process of its own.
 
-Ray starts workers by its interpreter. `Nursery.interpreter` is a small program in its place: it hands a worker's words,
-environment and files to the nursery, and stays until that worker has ended; all else runs by Python itself.
+Ray starts workers by its interpreter. `Nursery.interpreter` is a small program in its place: it hands the words,
+environment and files of a worker, or of a command of megagrpo, to the nursery, and stays until that one has ended; all
+else runs by Python itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = "default_worker.py"
+COMMAND = "megagrpo.cli"
 # In this order: the first imports Megatron, with what it needs on CPUs. Not Ray, which would read the nursery's
 # environment in place of a worker's.
 IMPORTED = (
@@ -30,18 +33,21 @@ IMPORTED = (
     "megagrpo.rollout.transformers_engine",
     "megagrpo.weights.transport.shared_memory",
     "transformers.models.qwen2.modeling_qwen2",
+    "megagrpo.preflight.preflight",
 )
 INTERPRETER = """#!{python} -ISE
 import json, os, socket, sys
 words = sys.argv[1:]
-if not any(word.endswith({worker!r}) for word in words):
+command = {command!r} in words
+if not (command or any(word.endswith({worker!r}) for word in words)):
     os.execv({python!r}, [{python!r}, *words])
 nursery = socket.socket(socket.AF_UNIX)
 nursery.connect({address!r})
 socket.send_fds(nursery, [b"!"], [0, 1, 2])
 nursery.sendall(json.dumps([words, dict(os.environ), os.getcwd()]).encode())
 nursery.shutdown(socket.SHUT_WR)
-nursery.recv(1)
+code = nursery.recv(1)
+sys.exit(code[0] if code else command)
 """
 
 
@@ -52,7 +58,8 @@ class Nursery:
     def __init__(self, directory: Path, python: Path, environment: dict[str, str]) -> None:
         address = str(directory / "nursery")
         self.interpreter = directory / "python"
-        self.interpreter.write_text(INTERPRETER.format(python=str(python), worker=WORKER, address=address))
+        names = {"python": str(python), "worker": WORKER, "command": COMMAND, "address": address}
+        self.interpreter.write_text(INTERPRETER.format(**names))
         self.interpreter.chmod(0o700)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(address)
@@ -84,7 +91,7 @@ def nurse(listening_fd: int) -> None:
 
 
 def work(asked: socket.socket) -> None:
-    """Becomes the worker that the interpreter was asked for."""
+    """Becomes the worker or the command that the interpreter was asked for."""
     _, files, _, _ = socket.recv_fds(asked, 1, 3)
     words, environment, directory = json.loads(asked.makefile("rb").read())
     for number, file in enumerate(files):
@@ -94,6 +101,13 @@ def work(asked: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    if COMMAND in words:
+        sys.argv = words[words.index(COMMAND) :]
+        try:
+            runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            asked.send(bytes([end.code or 0]))  # type: ignore[list-item]  a number
+            raise
     first = next(index for index, word in enumerate(words) if word.endswith(WORKER))
     sys.argv = words[first:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))

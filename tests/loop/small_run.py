@@ -23,6 +23,8 @@ T = TypeVar("T")
 STEPS = 4
 RUN_SECONDS = 600.0
 """A run that is not over by then hangs. Twenty seconds are enough where nothing else runs."""
+NURSERY = "MEGAGRPO_TEST_NURSERY"
+"""Variable with an interpreter that runs commands at the price of a fork (ray_nursery.py)."""
 VOLATILE = ("seconds/", "tokens_per_second", "time", "engines/", "trainer/", "restarts")
 """Metrics that measure the machine and differ from run to run."""
 
@@ -102,12 +104,13 @@ def start(
     through: Sequence[str] = ("megagrpo.cli",),
     environment: Mapping[str, str] | None = None,
     errors: int = subprocess.STDOUT,
+    python: str = sys.executable,
 ) -> subprocess.Popen[str]:
     """Starts `megagrpo train`, or another command. `through`: the module that runs it, and what that is told first.
     `environment`: RayNodes.environment, to join that Ray; otherwise the run starts its own. `errors`: where standard
     error goes, by default to what was printed."""
     return subprocess.Popen(
-        [sys.executable, "-m", *through, command, str(recipe_file), *overrides],
+        [python, "-m", *through, command, str(recipe_file), *overrides],
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
@@ -130,8 +133,10 @@ def end(process: subprocess.Popen[str], code: int | None = 0) -> str:
 
 
 def train(recipe_file: Path, *overrides: str, **how: Any) -> str:
-    """Runs `megagrpo train`, or another command, to its end; what it printed. Fails if it failed. `how`: as `start`."""
-    return end(start(recipe_file, *overrides, **how))
+    """Runs `megagrpo train`, or another command, to its end; what it printed. Fails if it failed. `how`: as `start`.
+    If `environment` has a nursery, it is a fork."""
+    python = (how.get("environment") or {}).get(NURSERY, sys.executable)
+    return end(start(recipe_file, *overrides, python=python, **how))
 
 
 def side_by_side(*works: Callable[[], T]) -> list[T]:

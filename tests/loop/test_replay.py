@@ -20,10 +20,12 @@ from tests.loop.conftest import Finished
 from tests.unit.test_checkpoint_groups import comparable
 
 
-def test_a_replayed_step_and_the_one_before_it_give_the_numbers_of_the_run(finished: Finished, tmp_path: Path) -> None:
+def test_a_replayed_step_and_the_one_before_it_give_the_numbers_of_the_run(
+    finished: Finished, tmp_path: Path, ray: Mapping[str, str]
+) -> None:
     run = shutil.copytree(finished.directory, tmp_path / "elsewhere")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path != run}
-    printed = small_run.end(small_run.start(run, "--step", "4", command="replay"))
+    printed = small_run.train(run, "--step", "4", command="replay", environment=ray)
     lines = printed.splitlines()  # those of a slow machine's progress may be among them
     assert any(line.endswith(f"from {run / 'checkpoints' / 'step_000002'}") for line in lines)
     assert "trained step 3" in lines

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -60,11 +61,14 @@ def check_trained(directory: Path, steps: int) -> dict[int, dict[str, float]]:
 def test_a_run_on_sglang_trains_on_what_its_servers_sampled_and_listens_where_the_documentation_says(
     inputs: Path, tmp_path: Path
 ) -> None:
-    recipe = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path)
-    run = watched(small_run.start(recipe, *ON_SGLANG), tmp_path / "small")  # on a Ray of its own, as the demo
-    by_step = check_trained(run.directory, small_run.STEPS)
+    recipe, steps = small_run.write(small_run.recipe(inputs, tmp_path), tmp_path), 2
+    process = small_run.start(recipe, *ON_SGLANG, f"train.total_steps={steps}")  # on a Ray of its own, as the demo
+    run = watched(process, tmp_path / "small")
+    by_step = check_trained(run.directory, steps)
     assert len({entry["eval/sums/mean@1"] for entry in by_step.values() if "eval/sums/mean@1" in entry}) > 1
+    assert Counter(run.actors.values()) == {"RankActor": 2, "EngineActor": 1}
     assert ("server", "127.0.0.1") in run.listeners
+    assert {address for _, address in run.listeners} == {"127.0.0.1"}
     check_table(run.listeners, 1, ONE_NODE)
 
 
