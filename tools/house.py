@@ -1,7 +1,7 @@
 """How large the house is, and whether it keeps its limits: `make house`.
 
 Prints the files, lines and statements of megagrpo/ and tests/, and the lines of each folder of megagrpo/ beside its
-budget; checks that the two walks that docs/architecture.md lists, a sample's and a weight's, name files that exist.
+budget; checks that the walks of docs/architecture.md, of a sample, a weight and a metric, name files that exist.
 Ends with 1 if a limit is broken.
 """
 
@@ -41,18 +41,18 @@ BUDGETS = {
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
-    ("track", "report"): 5_771,
+    ("track", "report"): 5_620,
     ("importing",): 3_678,
-    ("commands", ""): 2_688,
+    ("commands", ""): 2_692,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=410),
-    "tests": Limits(lines=51_460, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
+    "tests": Limits(lines=51_530, files=None),
 }
 # Heading in docs/architecture.md: most files.
-WALKS = {"A sample's walk": 18, "A weight's walk": 16}
+WALKS = {"A sample's walk": 18, "A weight's walk": 16, "A metric's walk": 5}
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
 
 
