@@ -49,7 +49,7 @@ from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.ports import free_port
 from megagrpo.track.follower_process import FollowerProcess
-from megagrpo.track.prometheus import PrometheusEndpoint
+from megagrpo.track.metrics import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts
 from megagrpo.track.tracker import Tracker

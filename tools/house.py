@@ -41,15 +41,15 @@ BUDGETS = {
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
-    ("track", "report"): 5_620,
+    ("track", "report"): 5_395,
     ("importing",): 3_678,
-    ("commands", ""): 2_692,
+    ("commands", ""): 2_687,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=408),
-    "tests": Limits(lines=51_530, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), files=405),
+    "tests": Limits(lines=51_496, files=None),
 }
 # Heading in docs/architecture.md: most files.
 WALKS = {"A sample's walk": 18, "A weight's walk": 16, "A metric's walk": 5}

@@ -29,8 +29,7 @@ from megagrpo.track.console import make_console
 from megagrpo.track.delivered import Delivered, run_ids
 from megagrpo.track.follower_process import FollowerProcess
 from megagrpo.track.jsonl import METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE, MismatchRecord, StepLines
-from megagrpo.track.metrics import UndocumentedMetric, undocumented
-from megagrpo.track.prometheus import PrometheusEndpoint
+from megagrpo.track.metrics import PrometheusEndpoint, UndocumentedMetric, undocumented
 from megagrpo.track.rollout_files import TRAIN, remove_later
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
 from megagrpo.track.status import RunStatus, end_state, error_line

@@ -13,13 +13,14 @@ import pytest
 from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load, load_any
 from megagrpo.track.jsonl import StepLines
-from megagrpo.track.metrics import UndocumentedMetric, as_markdown, documented, undocumented
+from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.status import read_status
 from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk
 from tests.tiny_run import tracked_recipe
+from tools.metric_docs import written
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -152,9 +153,9 @@ def test_leaving_writes_how_the_run_ended_and_closes_its_files(
 # --- the table of metrics ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_table_says_and_names_are_unique() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == as_markdown(), "run python -m megagrpo.track.metrics > docs/metrics.md"
+def test_pages_are_what_the_tables_of_metrics_and_rules_say_and_names_are_unique() -> None:
+    for page, text in written().items():
+        assert page.read_text(encoding="utf-8") == text, "run python -m tools.metric_docs"
     assert len({metric.name for metric in documented()}) == len(documented())
 
 

@@ -24,8 +24,7 @@ from megagrpo.ports import free_port
 from megagrpo.track import follower_process
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.follower import MetricLines
-from megagrpo.track.metrics import documented
-from megagrpo.track.prometheus import prometheus_name
+from megagrpo.track.metrics import documented, prometheus_name
 from megagrpo.track.rollout_files import rollout_file, steps_between
 from megagrpo.track.status import read_status
 from megagrpo.track.tracker import Tracker
