@@ -48,12 +48,11 @@ from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.processes.ports import free_port
-from megagrpo.track import tracker_process
-from megagrpo.track.prometheus import PrometheusEndpoint
+from megagrpo.track.follower_process import FollowerProcess
+from megagrpo.track.metrics import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts
 from megagrpo.track.tracker import Tracker
-from megagrpo.track.tracker_process import TrackerProcess
 from megagrpo.trainer import schedule, train
 from megagrpo.trainer import step as step_stages
 from megagrpo.types import Group, Prompt, Sample, Score
@@ -99,7 +98,7 @@ def is_on(step: int) -> bool:
 @contextmanager
 def in_turns(measured: Measured) -> Iterator[None]:
     """Inside, runs of this process keep the rollouts of every other block of steps, and trackers work in it."""
-    keep, serve, finish = Tracker._keep, PrometheusEndpoint.log, TrackerProcess.finish
+    keep, serve, finish = Tracker._keep, PrometheusEndpoint.log, FollowerProcess.finish
 
     def step(*given: Any) -> Any:
         measured.trackers_before.append(trackers_cpu_seconds())
@@ -127,7 +126,7 @@ def in_turns(measured: Measured) -> Iterator[None]:
         patch.object(schedule, "what_was_learned", what_was_learned),
         patch.object(Tracker, "_keep", lambda *given: timed(keep, *given) if measured.on else None),
         patch.object(PrometheusEndpoint, "log", lambda *given: timed(serve, *given) if measured.on else None),
-        patch.object(TrackerProcess, "finish", finished),
+        patch.object(FollowerProcess, "finish", finished),
         writers_time(measured),
     ):
         yield
@@ -149,7 +148,7 @@ def writers_time(measured: Measured) -> Iterator[None]:
 def trackers_processes() -> list[psutil.Process]:
     """That of the trackers, and W&B's own, which it starts."""
     children = psutil.Process().children()
-    found = [child for child in children if tracker_process.LAUNCH in child.cmdline()]
+    found = [child for child in children if "--follow" in child.cmdline()]
     return [process for each in found for process in (each, *each.children(recursive=True))]
 
 

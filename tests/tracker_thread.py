@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from megagrpo.track import behind, tracker_process, wandb
+from megagrpo.track import follower, follower_process, wandb
+
+PATIENT, LAUNCH = 250.0, follower_process.LAUNCH
 
 
-class TrackerThread:
-    """What TrackerProcess uses of a process."""
+class FollowerThread:
+    """What FollowerProcess uses of a process."""
 
     pid = os.getpid()
 
-    def __init__(self) -> None:
-        read, write = os.pipe()
-        self.stdin, self._messages = os.fdopen(write, "w"), os.fdopen(read)
+    def __init__(self, directory: Path) -> None:
         read, write = os.pipe()
         self.stdout, self._said = os.fdopen(read), os.fdopen(write, "w", buffering=1)
-        self._thread = Thread(target=self._work)
+        self._thread = Thread(target=self._work, args=(directory,))
         self._code = 1
 
-    def _work(self) -> None:
-        with self._messages, self._said:
-            tracker_process.bring(self._messages, lambda line: self._said.write(f"{json.dumps(line)}\n"))
+    def _work(self, directory: Path) -> None:
+        with self._said:
+            follower.follow(directory, None, lambda line: self._said.write(f"{line}\n"))
             self._code = 0
 
-    def __enter__(self) -> TrackerThread:
+    def __enter__(self) -> FollowerThread:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
-        self.stdin.close()
         self.stdout.close()
 
     def wait(self) -> int:
@@ -45,7 +44,18 @@ class TrackerThread:
 
 def trackers_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are patient, too: one that is slow because the machine is busy does not fail."""
-    monkeypatch.setattr(tracker_process, "started_process", TrackerThread)
+    monkeypatch.setattr(follower_process, "started_process", FollowerThread)
     monkeypatch.setattr(wandb, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
-    monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 250.0)
-    monkeypatch.setattr(behind, "AGAIN_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(follower, "write_report", lambda directory, say: None)
+    monkeypatch.setattr(follower, "FINISH_SECONDS", PATIENT)
+    monkeypatch.setattr(follower_process, "FINISH_SECONDS", PATIENT)
+    monkeypatch.setattr(follower, "AGAIN_SECONDS_MAX", 1.0)
+
+
+def trackers_in_patient_process(monkeypatch: pytest.MonkeyPatch, first: str = "") -> None:
+    """The real process, as patient. first: code that it runs before anything else."""
+    begin = f"import {follower_process.__name__} as process; process.FINISH_SECONDS = {PATIENT}"
+    looks = f"import {follower.__name__} as follower; follower.LOOK_SECONDS = 0.5"
+    monkeypatch.setattr(follower_process, "LAUNCH", "\n".join((first, begin, looks, LAUNCH)))
+    monkeypatch.setattr(follower_process, "FINISH_SECONDS", PATIENT)
+    monkeypatch.setattr(follower_process, "AGAIN_SECONDS", 0.1)

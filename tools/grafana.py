@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.track.metrics import described
-from megagrpo.track.prometheus import STEP, prometheus_name
+from megagrpo.track.metrics import STEP, described, prometheus_name
 
 NAME = "{{__name__}}"
 """Grafana's placeholder for the name of a curve's gauge."""

@@ -1,7 +1,7 @@
 """How large the house is, and whether it keeps its limits: `make house`.
 
 Prints the files, lines and statements of megagrpo/ and tests/, and the lines of each folder of megagrpo/ beside its
-budget; checks that the two walks that docs/architecture.md lists, a sample's and a weight's, name files that exist.
+budget; checks that the walks of docs/architecture.md, of a sample, a weight and a metric, name files that exist.
 Ends with 1 if a limit is broken.
 """
 
@@ -30,28 +30,28 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_357,
-    ("megatron",): 4_160,
+    ("megatron",): 4_157,
     ("layout", "batching", "algorithm"): 2_804,
-    ("checkpoint", "convert"): 2_623,
+    ("checkpoint", "convert"): 2_614,
     ("rollout",): 3_138,
     ("cluster",): 3_603,
-    ("trainer", "evaluation"): 4_489,
-    ("recipe", "preflight", "doctor"): 5_759,
-    ("plan",): 5_746,
+    ("trainer", "evaluation"): 4_475,
+    ("recipe", "preflight", "doctor"): 5_746,
+    ("plan",): 5_454,
     ("data",): 2_838,
-    ("reward",): 8_360,
+    ("reward",): 8_322,
     ("agents",): 5_280,
-    ("track", "report"): 5_771,
+    ("track", "report"): 5_395,
     ("importing",): 3_616,
-    ("commands", "processes", ""): 2_642,
+    ("commands", "processes", ""): 2_652,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=393),
-    "tests": Limits(lines=51_647, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=385),
+    "tests": Limits(lines=51_666, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
-WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6)}
+WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}
 NOUN = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
 

@@ -25,7 +25,6 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)
     text = f"the page; default: RUN_DIRECTORY/{PAGE}, and with several runs {COMPARISON} in the first one's"
     added.add_argument("--output", type=Path, metavar="FILE", help=text)
-    added.add_argument("--plots", type=Path, metavar="DIRECTORY", help="also write each plot there as PNG and SVG")
     text = "most samples in the page, however large it becomes; default: as many as 64 MB hold"
     added.add_argument("--samples", type=whole_number(1, 10**9), metavar="N", help=text)
     instead = added.add_mutually_exclusive_group()
@@ -59,10 +58,6 @@ def report(asked: argparse.Namespace) -> int:
     write_page(written, page(runs, samples=asked.samples))
     for run in runs:
         print("\n".join(_firings(run)))
-    if asked.plots:
-        from megagrpo.report.plots import write_plots
-
-        print(f"{len(write_plots(runs, asked.plots))} files in {asked.plots}")
     print(f"open {written} in a browser: it needs no network and no other file")
     return 0
 

@@ -17,10 +17,14 @@ def add_track(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
     text = "an MLflow server besides the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"
     added.add_argument("--mlflow", metavar="URI", help=text)
+    text = "send a running run until it ends; a run with trackers starts this itself"
+    added.add_argument("--follow", action="store_true", help=text)
 
 
 def track_sync(asked: argparse.Namespace) -> int:
-    from megagrpo.track.sync import sync
+    from megagrpo.track import follower
 
-    sync(asked.directory, asked.mlflow, print)
+    if asked.follow:
+        follower.main(asked.directory, asked.mlflow)
+    follower.sync(asked.directory, asked.mlflow, print)
     return 0

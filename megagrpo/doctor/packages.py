@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.track.trackers import TRACKERS
 
 State = Literal["ok", "absent", "doubtful", "wrong"]
 
@@ -28,14 +29,17 @@ WITHOUT: Mapping[str, str] = {
     "sglang": "rollouts by SGLang (pip install megagrpo[sglang]; make sglang-cpu on CPUs); the embedded engine is slow",
     "te": "Transformer Engine's fused layers (pip install megagrpo[te]); without it GPUs run Megatron's local layers",
     "muon": "train.optimizer.kind: muon (pip install megagrpo[muon]; docs/recipes.md has the command for Python 3.11)",
-    "wandb": "tracking by Weights & Biases (pip install megagrpo[wandb])",
     "ifeval": "the verifier of IFEval's constraints (pip install megagrpo[ifeval])",
     "language": "the verifier of a response's language (pip install megagrpo[language])",
     "search": "a search tool of agents, examples/agents/bm25_search.py (pip install megagrpo[search])",
     "mcp": "MCP servers as tools of agents (pip install megagrpo[mcp])",
     "reasoning-gym": "tasks made by reasoning-gym, and their scorer (pip install megagrpo[reasoning-gym])",
-    "tensorboard": "tracking by TensorBoard (pip install megagrpo[tensorboard])",
     "prometheus": "a run's gauges for Prometheus (pip install megagrpo[prometheus])",
+    **{
+        name: f"tracking by {tracker.title} (pip install megagrpo[{name}])"
+        for name, tracker in TRACKERS.items()
+        if tracker.package
+    },
 }
 """Purpose of each optional extra of setup.py."""
 CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")

@@ -27,8 +27,7 @@ from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.run import address_problem
 from megagrpo.recipe.schema.train import COMPILED
-from megagrpo.track.delivered import without_password
-from megagrpo.track.mlflow import database_problems, tracking_uri
+from megagrpo.track.trackers import trackers_of
 from megagrpo.weights.families.architecture import Architecture
 
 MUON = (
@@ -42,12 +41,14 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
 
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
-    tracked, fused = recipe.track, recipe.train.layer_spec == "transformer_engine"
+    fused, with_port = recipe.train.layer_spec == "transformer_engine", recipe.track.prometheus_port is not None
     moments, muon = recipe.train.optimizer.moment_dtype != "float32", recipe.train.optimizer.kind == "muon"
-    rollout, with_port = recipe.rollout if isinstance(recipe, Recipe) else None, tracked.prometheus_port is not None
+    rollout, trackers = recipe.rollout if isinstance(recipe, Recipe) else None, trackers_of(recipe)
     switched_on = {
-        "track.wandb": ("wandb", tracked.wandb is not None, "pip install megagrpo[wandb]"),
-        "track.tensorboard": ("tensorboard", tracked.tensorboard, "pip install megagrpo[tensorboard]"),
+        f"track.{name}": (tracker.package, True, f"pip install megagrpo[{name}]")
+        for name, tracker in trackers.items()
+        if tracker.package
+    } | {
         "track.prometheus_port": ("prometheus_client", with_port, "pip install megagrpo[prometheus]"),
         "train.optimizer.kind": ("emerging_optimizers", muon, MUON),
         "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
@@ -57,8 +58,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         if needed and find_spec(package) is None:
             yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
     used = {
-        "wandb": tracked.wandb is not None,
-        "tensorboard": tracked.tensorboard,
+        **dict.fromkeys(trackers, True),
         "prometheus": with_port,
         "muon": muon,
         "te": fused or moments or fused_here(recipe, architecture),
@@ -220,10 +220,5 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
             needed = "a directory that can be written"
             fix = "name another directory, or let this user write there"
             yield Problem(field, given=f"{directory}{above} is not writable", needed=needed, fix=fix)
-    uri = tracking_uri(recipe) if recipe.track.mlflow else ""
-    if recipe.track.mlflow and (written := recipe.track.mlflow.uri) and without_password(written) != written:
-        given, needed = without_password(written), "an address without user and password: recipes are kept and shown"
-        fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole as MLFLOW_TRACKING_URI"
-        # No field's path: an override with the password would be printed as the place.
-        yield Problem("track.mlflow.uri, with a user", given, needed, fix)
-    yield from database_problems("track.mlflow", uri)
+    for tracker in trackers_of(recipe).values():
+        yield from tracker.problems(recipe)

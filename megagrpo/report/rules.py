@@ -1,4 +1,4 @@
-"""Rules of a run's health over its metrics, as data. docs/health.md is made from them.
+"""Rules of a run's health over its metrics, as data. tools/metric_docs.py makes docs/health.md from them.
 
 The same rules mark steps in `megagrpo report` and, by `rollout.alerts`, warn or stop while a run goes on.
 """
@@ -234,43 +234,3 @@ RULES: dict[AlertName, Rule] = {
         lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,
     ),
 }
-
-
-def as_markdown() -> str:
-    """Returns the text of docs/health.md."""
-    lines = [
-        "# Is the run healthy?",
-        "",
-        "Ten rules look at a run's [metrics](metrics.md). `megagrpo report` marks the steps at which one holds. While "
-        "a run goes on, it warns when one begins to hold; a recipe may also end the run there, or switch a rule off:",
-        "",
-        "```yaml",
-        "rollout:",
-        "  alerts: {mismatch: stop, entropy_collapse: 'off'}",
-        "```",
-        "",
-        "`stop` saves a checkpoint of the step, then ends the run with an error, "
-        "[exit code](clusters.md#how-a-run-ends) 3. The same command continues after that step. It remembers the steps "
-        "before, so that the rule may end it again at the next one: change what was wrong, or let the rule warn, as "
-        "with `rollout.alerts.mismatch=warn` on the command line.",
-        "",
-        "The metric `alerts` counts the rules that hold. A mean is over the last known values of a metric; a rule is "
-        "silent until there are enough.",
-    ]
-    for name, rule in RULES.items():
-        reads = ", ".join(f"`{metric}`" for metric in rule.reads)
-        lines += [
-            "",
-            f"## {name}",
-            "",
-            f"{rule.title[:1].upper()}{rule.title[1:]}. Reads {reads}.",
-            "",
-            f"**When.** {rule.meaning}",
-        ]
-        lines += ["", f"**What to do.** {rule.remedy}"]
-    lines += ["", "Written by `python -m megagrpo.report.rules` from `megagrpo/report/rules.py`."]
-    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines)) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, ReportError, brief, first_line, printable
-from megagrpo.report.rollouts import read_rollouts
 from megagrpo.report.run import read_yaml, require_directory
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
-from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, rollout_steps
+from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, read_rollouts, rollout_steps
 from megagrpo.track.traces import LEFT_OUT
 
 WORST_SHOWN = 10

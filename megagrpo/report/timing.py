@@ -13,8 +13,7 @@ from megagrpo.plan.units import byte_text, second_text
 from megagrpo.report.curves import labels
 from megagrpo.report.embed import Part
 from megagrpo.report.run import RunRead
-from megagrpo.track.jsonl import read_json
-from megagrpo.track.sink import PLAN_FILE
+from megagrpo.track.jsonl import PLAN_FILE, read_json
 
 WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_sync")
 """Phases that seconds/step includes, in their order; the others come on top of it."""

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
@@ -18,7 +19,6 @@ from rich.text import Text
 from megagrpo.progress import Display, bars, clock, is_terminal, shown_by
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.track.jsonl import finite
-from megagrpo.track.sink import RunStart, Status
 from megagrpo.track.status import SCORE
 from megagrpo.track.summary import Summary
 
@@ -82,9 +82,10 @@ class PlainConsole:
         """Prints a line that stays."""
         print(line, file=self._stream, flush=True)
 
-    def start(self, run: RunStart) -> None:
-        self._total = run.total_steps
-        self._pace = Pace(run.total_steps)
+    def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
+        """Begins the run, or its continuation after a step."""
+        self._total = total_steps
+        self._pace = Pace(total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.reached(step, time.monotonic(), metrics.get(WHOLE_STEP, 0.0))
@@ -96,7 +97,7 @@ class PlainConsole:
             parts.append(f"left {clock(left)}")
         self.say(" · ".join(parts))
 
-    def finish(self, status: Status) -> None:
+    def finish(self) -> None:
         pass
 
     def end(self, summary: Summary) -> None:
@@ -117,9 +118,10 @@ class LiveConsole:
         style = "yellow" if line.startswith(WARNING) else None
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def start(self, run: RunStart) -> None:
-        self._run, self._began = run, time.monotonic()
-        self._pace = Pace(run.total_steps)
+    def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
+        """Begins the run, or its continuation after a step."""
+        self._name, self._total, self._began = name, total_steps, time.monotonic()
+        self._pace = Pace(total_steps)
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_SHOWN)
         self._evaluations: list[str] = []
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
@@ -133,7 +135,7 @@ class LiveConsole:
         if self._live:
             self._live.refresh()
 
-    def finish(self, status: Status) -> None:
+    def finish(self) -> None:
         self._showing.close()
         if self._live:
             self._live.stop()
@@ -148,11 +150,11 @@ class LiveConsole:
             self.say(line)
 
     def _picture(self) -> Group:
-        name, elapsed, left = self._run.recipe.name, clock(time.monotonic() - self._began), self._pace.seconds_left()
+        name, elapsed, left = self._name, clock(time.monotonic() - self._began), self._pace.seconds_left()
         if not self._steps:
             return Group(Text(f"{name} · starting · {elapsed}", "bold"), self._under_way())
         step, metrics = self._steps[-1]
-        parts = [name, f"step {step}/{self._run.total_steps}", *self._evaluations, elapsed]
+        parts = [name, f"step {step}/{self._total}", *self._evaluations, elapsed]
         parts += [f"left {clock(left)}"] if left is not None else []
         title = Text(" · ".join(parts), "bold")
         blank = Text("")
@@ -183,11 +185,11 @@ class SilentConsole(PlainConsole):
     def say(self, line: str) -> None:
         pass
 
-    def start(self, run: RunStart) -> None:
-        super().start(run)
+    def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
+        super().start(name, directory, total_steps, after_step)
         self._showing.enter_context(shown_by(Display()))
 
-    def finish(self, status: Status) -> None:
+    def finish(self) -> None:
         self._showing.close()
 
 
@@ -203,14 +205,8 @@ class JsonConsole(PlainConsole):
         warns = line.startswith(WARNING)
         self.event("warning" if warns else "message", text=line.removeprefix(WARNING))
 
-    def start(self, run: RunStart) -> None:
-        self.event(
-            "start",
-            name=run.recipe.name,
-            directory=str(run.directory),
-            after_step=run.resumed_step,
-            total_steps=run.total_steps,
-        )
+    def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
+        self.event("start", name=name, directory=str(directory), after_step=after_step, total_steps=total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.event("step", step=step, metrics={name: float(value) for name, value in metrics.items()})

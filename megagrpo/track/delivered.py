@@ -1,6 +1,6 @@
-"""track.json in a run's directory: the run's name for trackers, and the delivery state of each tracker.
+"""track.json in a run's directory: the run's name for trackers, its starts, and the delivery state of each tracker.
 
-The run's other files hold what a slow, full or unreachable tracker lacks; `megagrpo track sync` sends it.
+The run writes it when it starts, before the follower does. The run's other files hold what a tracker lacks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +23,61 @@ USER = re.compile(r"(?<=://)[^/\s]*@")
 
 
 class Delivered:
-    """The file, with a copy in memory. Several threads may call the methods; those that write raise OSError."""
+    """The file, with a copy in memory. Several threads may call the methods; those that write raise OSError.
 
-    def __init__(self, directory: Path, *, anew: bool, number: int = 1) -> None:
-        """Reads or creates the file. anew: the run starts over, as start `number`, and trackers have nothing."""
+    run: the run's unique name, by which a server's copy of the run is found again. begun_seconds: its start, since
+    1970. first_start: number of the start with which it began: trackers show its recipe and environment. changes: lines
+    about settings that changed, by start, such as `start_2_after_step_40`. whole: every tracker has all of a finished
+    run.
+    """
+
+    def __init__(
+        self, directory: Path, *, anew: bool = False, number: int = 1, run_ids: Mapping[str, str] | None = None
+    ) -> None:
+        """Reads or creates the file.
+
+        anew: the run starts over, as start `number`, and trackers have nothing. run_ids: ids by tracker, from a
+        checkpoint, for a file that is lost.
+        """
         self._path = directory / FILE
         self._lock = threading.Lock()
-        there = _read(self._path)
-        self.found = bool(there)
-        """True if the file existed, and was whole."""
-        self._content: dict[str, Any] = {} if anew else there
+        known = _read(self._path)
+        self._content: dict[str, Any] = {} if anew else known
         if not self._content:
             begun = {"id": secrets.token_hex(8), "begun": time.time(), "first_start": number}
-            left = [*there.get("left", ()), there["trackers"]] if there.get("trackers") else there.get("left", [])
-            self._write({**begun, "trackers": {}, "left": left[-LEFT_MAX:]})
+            left = [*known.get("left", ()), known["trackers"]] if known.get("trackers") else known.get("left", [])
+            trackers = {name: {"run_id": run_id} for name, run_id in (run_ids or {}).items()}
+            self.write(**begun, trackers=trackers, left=left[-LEFT_MAX:])
+        self.run, self.begun_seconds = str(self._content["id"]), float(self._content["begun"])
+        self.first_start, self.whole = int(self._content["first_start"]), bool(self._content.get("whole"))
+        self.changes: Mapping[str, list[str]] = self._content.get("changes", {})
 
-    @property
-    def run(self) -> str:
-        """Returns the run's unique name, by which a server's copy of the run is found again."""
-        return str(self._content["id"])
-
-    @property
-    def begun_seconds(self) -> float:
-        """Returns the start time of the run, in seconds since 1970."""
-        return float(self._content["begun"])
-
-    @property
-    def first_start(self) -> int:
-        """Returns the number of the start with which the run began: trackers show its recipe and environment."""
-        return int(self._content["first_start"])
-
-    def of(self, tracker: str) -> dict[str, Any]:
+    def of(self, place: str) -> dict[str, Any]:
         """Returns the state of a tracker: `step`, the last that it has, and the tracker's own notes."""
         with self._lock:
-            return dict(self._content["trackers"].get(tracker, {}))
+            return dict(self._content["trackers"].get(place, {}))
 
-    @property
-    def whole(self) -> bool:
-        """Returns whether the run is finished, and every tracker has all of it."""
-        return bool(self._content.get("whole"))
-
-    def note_whole(self, whole: bool) -> None:
-        """Writes whether the run is whole at every tracker; False once the run continues."""
+    def run_ids(self, tracker: str) -> list[str]:
+        """Returns the ids that a tracker, at any server, gave this run."""
         with self._lock:
-            self._write(self._content | {"whole": whole})
+            trackers = self._content["trackers"].items()
+            return [known["run_id"] for name, known in trackers if name.split()[0] == tracker and "run_id" in known]
 
-    def left(self, tracker: str) -> list[str]:
+    def left(self, place: str) -> list[str]:
         """Returns a tracker's ids of the runs that were in this directory before the run started anew."""
-        with self._lock:
-            known = [trackers.get(tracker, {}).get("run_id") for trackers in self._content.get("left", ())]
-            return [run_id for run_id in known if run_id]
+        known = [trackers.get(place, {}).get("run_id") for trackers in self._content.get("left", ())]
+        return [run_id for run_id in known if run_id]
 
-    def note(self, tracker: str, **values: Any) -> None:
+    def note(self, place: str, **values: Any) -> None:
         """Adds values to the state of a tracker."""
         with self._lock:
-            known = self._content["trackers"].get(tracker, {})
+            known = self._content["trackers"].get(place, {})
             if any(known.get(name, self) != value for name, value in values.items()):
-                trackers = self._content["trackers"] | {tracker: known | values}
-                self._write(self._content | {"trackers": trackers})
+                self.write(trackers=self._content["trackers"] | {place: known | values})
 
-    def _write(self, content: dict[str, Any]) -> None:
-        """Writes the file, then updates the copy in memory: so the next note repeats a failed write."""
-        part = self._path.with_name(f"{FILE}.part")
+    def write(self, **values: Any) -> None:
+        """Writes the file with these values, then updates the copy in memory: so the next note repeats a failed one."""
+        content, part = self._content | values, self._path.with_name(f"{FILE}.part")
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         part.replace(self._path)
         self._content = content

@@ -6,17 +6,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import MachineError, Problem
-from megagrpo.track.sink import RunStart, Status
 
-MISMATCH_FILE = "mismatch.jsonl"
-SCHEDULE_FILE = "schedule.jsonl"
+METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE = "metrics.jsonl", "mismatch.jsonl", "schedule.jsonl"
+PLAN_FILE = "plan.json"
+"""The output of `megagrpo plan --json` for the recipe of the run's last start."""
 MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 
@@ -99,22 +98,6 @@ def require_in_place(path: Path, descriptor: int) -> None:
         needed = "the run's directory where it is, until the run's end"
         fix = "move it back, if it still exists, and start the same command again"
         raise MachineError(Problem(str(path), "renamed, deleted or replaced during the run", needed, fix))
-
-
-class JsonlMetrics:
-    """metrics.jsonl: {"step": 1, "time": seconds since 1970, metric: value, …}."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def start(self, run: RunStart) -> None:
-        self._lines = StepLines(run.directory / "metrics.jsonl", run.resumed_step, self._say, run.unlogged)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._lines.append({"step": step, "time": round(time.time(), 3), **{k: float(v) for k, v in metrics.items()}})
-
-    def finish(self, status: Status) -> None:
-        self._lines.close()
 
 
 def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:

@@ -1,14 +1,27 @@
-"""The table of all metrics: metrics.yaml, which is read once it is needed. docs/metrics.md is made from it."""
+"""The table of all metrics, and their last values for Prometheus.
+
+metrics.yaml is read once it is needed; tools/metric_docs.py makes docs/metrics.md from it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+
+from megagrpo.errors import MachineError, Problem
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+HOST, PREFIX = "127.0.0.1", "megagrpo_"
+STEP, TIME = f"{PREFIX}step", f"{PREFIX}step_timestamp_seconds"
 
 
 class UndocumentedMetric(UserWarning):
@@ -60,24 +73,52 @@ def _patterns() -> list[tuple[Metric, re.Pattern[str]]]:
     return [(metric, re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(metric.name)))) for metric in documented()]
 
 
-def as_markdown() -> str:
-    """Returns the table as docs/metrics.md has it."""
-    lines = [
-        "# Metrics",
-        "",
-        "What each step logs, to every tracker. Step 0 is the evaluation before training.",
-        "",
-        "| name | unit | meaning |",
-        "|---|---|---|",
-        *(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |" for m in documented()),
-        "",
-        "MLflow allows no `@` in a name: there `eval/gsm8k/mean@1` is `eval/gsm8k/mean_at_1`.",
-        "In `metrics.jsonl` a value that is not a finite number is `null`.",
-        "",
-        "Written by `python -m megagrpo.track.metrics` from `megagrpo/track/metrics.yaml`.",
-    ]
-    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines)) + "\n"
+# --- for Prometheus ------------------------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    print(as_markdown(), end="")
+class PrometheusEndpoint:
+    """A gauge for each metric, with the label `run` and the value logged last, on loopback until the run's end.
+
+    Needs megagrpo[prometheus].
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._gauges: Mapping[str, tuple[str, float]] = {}
+
+    def start(self, name: str) -> None:
+        """Starts the server. name: of the run. Raises MachineError if the port is taken."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._name = name
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(self._port, HOST, registry)
+        except OSError as error:
+            where, given = "track.prometheus_port", f"{self._port}: {error.strerror or error}"
+            raise MachineError(Problem(where, given, "a free port", "set another, or leave it out")) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        gauges = dict(self._gauges)
+        gauges |= {prometheus_name(name): (name, float(value)) for name, value in metrics.items()}
+        self._gauges = gauges | {STEP: ("", float(step)), TIME: ("", time.time())}
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yields the gauges, for prometheus_client, in the threads of its server."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, (logged, value) in self._gauges.items():
+            help_text = {STEP: "The last step.", TIME: "When it was logged, since 1970, in seconds."}.get(name)
+            gauge = GaugeMetricFamily(name, help_text or described(logged), labels=["run"])
+            gauge.add_metric([self._name], value)
+            yield gauge
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def prometheus_name(name: str) -> str:
+    """Returns the name in Prometheus, reward/mean as megagrpo_reward_mean: letters, digits and underscores."""
+    return PREFIX + re.sub(r"[^a-zA-Z0-9]+", "_", name.replace("@", "_at_")).strip("_")

@@ -1,4 +1,4 @@
-"""A run in MLflow: params, tags, metrics by step, traces, files, data and the model. track/behind.py calls it.
+"""A run in MLflow: params, tags, metrics by step, traces, files, data and the model.
 
 A server that is killed or slow may carry out a request without a response. So a retry sends the same values, times
 included, and MLflow's stores keep them once; a unique tag finds the run again.
@@ -13,8 +13,11 @@ import math
 import os
 import posixpath
 import re
+import shlex
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +26,10 @@ import yaml
 from megagrpo.errors import Problem
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.track.delivered import Delivered, place
-from megagrpo.track.jsonl import read_json
-from megagrpo.track.metric_lines import Line, MetricLines
-from megagrpo.track.mlflow_model import log_model
-from megagrpo.track.sink import RunStart, Status
+from megagrpo.track.delivered import place, without_password
+from megagrpo.track.jsonl import PLAN_FILE, read_json
+from megagrpo.track.status import Status
+from megagrpo.track.tracked_run import Line, TrackedRun
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -46,90 +48,124 @@ TAG_CHARACTERS = 5000
 ARTIFACT_BYTES_MAX = 64 * 2**20
 """Larger files of an exported model are not copied; its weights never are."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
-FILES = ("recipe*.yaml", "environment*.json", "data.json", "plan.json", "report.html")
-RUN_TAG, STEP_TAG, TRACES_TAG = "megagrpo.run", "megagrpo.step", "megagrpo.traces_step"
+FILES = ("recipe*.yaml", "environment*.json", "data.json", PLAN_FILE, "report.html")
+MODEL, LIBRARIES = "model", ("mlflow", "torch", "transformers", "safetensors")
+"""The folder of a registered version, and the packages that load it."""
+RUN_TAG, STEP_TAG = "megagrpo.run", "megagrpo.step"
+EXPORT = "hugging_face"
+"""The exported model's directory, and its folder among the artifacts."""
 STATUSES: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 REQUESTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 """Defaults for the environment: mlflow's own timeout is minutes, and the thread retries by itself."""
 
 
-class MLflowRemote:
+class MLflow(TrackedRun):
     """One run on a tracking server, created, or found again. Methods raise the errors of mlflow and its store."""
 
-    def __init__(self, run: RunStart, settings: schema.MLflowConfig, delivered: Delivered, *, live: bool) -> None:
-        """Sets up mlflow. live: the run is running; else it has ended, and the rest is sent."""
+    title = "MLflow"
+    takes_report = True
+    _monitor: Any = None
+    _traces_at: float | None = None
+    """Time of the last call that sent traces, of time.monotonic()."""
+
+    @classmethod
+    def place_of(cls, recipe: AnyRecipe) -> str | None:
+        return place("mlflow", tracking_uri(recipe)) if recipe.track.mlflow else None
+
+    @classmethod
+    def problems(cls, recipe: AnyRecipe) -> Iterator[Problem]:
+        written = (recipe.track.mlflow.uri or "") if recipe.track.mlflow else ""
+        if without_password(written) != written:
+            needed = "an address without user and password: recipes are kept and shown"
+            fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole as MLFLOW_TRACKING_URI"
+            # No field's path: an override with the password would be printed as the place.
+            yield Problem("track.mlflow.uri, with a user", without_password(written), needed, fix)
+        if given := no_database(tracking_uri(recipe)):
+            yield Problem("track.mlflow", given, "a database, or none yet", "remove it, or name another")
+
+    @classmethod
+    def shown_at(cls, recipe: AnyRecipe) -> str | None:
+        uri = without_password(tracking_uri(recipe))
+        return uri if uri.startswith("http") else shlex.join(("mlflow", "ui", "--backend-store-uri", uri))
+
+    @property
+    def _settings(self) -> schema.MLflowConfig:
+        return self.recipe.track.mlflow or schema.MLflowConfig()
+
+    def open(self) -> int:
         quiet_settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
         for name, value in {**quiet_settings, **REQUESTS}.items():
             os.environ.setdefault(name, value)  # read when mlflow is imported, or at each request
         for quiet in ("alembic", "mlflow.store", "mlflow.system_metrics", "mlflow.pyfunc"):
             logging.getLogger(quiet).setLevel(logging.ERROR)
-        self._run, self._settings, self._delivered, self._live = run, settings, delivered, live
-        self._uri = tracking_uri(run.recipe)
-        self._place = place("mlflow", self._uri)
-        self._lines = MetricLines(run.directory / "metrics.jsonl", after=-1)
-        self._connected = False
-        self._traces_asked = time.monotonic()
-        self._monitor: Any = None
-        self.brought = 0
-        """Steps sent."""
-
-    def bring(self) -> None:
-        connected, self._connected = self._connected, False
-        if not connected:
-            self._connect()
-        if self._live:
-            self._watch_system()
-        self._bring_metrics()
-        self._bring_traces(ended=not self._live)
-        self._bring_data()
-        self._bring_files()
-        self._connected = True
-
-    def rewind(self, step: int) -> None:
-        """Reads metrics.jsonl anew. MLflow keeps its values of these steps: it can remove none."""
-        self._lines.again(self._lines.after)
-
-    def finish(self, status: Status) -> None:
-        export = self._run.directory / "hugging_face"
-        self._bring_traces(ended=True)
-        if self._monitor:
-            self._monitor.finish()
-        if self._live or self._client.get_run(self.run_id).info.status != STATUSES[status]:
-            self._client.set_terminated(self.run_id, STATUSES[status])
-        # Last: a server may have no registry.
-        if self._settings.registered_model and export.is_dir():
-            model = log_model(self._client, self.run_id, export, self._settings.registered_model, self._delivered.run)
-            self._delivered.note(self._place, model_version=model)
-
-    # --- the run ------------------------------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
+        self._uri = tracking_uri(self.recipe)
+        if given := no_database(self._uri):  # MLflow would retry for 100 seconds
+            raise OSError(given)
         from mlflow.tracking import MlflowClient
 
         self._client: MlflowClient = MlflowClient(self._uri)
         run = self._found() or self._created()
-        self.run_id = run.info.run_id
-        self._delivered.note(self._place, run_id=self.run_id)
-        self._experiment_id = run.info.experiment_id
-        if self._live:
+        self.run_id, self._experiment_id, tags = run.info.run_id, run.info.experiment_id, run.data.tags
+        self._name = tags.get(RUN_TAG, self.delivered.run)  # another one if track.json was lost
+        self.note(run_id=self.run_id)
+        if self.live:
             if run.info.status != "RUNNING":
                 self._client.update_run(self.run_id, status="RUNNING")
-            self._end_those_before()
-        tags = run.data.tags
-        wanted = self._tags()
-        for name, value in wanted.items():
+            self._end_runs_left()
+        for name, value in self._tags().items():
             if tags.get(name) != value:
                 self._client.set_tag(self.run_id, name, value)
         self._log_params(run.data.params)
-        self._lines.again(int(tags.get(STEP_TAG, -1)))
-        self._traces_step = int(tags.get(TRACES_TAG, -1))
-        self._drop_known_lines()
+        return int(tags.get(STEP_TAG, -1))
 
-    def _end_those_before(self) -> None:
+    def log(self, lines: Sequence[Line]) -> int:
+        """Sends steps, each whole with the tag of its step: so a server keeps values and offset together."""
+        from mlflow.entities import Metric, RunTag
+
+        points, step = list[Metric](), lines[0].step
+
+        def send() -> None:
+            for start in range(0, max(1, len(points)), METRICS_PER_CALL):  # a step may have more than one call takes
+                part, is_last = points[start : start + METRICS_PER_CALL], start + METRICS_PER_CALL >= len(points)
+                tags = [RunTag(STEP_TAG, str(step))] if is_last else []
+                self._client.log_batch(self.run_id, metrics=part, tags=tags)
+
+        for line in lines:
+            if points and len(points) + len(line.metrics) > METRICS_PER_CALL:
+                send()
+                points.clear()
+            step, at_ms = line.step, int(line.seconds * 1000)
+            points += [Metric(mlflow_name(name), value, at_ms, step) for name, value in line.metrics.items()]
+        send()
+        return step
+
+    def update(self, step: int) -> None:
+        if self.live:
+            self._watch_system()
+        now = time.monotonic()
+        share, self._traces_at = (now - (self._traces_at or now)) * TRACES_SHARE, now
+        self._log_traces(step, time.thread_time() + share)
+        self._step = step
+        self._log_data()
+        self._log_files()
+
+    def finish(self, status: Status) -> None:
+        self._log_traces(self._step, math.inf)
+        if self._monitor:
+            self._monitor.finish()
+        if self.live or self._client.get_run(self.run_id).info.status != STATUSES[status]:
+            self._client.set_terminated(self.run_id, STATUSES[status])
+        # Last: a server may have no registry.
+        if self._settings.registered_model and (self.directory / EXPORT).is_dir():
+            self.note(model_version=self._registered_version(self._settings.registered_model))
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def _end_runs_left(self) -> None:
         """Ends runs that a process, killed before its first checkpoint, has left as running."""
         from mlflow.exceptions import MlflowException
 
-        for run_id in self._delivered.left(self._place):
+        for run_id in self.delivered.left(self.place):
             try:
                 if run_id != self.run_id and self._client.get_run(run_id).info.status == "RUNNING":
                     self._client.set_terminated(run_id, STATUSES["interrupted"])
@@ -138,11 +174,10 @@ class MLflowRemote:
                     raise
 
     def _found(self) -> Run | None:
-        """Returns the run that track.json or a checkpoint names, or that has this run's tag."""
+        """Returns the run that track.json names, or that has this run's tag."""
         from mlflow.exceptions import MlflowException
 
-        named = [self._delivered.of(self._place).get("run_id"), self._run.run_ids.get("mlflow")]
-        for run_id in filter(None, named):
+        for run_id in self.delivered.run_ids("mlflow"):
             try:
                 return self._client.get_run(run_id)
             except MlflowException as error:
@@ -155,8 +190,8 @@ class MLflowRemote:
     def _created(self) -> Run:
         experiment = self._client.get_experiment_by_name(self._settings.experiment)
         experiment_id = experiment.experiment_id if experiment else self._new_experiment()
-        begun, tags = int(self._delivered.begun_seconds * 1000), {RUN_TAG: self._delivered.run}
-        self._client.create_run(experiment_id, start_time=begun, run_name=self._run.recipe.name, tags=tags)
+        begun, tags = int(self.delivered.begun_seconds * 1000), {RUN_TAG: self.delivered.run}
+        self._client.create_run(experiment_id, start_time=begun, run_name=self.recipe.name, tags=tags)
         # A server that was slow may have made one before, for a request that was given up.
         first, *others = self._runs_of(experiment_id)
         for other in others:
@@ -164,13 +199,13 @@ class MLflowRemote:
         return first
 
     def _runs_of(self, experiment_id: str) -> list[Run]:
-        asked = f"tags.`{RUN_TAG}` = '{self._delivered.run}'"
-        return sorted(self._client.search_runs([experiment_id], asked), key=lambda run: str(run.info.run_id))
+        with_tag = f"tags.`{RUN_TAG}` = '{self.delivered.run}'"
+        return sorted(self._client.search_runs([experiment_id], with_tag), key=lambda run: str(run.info.run_id))
 
     def _new_experiment(self) -> str:
         # By default sqlite's is mlruns/ in whatever the current directory is.
         server = self._settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        local = None if server else (Path(self._run.recipe.track.directory).resolve() / "mlruns").as_uri()
+        local = None if server else (Path(self.recipe.track.directory).resolve() / "mlruns").as_uri()
         return str(self._client.create_experiment(self._settings.experiment, artifact_location=local))
 
     def _watch_system(self) -> None:
@@ -192,122 +227,129 @@ class MLflowRemote:
         self._monitor.start()
 
     def _tags(self) -> dict[str, str]:
-        run, number = self._run, self._delivered.first_start
-        tags = {RUN_TAG: self._delivered.run, "run_directory": str(run.directory.absolute())}
-        tags |= description(run.recipe)
-        tags |= environment_tags(read_json(run.directory / f"environment.{number}.json"))
-        if run.changed:  # parameters cannot change: they stay those of the first start
-            tags[run.label] = "\n".join(run.changed)
+        tags = {RUN_TAG: self._name, "run_directory": str(self.directory.absolute())}
+        tags |= description(self.recipe)
+        tags |= environment_tags(read_json(self.directory / f"environment.{self.delivered.first_start}.json"))
+        # Parameters cannot change: they stay those of the first start.
+        tags |= {label: "\n".join(changed) for label, changed in self.delivered.changes.items()}
         return {mlflow_name(name): value[:TAG_CHARACTERS] for name, value in tags.items() if value}
 
     def _log_params(self, known: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        first = self._run.directory / f"recipe.{self._delivered.first_start}.yaml"
+        first = self.directory / f"recipe.{self.delivered.first_start}.yaml"
         leaves = flat(yaml.safe_load(first.read_text(encoding="utf-8")))
         params = {mlflow_name(key): shortened(value) for key, value in leaves.items()}
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=missing[start : start + PARAMS_PER_CALL])
 
-    # --- metrics ------------------------------------------------------------------------------------------------------
-
-    def _drop_known_lines(self) -> None:
-        """Skips lines that the server has beyond the step of its tag. It stores all values of a step or none."""
-        steps: dict[str, set[int]] = {}
-        while lines := self._lines.ahead():
-            line = lines[0]
-            name = mlflow_name(list(line.metrics)[-1]) if line.metrics else ""
-            if name and name not in steps:
-                history = self._client.get_metric_history(self.run_id, name)
-                steps[name] = {metric.step for metric in history}
-            if name and line.step not in steps[name]:
-                return
-            self._lines.take(1)
-
-    def _bring_metrics(self) -> None:
-        from mlflow.entities import Metric, RunTag
-
-        while lines := self._lines.ahead():
-            count, points = 0, list[Metric]()
-            for line in lines:
-                if count and len(points) + len(line.metrics) > METRICS_PER_CALL:
-                    break
-                count, points = count + 1, [*points, *(Metric(*point) for point in _points(line))]
-            step = lines[count - 1].step
-            for start in range(0, len(points) - METRICS_PER_CALL, METRICS_PER_CALL):  # where a step has so many
-                self._client.log_batch(self.run_id, metrics=points[start : start + METRICS_PER_CALL])
-            rest = points[(len(points) - 1) // METRICS_PER_CALL * METRICS_PER_CALL :]
-            self._client.log_batch(self.run_id, metrics=rest, tags=[RunTag(STEP_TAG, str(step))])
-            self._lines.take(count)
-            self.brought += count
-            self._delivered.note(self._place, step=step)
-
     # --- what else the run has ----------------------------------------------------------------------------------------
 
-    def _bring_traces(self, *, ended: bool) -> None:
-        """Sends the traces of the next steps: as many as TRACES_SHARE allows since the last call, and all if the run
-        has ended."""
+    def _log_traces(self, last: int, until: float) -> None:
+        """Sends the traces of the next steps up to `last`, unless this thread has used CPU time `until` by then."""
         from megagrpo.track.mlflow_traces import log_traces  # imports pyarrow
         from megagrpo.track.rollout_files import rollout_file, steps_between
 
-        count, known = self._settings.traces_per_step, (self._experiment_id, self.run_id, self._delivered.run)
-        if not count or not self._run.recipe.track.rollouts:
+        count, run = self._settings.traces_per_step, (self._experiment_id, self.run_id, self._name)
+        if not count or not self.recipe.track.rollouts:
             return
-        now = time.monotonic()
-        share, self._traces_asked = (now - self._traces_asked) * TRACES_SHARE, now
-        until = math.inf if ended else time.thread_time() + share
-        for step in steps_between(self._run.directory, self._traces_step, self._lines.after):
+        for step in steps_between(self.directory, int(self.delivered.of(self.place).get("traces_step", -1)), last):
             if time.thread_time() > until:
                 return
-            path = rollout_file(self._run.directory, step)
+            path = rollout_file(self.directory, step)
             try:
-                log_traces(self._uri, *known, path, count)
+                log_traces(self._uri, *run, path, count)
             except FileNotFoundError:
                 if path.exists():
                     raise
                 return  # a rewind has removed it meanwhile: the run repeats the step
-            self._client.set_tag(self.run_id, TRACES_TAG, str(step))
-            self._traces_step = step
-            self._delivered.note(self._place, traces_step=step)
+            self.note(traces_step=step)
 
-    def _bring_data(self) -> None:
+    def _log_data(self) -> None:
         """Sends the data that the run trains and evaluates on, with digests, as MLflow's dataset inputs."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        sections = read_json(self._run.directory / "data.json")
+        sections = read_json(self.directory / "data.json")
         digests = {name: str(section.get("digest")) for name, section in sections.items()}
-        if not digests or self._delivered.of(self._place).get("data") == digests:
+        if not digests or self.delivered.of(self.place).get("data") == digests:
             return
         inputs = []
         for name, section in sections.items():
             source = json.dumps([file["path"] for file in section["files"]])
             profile = json.dumps({"num_rows": section["items"]})
-            data = Dataset(f"{self._run.recipe.name} {name}", digests[name][:36], "local", source, profile=profile)
+            data = Dataset(f"{self.recipe.name} {name}", digests[name][:36], "local", source, profile=profile)
             used_for = "training" if name == "train" else "evaluation"
             inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", used_for)]))
         self._client.log_inputs(self.run_id, inputs)
-        self._delivered.note(self._place, data=digests)
+        self.note(data=digests)
 
-    def _bring_files(self) -> None:
+    def _log_files(self) -> None:
         """Sends the files that have changed since they were last sent."""
-        known = dict(self._delivered.of(self._place).get("files", {}))
+        known = dict(self.delivered.of(self.place).get("files", {}))
         for path, folder in self._files():
             stat, name = path.stat(), posixpath.join(folder, path.name)
             state = f"{stat.st_size} {stat.st_mtime_ns}"
             if known.get(name) != state:
                 self._client.log_artifact(self.run_id, str(path), folder or None)
                 known[name] = state
-                self._delivered.note(self._place, files=dict(known))
+                self.note(files=dict(known))
 
     def _files(self) -> Iterator[tuple[Path, str]]:
         """Yields each file with its folder among the artifacts."""
-        directory = self._run.directory
         for pattern in FILES:
-            yield from ((path, "") for path in sorted(directory.glob(pattern)))
-        for path in sorted((directory / "hugging_face").glob("*")):
+            yield from ((path, "") for path in sorted(self.directory.glob(pattern)))
+        for path in sorted((self.directory / EXPORT).glob("*")):
             if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= ARTIFACT_BYTES_MAX:
-                yield path, "hugging_face"
+                yield path, EXPORT
+
+    # --- the exported model -------------------------------------------------------------------------------------------
+    #
+    # A version in the registry is a small MLflow model (MLmodel, signature, requirements and exported_model.py) among
+    # the run's artifacts. Its weights stay where the run wrote them: MLflow's servers refuse sources outside of
+    # artifacts, and copying weights to them would take as long as the run's own export. Loading the version reads the
+    # export's directory, and fails where that has another step's model by then.
+
+    def _registered_version(self, name: str) -> str:
+        """Returns the version of model `name` for the exported model; registers it if there is none yet."""
+        from mlflow.exceptions import MlflowException
+
+        client, export = self._client, self.directory / EXPORT
+        step = str(read_json(export / "megagrpo.json").get("step", ""))
+        tags = {RUN_TAG: self._name, STEP_TAG: step}
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        for version in client.search_model_versions(f"name = '{name}'"):
+            if version.run_id == self.run_id and tags.items() <= dict(version.tags).items():
+                return str(version.version)
+        folder = f"{MODEL}_step_{step}" if step else MODEL
+        self._log_reference(export.absolute(), folder, step)
+        source = f"{client.get_run(self.run_id).info.artifact_uri}/{folder}"
+        return str(client.create_model_version(name, source, run_id=self.run_id, tags=tags).version)
+
+    def _log_reference(self, export: Path, folder: str, step: str) -> None:
+        from mlflow import pyfunc
+        from mlflow.models import ModelSignature
+        from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+
+        signature = ModelSignature(
+            Schema([ColSpec("string", "prompt")]),
+            Schema([ColSpec("string", "response")]),
+            ParamSchema([ParamSpec("max_new_tokens", "integer", 256), ParamSpec("temperature", "float", 0.0)]),
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / MODEL
+            pyfunc.save_model(
+                made,
+                python_model=str(Path(__file__).with_name("exported_model.py")),
+                model_config={"directory": str(export), "step": step},
+                signature=signature,
+                pip_requirements=[f"{library}=={metadata.version(library)}" for library in LIBRARIES],
+            )
+            self._client.log_artifacts(self.run_id, str(made), folder)
 
 
 def tracking_uri(recipe: AnyRecipe) -> str:
@@ -320,17 +362,15 @@ def tracking_uri(recipe: AnyRecipe) -> str:
     )
 
 
-def database_problems(where: str, uri: str) -> Iterator[Problem]:
-    """Yields a problem if the path of an SQLite uri is no database: MLflow would retry for 100 seconds."""
+def no_database(uri: str) -> str:
+    """Returns a text about an SQLite uri whose path is no database, or ""."""
     if not uri.startswith(SQLITE) or not (database := Path(uri.removeprefix(SQLITE))).exists():
-        return
-    given = "" if database.is_file() else "a directory, a device or a pipe"
-    if not given:
-        with database.open("rb") as file:
-            begin = file.read(len(SQLITE_BEGIN))
-        given = "a file that is no SQLite database" if begin not in (b"", SQLITE_BEGIN) else ""
-    if given:
-        yield Problem(where, f"{database}, {given}", "a database, or none yet", "remove it, or name another")
+        return ""
+    if not database.is_file():
+        return f"{database}, a directory, a device or a pipe"
+    with database.open("rb") as file:
+        begin = file.read(len(SQLITE_BEGIN))
+    return f"{database}, a file that is no SQLite database" if begin not in (b"", SQLITE_BEGIN) else ""
 
 
 def mlflow_name(name: str) -> str:
@@ -394,8 +434,3 @@ def environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
         "python": str(environment.get("python") or ""),
         **{f"version.{name}": str(version) for name, version in libraries.items() if version},
     }
-
-
-def _points(line: Line) -> Iterator[tuple[str, float, int, int]]:
-    for name, value in line.metrics.items():
-        yield mlflow_name(name), value, int(line.seconds * 1000), line.step

@@ -11,7 +11,8 @@ docs/rollouts.md describes the columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,23 @@ def steps_between(directory: Path, after: int, last: int) -> list[int]:
         there = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}
         return [step for step in steps if step in there]
     return [step for step in steps if rollout_file(directory, step).exists()]
+
+
+def read_rollouts(
+    directory: Path, steps: Collection[int] | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Reads the rows of these steps (by default all), in the order of the steps; a step's training samples come first.
+
+    columns: names of SCHEMA, by default all; those of tokens are most of the bytes. Files that are not whole, or that
+    vanish because the run goes back, are left out. Without a file the table has no rows.
+    """
+    schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
+    tables = [schema.empty_table()]
+    for step, path in rollout_files(directory):
+        if steps is None or step in steps:
+            with suppress(OSError, pa.ArrowException, KeyError), pq.ParquetFile(path) as file:
+                tables.append(file.read(schema.names).select(schema.names).cast(schema))
+    return pa.concat_tables(tables)
 
 
 def first_rows(path: Path, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:

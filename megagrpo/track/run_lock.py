@@ -12,19 +12,20 @@ from pathlib import Path
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.track.jsonl import require_in_place
 
-LOCK_FILE = "lock"
+LOCK_FILE, FOLLOWER_LOCK = "lock", "track.lock"
+"""Locks of a run: of the process that trains it, or sends it after its end; of the one that talks to its trackers."""
 LOOK_SECONDS = 0.1
 
 
 @contextmanager
-def only_process_of(run_directory: Path) -> Iterator[None]:
-    """Holds the run's lock, which ends with the process: a second process would truncate the metrics of the first.
+def only_process_of(run_directory: Path, lock_file: str = LOCK_FILE) -> Iterator[None]:
+    """Holds a run's lock, which ends with the process: a second process would truncate the metrics of the first.
 
     Raises RecipeError if another process holds it, or if the file system has no locks; at the end, MachineError if the
     directory was moved, deleted or replaced.
     """
     run_directory.mkdir(parents=True, exist_ok=True)
-    place = (run_directory / LOCK_FILE).absolute()
+    place = (run_directory / lock_file).absolute()
     with place.open("a+", encoding="utf-8") as lock:
         try:
             try:

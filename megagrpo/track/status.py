@@ -17,11 +17,12 @@ import pydantic
 
 from megagrpo.errors import MegagrpoError, RunStopped, first_line
 from megagrpo.track.jsonl import step_entries
-from megagrpo.track.sink import Status
 
 STATUS_FILE = "status.json"
 SCORE = re.compile(r"eval/([^/]+/mean@\d+|loss)")
 """An evaluation set's mean score, or the loss of held-out examples."""
+Status = Literal["finished", "failed", "interrupted"]
+"""The end of a run as trackers show it: complete, by an error, or by a signal or Ctrl-C."""
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
 """interrupted: by Ctrl-C. stopped: told to stop by a signal, with everything saved."""
 

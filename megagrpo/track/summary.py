@@ -12,9 +12,8 @@ from typing import Any
 from megagrpo.progress import clock
 from megagrpo.recipe.defaults import adapter_directory, checkpoint_directory, export_directory, run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.track.delivered import without_password
-from megagrpo.track.mlflow import tracking_uri
 from megagrpo.track.status import HeldOut, RunStatus, held_out_scores
+from megagrpo.track.trackers import trackers_of
 
 SAVED = re.compile(r"step_(\d{6,})")
 """A complete checkpoint's directory."""
@@ -68,10 +67,9 @@ def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
         places["Hugging Face model"] = str(exported)
     if whole and recipe.train.lora is not None and adapter_directory(recipe).is_dir():
         places["adapters, for PEFT"] = str(adapter_directory(recipe))
-    if recipe.track.mlflow:
-        uri = without_password(tracking_uri(recipe))
-        served = uri.startswith("http")
-        places["MLflow"] = uri if served else shlex.join(("mlflow", "ui", "--backend-store-uri", uri))
+    for tracker in trackers_of(recipe).values():
+        if shown := tracker.shown_at(recipe):
+            places[tracker.title] = shown
     if status.state == "failed":
         places["logs"] = str(directory / "logs")
     after = {what: shlex.join(words) for what, words in _next(recipe, status, saved, exported if whole else None)}

@@ -1,64 +1,59 @@
-"""TensorBoard event files in the run's directory. Needs megagrpo[tensorboard]. track/behind.py calls it."""
+"""TensorBoard event files in the run's directory. Needs megagrpo[tensorboard]."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.track.delivered import Delivered
-from megagrpo.track.metric_lines import MetricLines
-from megagrpo.track.sink import RunStart, Status
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.track.status import Status
+from megagrpo.track.tracked_run import Line, TrackedRun
 
 FOLDER = "tensorboard"
 
 
-class TensorBoardRemote:
-    """The run's event files. Each writer hides earlier writers' values of the steps that it writes."""
+class TensorBoard(TrackedRun):
+    """The run's event files. A new writer hides earlier writers' values from its first step on."""
 
-    def __init__(self, run: RunStart, delivered: Delivered, *, live: bool) -> None:
-        """Sets the first step to write. live: the run continues after run.resumed_step; else it has ended."""
-        self._run, self._delivered = run, delivered
-        brought = int(delivered.of(FOLDER).get("step", -1))
-        kept = run.resumed_step - run.unlogged if run.resumed_step else -1
-        self._lines = MetricLines(run.directory / "metrics.jsonl", min(brought, kept) if live else brought)
-        self._note()
-        self._writer: Any = None
-        self.brought = 0
-        """Steps sent."""
+    title = "TensorBoard"
+    package = "tensorboard"
+    takes_repeated = True
+    _writer: Any = None
+    _step = -1  # of the last line in it
 
-    def bring(self) -> None:
-        writer, self._writer = self._writer, None  # one that fails is not used again
-        while lines := self._lines.ahead():
-            writer = writer or self._new_writer()
-            for line in lines:
-                for name, value in line.metrics.items():
-                    writer.add_scalar(name, value, line.step, walltime=line.seconds)
-            writer.flush()
-            count = len(lines)
-            self._lines.take(count)
-            self.brought += count
-            self._note()
-        self._writer = writer
+    @classmethod
+    def place_of(cls, recipe: AnyRecipe) -> str | None:
+        return FOLDER if recipe.track.tensorboard else None
 
-    def rewind(self, step: int) -> None:
-        self._close()
-        self._lines.again(min(self._lines.after, step))
-        self._note()
+    def open(self) -> int:
+        self._writer = None  # one that has failed is not used again
+        return -1
+
+    def log(self, lines: Sequence[Line]) -> int:
+        for line in lines:
+            if self._writer is None or line.step <= self._step:
+                self._begin(line.step)
+            for name, value in line.metrics.items():
+                self._writer.add_scalar(name, value, line.step, walltime=line.seconds)
+            self._step = line.step
+        self._writer.flush()
+        return lines[-1].step
 
     def finish(self, status: Status) -> None:
         self._close()
 
-    def _new_writer(self) -> Any:
+    def _begin(self, step: int) -> None:
+        """Opens a writer that hides what earlier ones wrote of `step` and of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
-        run, folder = self._run, self._run.directory / FOLDER
-        writer = SummaryWriter(str(folder), purge_step=self._lines.after + 1 if folder.exists() else None)
-        if run.changed:
-            writer.add_text(run.label, "\n\n".join(run.changed), run.resumed_step)
-        return writer
-
-    def _note(self) -> None:
-        """Notes the last step that was written; after a rewind, the step from which a later sync continues."""
-        self._delivered.note(FOLDER, step=self._lines.after)
+        self._close()
+        folder = self.directory / FOLDER
+        self._writer = SummaryWriter(str(folder), purge_step=step if folder.exists() else None)
+        changes, written = self.delivered.changes, self.delivered.of(self.place).get("changes", ())
+        for label in changes.keys() - written:
+            self._writer.add_text(label, "\n\n".join(changes[label]), step)
+        self._writer.flush()
+        self.note(changes=sorted(changes))
 
     def _close(self) -> None:
         if self._writer:

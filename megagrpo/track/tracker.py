@@ -1,4 +1,4 @@
-"""All trackers of a run as one object, and the record of the run's start."""
+"""The files, console and gauges of a run as one object, and the record of the run's start."""
 
 from __future__ import annotations
 
@@ -27,21 +27,14 @@ from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.track.console import make_console
 from megagrpo.track.delivered import Delivered, run_ids
-from megagrpo.track.jsonl import (
-    MISMATCH_FILE,
-    SCHEDULE_FILE,
-    JsonlMetrics,
-    MismatchRecord,
-    StepLines,
-)
-from megagrpo.track.metrics import UndocumentedMetric, undocumented
-from megagrpo.track.prometheus import PrometheusEndpoint
+from megagrpo.track.follower_process import FollowerProcess
+from megagrpo.track.jsonl import METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE, MismatchRecord, StepLines
+from megagrpo.track.metrics import PrometheusEndpoint, UndocumentedMetric, undocumented
 from megagrpo.track.rollout_files import TRAIN, remove_later
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
-from megagrpo.track.sink import RunStart, Sink, Status
 from megagrpo.track.status import RunStatus, end_state, error_line
 from megagrpo.track.summary import summary_of
-from megagrpo.track.tracker_process import TrackerProcess
+from megagrpo.track.trackers import trackers_of
 from megagrpo.types import Group
 
 LIBRARIES = (
@@ -53,7 +46,10 @@ GIT_TIMEOUT_SECONDS = 10.0
 
 
 class Tracker:
-    """A context: leaving it finishes all trackers, with a status that reports whether an exception ended the run."""
+    """A context: leaving it ends the run's files and its trackers, with a status that reports an exception.
+
+    MLflow and other trackers get the run from its files, by a process of their own (track/follower.py).
+    """
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class Tracker:
         console: ConsoleMode | None = None,
     ) -> None:
         """Writes recipe.yaml and environment.json to the run's directory, and for every start a numbered copy of both;
-        starts every tracker.
+        starts the follower, if the recipe has trackers.
 
         resumed_step: the last step that the run keeps (0 for a new run). run_ids: what `run_ids` was after that step.
         tokenizer: of the samples to keep; None: none are kept.
@@ -77,62 +73,60 @@ class Tracker:
         complete: no step is left to do. Trackers that have the whole run are then left alone.
         console: the mode of the output; None: the recipe's.
         """
-        self._recipe, self._tokenizer = recipe, tokenizer
+        self._recipe, self._tokenizer, self._total_steps = recipe, tokenizer, total_steps
         self._console = make_console(console or recipe.track.console)
         self._endpoint = PrometheusEndpoint(port) if (port := recipe.track.prometheus_port) else None
         if self._endpoint:  # first: where its port is taken, nothing has begun
             self._endpoint.start(recipe.name)
-        # The console is last: it shows a step once all other trackers know of it.
-        self._sinks: list[Sink] = [JsonlMetrics(self.say), self._console]
         self._undocumented: set[str] = set()
-        directory = run_directory(recipe)
+        self._directory = directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
         number = len(list(directory.glob("recipe.*.yaml"))) + 1
         described = json.dumps(environment(), indent=2) + "\n"
         for part in ("", f".{number}"):
             (directory / f"recipe{part}.yaml").write_text(dump(recipe), encoding="utf-8")
             (directory / f"environment{part}.json").write_text(described, encoding="utf-8")
-        delivered = Delivered(directory, anew=resumed_step == 0, number=number)  # makes the file
-        run = RunStart(recipe, directory, total_steps, resumed_step, run_ids or {}, unlogged, number, changed)
-        self._start(run)
+        delivered = Delivered(directory, anew=resumed_step == 0, number=number, run_ids=run_ids)
+        self._start(resumed_step, unlogged)
         self._status = RunStatus("running", total_steps, resumed_step)
         self._status.write(directory)
-        track, brought = recipe.track, complete and not changed and delivered.whole
-        wanted = (track.mlflow or track.wandb or track.tensorboard) and not brought
-        self._process = TrackerProcess(self.say) if wanted else None
-        if self._process:
-            delivered.note_whole(False)
-            self._process.start(run)
+        self._follower: FollowerProcess | None = None
+        if changed or not (complete and delivered.whole):
+            start = {f"start_{number}_after_step_{resumed_step}": list(changed)} if changed else {}
+            delivered.write(whole=False, changes={**delivered.changes, **start})
+            self._follower = FollowerProcess(directory, self.say) if trackers_of(recipe) else None
 
-    def _start(self, run: RunStart) -> None:
-        self._run = run
-        remove_later(run.directory, run.resumed_step)
-        kept = self._tokenizer is not None and self._recipe.track.rollouts is not None
-        self._writer = RolloutWriter(run.directory, self._tokenizer, self.say) if kept else None
-        self._mismatches = StepLines(run.directory / MISMATCH_FILE, run.resumed_step, self.say)
-        self._schedule = StepLines(run.directory / SCHEDULE_FILE, run.resumed_step, self.say)
-        for sink in self._sinks:
-            sink.start(run)
+    def _start(self, step: int, unlogged: bool) -> None:
+        """Opens the files after `step`. unlogged: the metrics of that step follow."""
+        directory, recipe = self._directory, self._recipe
+        remove_later(directory, step)
+        kept = self._tokenizer is not None and recipe.track.rollouts is not None
+        self._writer = RolloutWriter(directory, self._tokenizer, self.say) if kept else None
+        self._metrics = StepLines(directory / METRICS_FILE, step, self.say, unlogged)
+        self._mismatches = StepLines(directory / MISMATCH_FILE, step, self.say)
+        self._schedule = StepLines(directory / SCHEDULE_FILE, step, self.say)
+        self._console.start(recipe.name, directory, self._total_steps, step)
 
     def rewind(self, step: int, *, unlogged: bool) -> None:
         """Rewinds to `step`: the run repeats the steps after it, as after a resume. unlogged: as at the start."""
-        self._finish("interrupted")
+        self._finish()
         self._status = replace(self._status, step=step)
-        self._start(replace(self._run, resumed_step=step, unlogged=unlogged, changed=()))
-        if self._process:
-            self._process.rewind(step - unlogged if step else -1)
+        self._start(step, unlogged)
 
     @property
     def run_ids(self) -> dict[str, str]:
         """Returns the run's id by tracker, for a later start. A tracker that has not responded yet is missing."""
-        return run_ids(self._run.directory)
+        return run_ids(self._directory)
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
         self._console.say(line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs a step's metrics to every tracker. Warns (UndocumentedMetric) of a name that is not in the table."""
+        """Logs a step's metrics: a line of metrics.jsonl, from which trackers get it.
+
+        Warns (UndocumentedMetric) of a name that is not in the table.
+        """
         unknown = [name for name in undocumented(metrics) if name not in self._undocumented]
         if unknown:
             self._undocumented.update(unknown)
@@ -142,8 +136,9 @@ class Tracker:
         self._status = replace(self._status, step=step)
         if self._endpoint:
             self._endpoint.log(step, metrics)
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        values = {name: float(value) for name, value in metrics.items()}
+        self._metrics.append({"step": step, "time": round(time.time(), 3), **values})
+        self._console.log(step, metrics)  # last: it shows a step that is kept
 
     def rollouts(self, step: int, groups: Sequence[Group], version: int, learned: Learned | None = None) -> None:
         """Keeps the step's first groups, as many as the recipe sets.
@@ -175,26 +170,25 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends every tracker, writes the run's status, and prints the summary."""
+        """Closes the files, writes the run's status, waits a while for trackers, and prints the summary."""
         self._status = replace(
             self._status, state=end_state(error), ended=round(time.time(), 3), error=error_line(error)
         )
-        self._finish(self._status.for_trackers)
+        self._finish()
         if self._endpoint:
             self._endpoint.close()
         with suppress(OSError):  # a full disk has an error of its own already
-            self._status.write(self._run.directory)
-        if self._process:
-            self._process.finish(self._status.for_trackers)
+            self._status.write(self._directory)
+        if self._follower:
+            self._follower.finish()
         self._console.end(summary_of(self._recipe, self._status))
 
-    def _finish(self, status: Status) -> None:
+    def _finish(self) -> None:
         if self._writer:
             self._writer.close()
-        self._mismatches.close()
-        self._schedule.close()
-        for sink in self._sinks:
-            sink.finish(status)
+        for lines in (self._metrics, self._mismatches, self._schedule):
+            lines.close()
+        self._console.finish()
 
 
 def environment() -> dict[str, Any]:

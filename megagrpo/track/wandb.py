@@ -1,120 +1,115 @@
-"""A run in Weights & Biases. Needs megagrpo[wandb]. track/behind.py calls it; wandb sends in a process of its own."""
+"""A run in Weights & Biases. Needs megagrpo[wandb]. wandb sends in a process of its own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from megagrpo.processes.lifetime import let_family_idle
-from megagrpo.recipe.schema import WandBConfig
-from megagrpo.track.delivered import Delivered
-from megagrpo.track.metric_lines import MetricLines
-from megagrpo.track.sink import RunStart, Status
+from megagrpo.recipe.schema import AnyRecipe, WandBConfig
+from megagrpo.track.status import Status
+from megagrpo.track.tracked_run import Line, TrackedRun
 
 NAME = "wandb"
 COLUMNS = (
     "step", "prompt_id", "sample", "prompt", "response", "ground_truth", "score", "parts", "answer", "error",
     "advantage", "finish", "tokens",
 )  # fmt: skip
-
-
 START_SECONDS, FINISH_SECONDS = 120, 50.0
 """Timeouts of wandb's own process: on a busy machine it starts slowly; at the end, a server may be gone."""
 
 
-class WandBRemote:
+class WandB(TrackedRun):
     """One run in W&B, created with the first step. wandb takes no step twice, and none before the last."""
 
-    def __init__(self, run: RunStart, settings: WandBConfig, delivered: Delivered) -> None:
-        self._run, self._settings, self._delivered = run, settings, delivered
-        known = delivered.of(NAME)
-        self._lines = MetricLines(run.directory / "metrics.jsonl", int(known.get("step", -1)))
-        self._samples_step = int(known.get("samples_step", -1))
-        self._wandb: Any = None
-        self.brought = 0
-        """Steps sent."""
+    title = "Weights & Biases"
+    package = "wandb"
+    _wandb: Any = None
+    _step = -1  # the last one that wandb has; it may keep that one open
 
-    def bring(self) -> None:
-        while lines := self._lines.ahead():
-            if self._wandb is None:
-                self._begin()
-                continue
-            line = lines[0]
-            before = self._lines.after
-            self._wandb.log(line.metrics, step=line.step)
-            self._lines.take(1)
-            self.brought += 1
-            # wandb keeps a step open until the next one: after a kill it may lack the last.
-            self._delivered.note(NAME, step=before)
-            self._bring_samples()
-        if self._wandb:
-            self._bring_samples()
+    @classmethod
+    def place_of(cls, recipe: AnyRecipe) -> str | None:
+        return NAME if recipe.track.wandb else None
 
-    def rewind(self, step: int) -> None:
-        """Reads metrics.jsonl anew. wandb keeps its values of these steps."""
-        self._lines.again(self._lines.after)
+    @property
+    def _settings(self) -> WandBConfig:
+        return self.recipe.track.wandb or WandBConfig()
+
+    def log(self, lines: Sequence[Line]) -> int:
+        if self._wandb is None:
+            self._begin()
+        kept = self._step
+        for line in lines:
+            if line.step > self._step:
+                self._wandb.log(line.metrics, step=line.step)
+                # wandb keeps a step open until the next one: after a kill it may lack the last.
+                kept, self._step = self._step, line.step
+                self.update(line.step)
+        return kept
 
     def finish(self, status: Status) -> None:
         if self._wandb:
             self._wandb.finish(exit_code=0 if status == "finished" else 1)
-            self._delivered.note(NAME, step=self._lines.after)
 
     def _begin(self) -> None:
+        record = self.delivered
         os.environ.setdefault("WANDB__SERVICE_WAIT", str(START_SECONDS))
         os.environ["WANDB_SILENT"] = "true"  # else it asks on the terminal for a key that it does not have
-        run = self._run
         for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # else below the home directory: it may not be writable
-            os.environ.setdefault(variable, str(run.directory / "wandb" / "cache"))
+            os.environ.setdefault(variable, str(self.directory / "wandb" / "cache"))
         import wandb
 
         self._wandb = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
-            name=run.recipe.name,
-            id=run.run_ids.get(NAME) or self._delivered.run,
+            name=self.recipe.name,
+            id=next(iter(record.run_ids(NAME)), record.run),
             resume="allow",
-            dir=str(run.directory),
-            config=run.recipe.model_dump(mode="json"),
+            dir=str(self.directory),
+            config=self.recipe.model_dump(mode="json"),
             allow_val_change=True,
             settings=wandb.Settings(
                 console="off", quiet=True, finish_timeout=FINISH_SECONDS, finish_timeout_raises=True
             ),
         )
         let_family_idle(os.getpid())  # wandb has started processes, each in a session of its own
-        self._delivered.note(NAME, run_id=self._wandb.id)
-        self._lines.again(max(self._lines.after, self._wandb.step - 1))
-        if run.changed:
-            self._wandb.config.update({run.label: list(run.changed)}, allow_val_change=True)
+        self.note(run_id=self._wandb.id)
+        self._step = max(int(record.of(NAME).get("step", -1)), self._wandb.step - 1)
+        for label, changed in record.changes.items():
+            self._wandb.config.update({label: changed}, allow_val_change=True)
 
-    def _bring_samples(self) -> None:
+    def update(self, step: int) -> None:
         """Sends a table of the samples whose files exist by now: of the last step, and of others that were late."""
+        if self._wandb is None or not (steps := self._missing_samples()):
+            return
         import wandb
 
         from megagrpo.track.rollout_files import first_rows, rollout_file
 
-        if found := self._missing_samples():
-            paths = (rollout_file(self._run.directory, step) for step in found)
-            try:
-                count = self._settings.samples_per_step
-                rows = [row for path in paths for row in first_rows(path, count, COLUMNS)]
-            except FileNotFoundError:
-                return  # a rewind has removed one meanwhile: the run repeats these steps
-            rows = [row | {"parts": str(dict(row["parts"] or ()))} for row in rows]
-            data = [[row[name] for name in COLUMNS] for row in rows]
-            self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=data)}, step=self._lines.after)
-            self._samples_step = found[-1]
-            self._delivered.note(NAME, samples_step=found[-1])
+        count, paths = self._settings.samples_per_step, (rollout_file(self.directory, missing) for missing in steps)
+        try:
+            rows = [row for path in paths for row in first_rows(path, count, COLUMNS)]
+        except FileNotFoundError:
+            return  # a rewind has removed one meanwhile: the run repeats these steps
+        rows = [row | {"parts": str(dict(row["parts"] or ()))} for row in rows]
+        data = [[row[name] for name in COLUMNS] for row in rows]
+        self._wandb.log({"samples": wandb.Table(columns=list(COLUMNS), data=data)}, step=self._step)
+        self.note(samples_step=steps[-1])
 
     def _missing_samples(self) -> list[int]:
         """Returns the steps whose metrics wandb has, but whose samples it lacks."""
         from megagrpo.track.rollout_files import steps_between  # imports pyarrow
 
-        wanted = self._settings.samples_per_step and self._run.recipe.track.rollouts
-        return steps_between(self._run.directory, self._samples_step, self._lines.after) if wanted else []
+        if not self._settings.samples_per_step or not self.recipe.track.rollouts:
+            return []
+        known = self.delivered.of(NAME)
+        last = max(self._step, int(known.get("step", -1)))
+        return steps_between(self.directory, int(known.get("samples_step", -1)), last)
 
     @property
     def lacks(self) -> str:
-        """Returns the part that wandb no longer accepts, or "": samples that came after the last step's metrics."""
+        """Returns a text about samples that came after the last step's metrics, or ""."""
         missing = len(self._missing_samples())
         return f"the samples of {missing} steps, which came too late: W&B takes nothing after its last step" * bool(
             missing

@@ -23,6 +23,7 @@ from megagrpo.recipe.load import LoadedRecipe, load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.track.jsonl import step_entries
+from megagrpo.track.trackers import without_trackers
 from megagrpo.trainer.batches import (
     Sampled,
     ranges,
@@ -185,9 +186,7 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
     ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
-    track = recipe.track.model_copy(
-        update={"directory": str(place), "mlflow": None, "wandb": None, "tensorboard": False, "rollouts": None}
-    )
+    track = recipe.track.model_copy(update={"directory": str(place), "rollouts": None, **without_trackers(recipe)})
     checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
     checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
     return replace(loaded, recipe=recipe.model_copy(update={"name": REPLAY, "track": track, "checkpoint": checkpoint}))

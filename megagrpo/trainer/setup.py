@@ -27,8 +27,8 @@ from megagrpo.recipe.defaults import plan_devices, run_directory, total_steps
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
+from megagrpo.track.jsonl import PLAN_FILE
 from megagrpo.track.run_lock import only_process_of
-from megagrpo.track.sink import PLAN_FILE
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.alerts import Alerts
 from megagrpo.trainer.early_stopping import early_stopping, reason_to_stop

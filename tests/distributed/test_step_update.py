@@ -19,7 +19,7 @@ from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.ports import free_port
+from megagrpo.processes.ports import free_port
 from tests.distributed.conftest import CaseOf
 from tests.distributed.layouts import ROWS, soak
 from tests.distributed.step_case import LONGEST, LR, RESPONSES, Case, assemble, make_recipe

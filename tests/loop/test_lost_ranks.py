@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_RUN_FAILED
-from megagrpo.report.rollouts import read_rollouts
+from megagrpo.track.rollout_files import read_rollouts
 from tests.loop import small_run
 from tests.loop.conftest import Finished, watched
 from tests.loop.ray_nodes import RayNodes

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from megagrpo.report.rollouts import read_rollouts
 from megagrpo.report.run import read_run
 from megagrpo.report.samples import sample_data
-from megagrpo.track.rollout_files import TRAIN
+from megagrpo.track.rollout_files import TRAIN, read_rollouts
 from megagrpo.trainer.batches import read_batch, saved_steps
 from tests.loop import small_run
 from tests.loop.conftest import Finished

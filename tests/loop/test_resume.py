@@ -21,7 +21,7 @@ import yaml
 from megagrpo.checkpoint.store import CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import EXIT_NODE_LOST, EXIT_STOPPED
-from megagrpo.report.rollouts import read_rollouts
+from megagrpo.track.rollout_files import read_rollouts
 from tests.loop import small_run
 from tests.loop.conftest import Finished
 from tests.loop.listeners import Listeners, check_table, listeners

@@ -20,9 +20,9 @@ from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import A_CPU, Case
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load
-from megagrpo.report.rollouts import read_rollouts
+from megagrpo.track.jsonl import PLAN_FILE
 from megagrpo.track.metrics import undocumented
-from megagrpo.track.sink import PLAN_FILE
+from megagrpo.track.rollout_files import read_rollouts
 from megagrpo.weights.families import read_architecture
 from tests.loop import small_run
 from tests.loop.conftest import Finished

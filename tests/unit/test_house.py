@@ -15,6 +15,10 @@ WALKS = """# Page
 ## A weight's walk
 
 1. `megagrpo/a.py`: all.
+
+## A metric's walk
+
+1. `megagrpo/a.py`
 """
 
 
@@ -53,4 +57,4 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
     ):
         assert any(part in problem for problem in problems), part
     page.write_text("# Page\n")
-    assert sum("no heading" in problem for problem in house_problems(tmp_path, budgets)) == 2
+    assert sum("no heading" in problem for problem in house_problems(tmp_path, budgets)) == 3

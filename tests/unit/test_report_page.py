@@ -218,7 +218,7 @@ def test_a_run_with_little_to_show_has_a_page(
     browser: Browser, tmp_path: Path, lines: tuple[object, ...], kind: str
 ) -> None:
     directory = write_run(tmp_path / "run", *lines, kind=kind)
-    assert main(["report", str(directory), "--plots", str(tmp_path / "plots")]) == 0
+    assert main(["report", str(directory)]) == 0
     with opened(browser, f"file://{directory / 'report.html'}", 375) as shown:
         shown.locator("#recipe .group").first.wait_for()
         assert shown.locator("[role=alert]").count() == 0
@@ -239,7 +239,6 @@ def test_what_is_no_run_is_refused_and_no_file_but_a_report_is_replaced(
         [tmp_path / "file"],
         [run, "--output", other],
         [run, "--output", tmp_path / "absent" / "page.html"],
-        [run, "--plots", tmp_path / "file"],
         [run, run, "--mismatch"],
         [run, tmp_path / "absent", "--serve"],
     ):
@@ -257,22 +256,6 @@ def test_a_page_of_several_runs_leaves_the_page_of_each_run_as_it_is(tmp_path: P
     assert main(["report", *map(str, runs)]) == 0
     assert (runs[0] / "report.html").read_text() == own
     assert len(list(tmp_path.rglob("*.html"))) == 2
-
-
-@pytest.mark.long
-def test_plots_are_written_as_png_and_svg_and_are_the_same_each_time(tmp_path: Path) -> None:
-    told = {"reward/mean": 0.5, "seconds/step": 2, "own/a": 1, "own/b": None}
-    lines = [{"step": step, "time": step, **told} for step in range(1, 120)]
-    runs = [str(write_run(tmp_path / name, *lines, name=name)) for name in ("short", "long")]
-    written = []
-    for name in ("one", "two"):
-        assert main(["report", *runs, "--plots", str(tmp_path / name)]) == 0
-        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        written.append({str(path.relative_to(tmp_path / name)): path.read_bytes() for path in files})
-    assert written[0] == written[1]
-    plots = {"reward", "seconds_by_phase_1", "seconds_by_phase_2", "metrics/own_a", "metrics/seconds_step"}
-    assert written[0].keys() == {f"{name}.{kind}" for name in plots for kind in ("png", "svg")}
-    assert "short" in written[0]["reward.svg"].decode()
 
 
 # --- what the page is made of -----------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import pytest
 
 from megagrpo.progress import clock
 from megagrpo.track.console import LiveConsole, Pace, PlainConsole, entries, make_console, phase_seconds, shares
-from megagrpo.track.sink import RunStart
-from tests.tiny_run import tracked_recipe
 
 STEP = {
     "reward/mean": 0.5, "kl/mean": 0.00123, "grad_norm": 0.75, "response_tokens/mean": 8.5, "tokens_per_second": 4321.0,
@@ -25,10 +23,10 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
     stream = io.StringIO()
     console = make_console("auto", stream)
     assert isinstance(console, PlainConsole)
-    console.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
+    console.start("adder", tmp_path, 10)
     console.log(1, STEP)
     console.log(2, {"reward/mean": 0.25, "reward/errors": 3.0})
-    console.finish("finished")
+    console.finish()
     first, second = stream.getvalue().splitlines()
     assert first.startswith("step 1/10")
     for text in SHOWN:
@@ -47,10 +45,10 @@ def test_on_a_terminal_there_is_a_table_with_bars(tmp_path: Path, monkeypatch: p
     with os.fdopen(theirs, "w") as stream:
         console = make_console("auto", stream)
         assert isinstance(console, LiveConsole)
-        console.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10, 4))
+        console.start("adder", tmp_path, 10, 4)
         console.log(5, STEP)
         console.say("a line that [stays]")
-        console.finish("finished")
+        console.finish()
         stream.flush()
         shown = os.read(ours, 100_000).decode()
     os.close(ours)
@@ -75,13 +73,13 @@ def test_the_time_left_does_not_count_the_start() -> None:
 
 def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> None:
     console = LiveConsole(io.StringIO())
-    console.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
+    console.start("adder", tmp_path, 10)
     console.log(1, STEP | {"reward/errors": 0.0})
     assert "errors" not in entries(STEP | {"reward/errors": 0.0})
     assert entries(STEP | {"critic/explained_variance": 0.5})["critic expl. var."] == "0.50"
     assert "errors" not in headings(console)
     console.log(2, STEP | {"reward/errors": 3.0})
-    console.finish("finished")
+    console.finish()
     assert headings(console)["errors"] == ["", "3"]
 
 

@@ -12,16 +12,15 @@ import pytest
 
 from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load, load_any
-from megagrpo.track import tracker as module
-from megagrpo.track.jsonl import JsonlMetrics
-from megagrpo.track.metrics import UndocumentedMetric, as_markdown, documented, undocumented
+from megagrpo.track.jsonl import StepLines
+from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
 from megagrpo.track.run_lock import only_process_of
-from megagrpo.track.sink import RunStart
 from megagrpo.track.status import read_status
 from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk
 from tests.tiny_run import tracked_recipe
+from tools.metric_docs import written
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -30,10 +29,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def write_metrics(directory: Path, resumed_step: int, steps: range) -> list[int]:
     """The steps in metrics.jsonl after a run, continued after `resumed_step`, logged these; it is still open."""
-    sink = JsonlMetrics(print)
-    sink.start(RunStart(tracked_recipe(directory), directory, 10, resumed_step))
+    written = StepLines(directory / "metrics.jsonl", resumed_step, print)
     for step in steps:
-        sink.log(step, {"reward/mean": step / 10})
+        written.append({"step": step, "reward/mean": step / 10})
     return [line["step"] for line in lines(directory / "metrics.jsonl")]
 
 
@@ -61,13 +59,12 @@ def test_lines_that_cannot_be_read_are_set_aside_and_said(tmp_path: Path, capsys
 def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_path: Path) -> None:
     small = tmp_path / "small"
     with MountedDisk(small, room="64k") as disk:
-        sink = JsonlMetrics(print)
-        sink.start(RunStart(tracked_recipe(small), small, 10))
-        sink.log(1, {"lr": 1.0})
+        written = StepLines(small / "metrics.jsonl", 0, print)
+        written.append({"step": 1, "lr": 1.0})
         disk.fill()
         with pytest.raises(MachineError, match=r"metrics.jsonl(.|\n)*No space"):
-            sink.log(2, {f"metric {number}": 1.0 for number in range(1000)})
-        sink.finish("failed")
+            written.append({"step": 2, **{f"metric {number}": 1.0 for number in range(1000)}})
+        written.close()
         disk.make_room()
         assert write_metrics(small, 1, range(2, 3)) == [1, 2]
 
@@ -76,18 +73,16 @@ def test_a_full_disk_is_one_error_and_the_run_continues_once_there_is_room(tmp_p
 def test_a_directory_that_is_taken_away_is_an_error_at_the_next_step_and_at_the_end(tmp_path: Path, fault: Any) -> None:
     run = tmp_path / "run"
     with pytest.raises(MachineError, match=r"lock\n.*renamed, deleted"), only_process_of(run):  # noqa: PT012
-        sink = JsonlMetrics(print)
-        sink.start(RunStart(tracked_recipe(run), run, 10))
-        sink.log(1, {"lr": 1.0})
+        written = StepLines(run / "metrics.jsonl", 0, print)
+        written.append({"step": 1, "lr": 1.0})
         fault(run)
         with pytest.raises(MachineError, match=r"metrics.jsonl\n.*renamed, deleted"):
-            sink.log(2, {"lr": 1.0})
+            written.append({"step": 2, "lr": 1.0})
 
 
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
-    sink = JsonlMetrics(print)
-    sink.start(RunStart(tracked_recipe(tmp_path), tmp_path, 10))
-    sink.log(1, {"grad_norm": math.nan, "clip/low": math.inf, "clip/high": -math.inf, "lr": 1.0})
+    values = {"grad_norm": math.nan, "clip/low": math.inf, "clip/high": -math.inf, "lr": 1.0}
+    StepLines(tmp_path / "metrics.jsonl", 0, print).append({"step": 1, **values})
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert [line[name] for name in ("grad_norm", "clip/low", "clip/high", "lr")] == [None, None, None, 1.0]
 
@@ -141,24 +136,26 @@ def test_a_run_that_never_resumes_does_not_say_that_it_can_be_continued(
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "interrupted")]
+    ("raised", "state"), [(None, "finished"), (ValueError, "failed"), (KeyboardInterrupt, "interrupted")]
 )
-def test_leaving_tells_every_tracker_how_the_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException] | None, status: str
+def test_leaving_writes_how_the_run_ended_and_closes_its_files(
+    tmp_path: Path, raised: type[BaseException] | None, state: str
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(module.JsonlMetrics, "finish", lambda self, status: told.append(status))
     tracker = Tracker(tracked_recipe(tmp_path), 10)
     tracker.__exit__(raised, raised and raised(), None)
-    assert told == [status]
+    status = read_status(tmp_path / "runs" / "adder")
+    assert status is not None
+    assert status.state == state
+    with pytest.raises(ValueError, match="closed file"):
+        tracker.log(1, {"lr": 1.0})
 
 
 # --- the table of metrics ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_table_says_and_names_are_unique() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == as_markdown(), "run python -m megagrpo.track.metrics > docs/metrics.md"
+def test_pages_are_what_the_tables_of_metrics_and_rules_say_and_names_are_unique() -> None:
+    for page, text in written().items():
+        assert page.read_text(encoding="utf-8") == text, "run python -m tools.metric_docs"
     assert len({metric.name for metric in documented()}) == len(documented())
 
 

@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_what_could_not_be_noted_is_noted_again(tmp_path: Path) -> None:
         delivered.note("mlflow", step=3)
     assert delivered.of("mlflow") == {}
     delivered.note("mlflow", step=3)
-    assert Delivered(tmp_path, anew=False).of("mlflow") == {"step": 3}
+    assert Delivered(tmp_path).of("mlflow") == {"step": 3}
 
 
 def test_whatever_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     directory = tmp_path_factory.mktemp("traces")
     failed = calculator_run(error="ValueError: no", events=(tool_event(2.0, 0.5, error="took too long"),), reward=None)
     recipe = recipe_of(directory)
-    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as ended:
+        trackers_in_thread(patched)
+        tracker = ended.enter_context(Tracker(recipe, 10, tokenizer=TOKENIZER))
         tracker.rollouts(3, [group("82", "1+1"), group_of(calculator_run(), failed)], 3)
         tracker.log(3, {"reward/mean": 1.0})
     client = MlflowClient(tracking_uri(recipe))
@@ -396,7 +399,7 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
     with MlflowServer(tmp_path) as server:
         with Tracker(recipe_of(tmp_path, server.uri), 10, tokenizer=TOKENIZER) as tracker:
             log(tracker, range(5))
-            while Delivered(directory, anew=False).of(place("mlflow", server.uri)).get("step", -1) < 2:
+            while Delivered(directory).of(place("mlflow", server.uri)).get("step", -1) < 2:
                 time.sleep(0.1)
             server.kill()
             # mlflow keeps the answer: as when the server is killed while a trace is brought, the first of a process.

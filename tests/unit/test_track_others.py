@@ -8,10 +8,8 @@ import os
 import re
 import socket
 import sys
-import time
 import urllib.request
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -23,20 +21,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, MachineError
 from megagrpo.processes.ports import free_port
-from megagrpo.track import tracker_process
-from megagrpo.track.behind import Behind
+from megagrpo.track import follower_process
 from megagrpo.track.delivered import Delivered
-from megagrpo.track.metric_lines import MetricLines
-from megagrpo.track.metrics import documented
-from megagrpo.track.prometheus import prometheus_name
+from megagrpo.track.follower import MetricLines
+from megagrpo.track.metrics import documented, prometheus_name
 from megagrpo.track.rollout_files import rollout_file, steps_between
-from megagrpo.track.sink import RunStart
 from megagrpo.track.status import read_status
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import small_disk
 from tests.terminal import Terminal
 from tests.tiny_run import tracked_recipe
-from tests.tracker_thread import TrackerThread, trackers_in_thread
+from tests.tracker_thread import FollowerThread, trackers_in_thread
 from tests.unit.test_track_rollouts import TOKENIZER, group
 from tools.grafana import PANELS, dashboard, query
 
@@ -123,9 +118,9 @@ def test_a_complete_run_leaves_trackers_alone_that_have_all_of_it(
 ) -> None:
     def starts(*changed: str) -> int:
         """How often the same command starts the trackers' process."""
-        counted, start = list[TrackerThread](), tracker_process.started_process
+        counted, start = list[FollowerThread](), follower_process.started_process
         with monkeypatch.context() as patched:
-            patched.setattr(tracker_process, "started_process", lambda: counted.append(start()) or counted[-1])
+            patched.setattr(follower_process, "started_process", lambda run: counted.append(start(run)) or counted[-1])
             with Tracker(recipe, 2, 2, changed=changed, complete=True):
                 pass
         return len(counted)
@@ -136,7 +131,7 @@ def test_a_complete_run_leaves_trackers_alone_that_have_all_of_it(
     assert starts() == 0
     assert starts("track.tensorboard: false -> true") == 1
     assert starts() == 0
-    Delivered(tmp_path / "runs" / "adder", anew=False).note_whole(False)  # it was killed, or a tracker was gone
+    Delivered(tmp_path / "runs" / "adder").write(whole=False)  # it was killed, or a tracker was gone
     assert starts() == 1
     assert starts() == 0
 
@@ -185,10 +180,11 @@ def test_wandb_without_a_key_asks_nothing_on_the_terminal(tmp_path: Path) -> Non
     script = """
 import sys
 from pathlib import Path
+import pytest
 from tests.tiny_run import tracked_recipe
-from megagrpo.track import tracker_process
+from tests.tracker_thread import trackers_in_patient_process
 from megagrpo.track.tracker import Tracker
-tracker_process.FINISH_TIMEOUT_SECONDS = 250.0
+trackers_in_patient_process(pytest.MonkeyPatch())
 with Tracker(tracked_recipe(Path(sys.argv[1]), wandb={}, console="lines"), 10) as tracker:
     tracker.log(1, {"reward/mean": 0.5})
 """
@@ -275,36 +271,7 @@ def test_any_name_becomes_one_that_prometheus_allows(name: str) -> None:
     assert all(letter.isascii() and (letter.isalnum() or letter == "_") for letter in made)
 
 
-# --- a tracker in its thread -----------------------------------------------------------------------------------------
-
-
-def test_a_run_that_goes_back_twice_goes_back_to_the_lower_step(tmp_path: Path) -> None:
-    run, back, in_first, go_on = RunStart(tracked_recipe(tmp_path), tmp_path, 10), list[int](), Event(), Event()
-
-    class Slow:
-        def bring(self) -> None:
-            in_first.set()
-            go_on.wait()
-
-        def rewind(self, step: int) -> None:
-            back.append(step)
-            if len(back) == 1:
-                raise OSError("a full disk")
-
-        def finish(self, status: str) -> None: ...
-
-    behind = Behind("slow", lambda run: Slow(), lambda line: None)
-    behind.start(run)
-    in_first.wait()
-    behind.rewind(2)
-    behind.rewind(5)
-    go_on.set()
-    while len(back) < 2:
-        time.sleep(0.01)
-    behind.end("finished")
-    behind.finish(time.monotonic() + 250)
-    assert set(back) == {2}
-    assert len(back) == 2
+# --- files as trackers read them --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last", [5, 500])
@@ -316,42 +283,34 @@ def test_steps_with_samples_are_the_same_by_name_and_by_list(tmp_path: Path, las
     assert steps_between(tmp_path, 1, last) == [2, 4, 5]
 
 
-# --- metrics.jsonl as trackers read it --------------------------------------------------------------------------------
-
-
 def test_lines_are_read_as_they_come_whole_and_again_from_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = MetricLines(path, after=0)
-    assert not lines.ahead()
+    lines, new = MetricLines(path), lambda line: line.step > 0
+    assert not lines.read(new)
     written = [json.dumps({"step": step, "time": 1.5, "a": step, "b": None}) + "\n" for step in range(4)]
     path.write_text("".join(written[:2]) + "no JSON\n" + written[2][:9])
-    (one,) = lines.ahead()
+    (one,) = lines.read(new)
     assert (one.step, one.seconds, one.metrics["a"]) == (1, 1.5, 1.0)
     assert math.isnan(one.metrics["b"])
     with path.open("a") as file:
         file.write(written[2][9:])
-    assert [line.step for line in lines.ahead()] == [1, 2]
+    assert [line.step for line in lines.read(new)] == [2]
+    assert not lines.read(new)
     begun = tmp_path / "begun"
     begun.write_text("".join(written[:3]))
     begun.replace(path)
-    assert [line.step for line in lines.ahead()] == [1, 2]
-    lines.take(2)
-    other = tmp_path / "other"
-    other.write_text("".join(written))
-    other.replace(path)
-    assert [line.step for line in lines.ahead()] == [3]
-    lines.again(-1)
-    assert [line.step for line in lines.ahead()] == [0, 1, 2, 3]
+    assert [line.step for line in lines.read(new)] == [1, 2]
+    lines.rewind()
+    assert [line.step for line in lines.read(lambda line: True)] == [0, 1, 2]
 
 
 def test_few_lines_are_held_however_many_there_are(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "time": 0}) + "\n" for step in range(1000)))
-    lines, seen = MetricLines(path, after=-1), list[int]()
-    while ahead := lines.ahead():
-        assert len(ahead) <= 256
-        seen.append(ahead[0].step)
-        lines.take(1)
+    lines, seen = MetricLines(path), list[int]()
+    while read := lines.read(lambda line: True):
+        assert len(read) <= 256
+        seen += [line.step for line in read]
     assert seen == list(range(1000))
 
 

@@ -16,12 +16,17 @@ import psutil
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.track import tracker_process
+from megagrpo.track import follower_process
 from megagrpo.track.delivered import FILE
 from megagrpo.track.tracker import Tracker
+from megagrpo.track.trackers import TRACKERS
 from tests.tiny_run import tracked_recipe
+from tests.toy_tracker import FILE as FILE_OF_TOY
+from tests.toy_tracker import Toy, received
+from tests.tracker_thread import trackers_in_patient_process
 from tests.unit.test_track_others import scalars
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -45,14 +50,13 @@ with Tracker(tracked_recipe(Path(sys.argv[1]), mlflow={}, wandb={}), 10) as trac
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 250.0)
-    monkeypatch.setattr(tracker_process, "AGAIN_SECONDS", 0.1)
+    trackers_in_patient_process(monkeypatch)
 
 
 def processes_of(pid: int) -> Iterator[psutil.Process]:
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):  # it has ended
-            if tracker_process.LAUNCH in child.cmdline():
+            if "--follow" in child.cmdline():
                 yield child
 
 
@@ -61,6 +65,14 @@ def the_process(before: int = 0) -> psutil.Process:
     while not (found := [process for process in processes_of(os.getpid()) if process.pid != before]):
         time.sleep(0.05)
     return found[0]
+
+
+def kill_and_await(process: psutil.Process) -> None:
+    """Kills it. Does not take its status, which is for who started it."""
+    process.kill()
+    with suppress(psutil.Error):  # that has taken it
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
 
 
 def await_step(directory: Path, step: int) -> None:
@@ -86,9 +98,7 @@ def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
             first.send_signal(number)
         tracker.log(3, {"reward/mean": 3 / 8})
         await_step(directory, 3)
-        first.kill()
-        while first.is_running() and first.status() != psutil.STATUS_ZOMBIE:  # its status is for who started it
-            time.sleep(0.05)
+        kill_and_await(first)
         for step in range(4, 6):
             tracker.log(step, {"reward/mean": step / 8})
         the_process(before=first.pid)
@@ -97,11 +107,42 @@ def test_a_process_that_is_killed_is_started_again_and_brings_each_step_once(
     assert not list(processes_of(os.getpid()))
 
 
+def test_a_tracker_of_one_file_and_one_line_gets_each_step_once_over_kills_and_a_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill() -> None:
+        """Kills the process while it delivers."""
+        had, process = len(received(directory)), the_process()
+        while len(received(directory)) < had + 3:
+            time.sleep(0.005)
+        kill_and_await(process)
+
+    monkeypatch.setitem(TRACKERS, "toy", Toy)
+    added = "from megagrpo.track.trackers import TRACKERS; from tests.toy_tracker import Toy; TRACKERS['toy'] = Toy"
+    trackers_in_patient_process(monkeypatch, f"import sys; sys.path.append({str(REPOSITORY)!r}); {added}")
+    recipe, directory = tracked_recipe(tmp_path), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 99) as tracker:
+        for step in range(1, 41):
+            tracker.log(step, {"reward/mean": step / 8})
+        kill()
+        for step in range(41, 61):
+            tracker.log(step, {"reward/mean": step / 8})
+        kill()
+    with Tracker(recipe, 99, resumed_step=50) as tracker:
+        for step in range(51, 71):
+            tracker.log(step, {"reward/mean": 1.0})
+    assert received(directory) == {str(step): step / 8 if step <= 60 else 1.0 for step in range(1, 71)}
+    before = (directory / FILE_OF_TOY).read_text().splitlines()
+    assert before[-1] == '["status", "finished"]'
+    assert main(["track", "sync", str(directory)]) == 0
+    assert "toy: 0 steps brought; it has everything" in capsys.readouterr().out
+
+
 def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker_process, "FINISH_TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(tracker_process, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(follower_process, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(follower_process, "REPORT_SECONDS", 0.1)
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:
         the_process().send_signal(signal.SIGSTOP)
@@ -167,7 +208,7 @@ def test_nothing_is_left_of_wandb_and_the_report_when_the_driver_is_killed(tmp_p
         await_process("wandb-core")
         if ending:
             (tmp_path / "end").touch()
-            await_process(tracker_process.REPORT)
+            await_process(f"report {tmp_path}")
         family = psutil.Process(driver.pid).children(recursive=True)
     finally:
         driver.kill()

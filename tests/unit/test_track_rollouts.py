@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from examples.demo.model import make_tokenizer
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
-from megagrpo.report.rollouts import read_rollouts
 from megagrpo.track import rollout_writer
-from megagrpo.track.rollout_files import SCHEMA, TRAIN, remove_later, rollout_file, rollout_steps
+from megagrpo.track.rollout_files import SCHEMA, TRAIN, read_rollouts, remove_later, rollout_file, rollout_steps
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups, tables
 from megagrpo.track.token_texts import TokenTexts
 from megagrpo.track.tracker import Tracker

@@ -1,0 +1,319 @@
+"""The program that sends a run to its trackers: `megagrpo track sync`, and with --follow while the run goes on.
+
+The files in the run's directory are the truth. A tracker gets each line of metrics.jsonl after its offset, the step in
+track.json. The offset is written after the tracker has the line, so an interrupted delivery resumes there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import pydantic
+
+from megagrpo.errors import Problem, RecipeError, ReportError, TrackError, first_line
+from megagrpo.processes.lifetime import let_family_idle
+from megagrpo.recipe.defaults import checkpoint_directory
+from megagrpo.recipe.load import KINDS, load_any
+from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
+from megagrpo.recipe.yaml12 import parse
+from megagrpo.track.delivered import Delivered, without_password
+from megagrpo.track.follower_process import FINISH_SECONDS, LAUNCH, REPORT_SECONDS
+from megagrpo.track.jsonl import read_json
+from megagrpo.track.run_lock import FOLLOWER_LOCK, LOCK_FILE, has_process, only_process_of
+from megagrpo.track.status import STATUS_FILE, Status, read_status
+from megagrpo.track.summary import newest_checkpoint
+from megagrpo.track.tracked_run import Line, TrackedRun
+from megagrpo.track.trackers import trackers_of
+
+AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
+"""Seconds between two attempts: after the first failure, and at most."""
+LOOK_SECONDS, LOOK_AT_END_SECONDS = 10.0, 0.2
+"""Seconds between two looks for new lines and files, and for the run's end."""
+LINES_MAX = 256
+"""The maximum number of lines held in memory for a tracker."""
+Say = Callable[[str], object]
+
+
+class MetricLines:
+    """metrics.jsonl, line after line, while the run writes it. A rewind of the run replaces the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def read(self, wanted: Callable[[Line], bool]) -> list[Line]:
+        """Reads the next whole lines that are wanted, LINES_MAX at most. Raises OSError."""
+        lines = list[Line]()
+        while len(lines) < LINES_MAX and (file := self._opened()):
+            begin, text = file.tell(), file.readline()
+            if text.endswith(b"\n"):
+                if (line := _line(text)) and wanted(line):
+                    lines.append(line)
+            elif os.path.samestat(self._path.stat(), os.fstat(file.fileno())):
+                file.seek(begin)  # this line is still being written
+                break
+            else:
+                lines.clear()
+                self.rewind()
+        return lines
+
+    def rewind(self) -> None:
+        """Continues at the beginning of the file."""
+        if self._file:
+            self._file.close()
+        self._file = None
+
+    def _opened(self) -> BinaryIO | None:
+        if self._file is None and self._path.exists():
+            self._file = self._path.open("rb")
+        return self._file
+
+
+def _line(text: bytes) -> Line | None:
+    """Parses a line; returns None for an unreadable one, which the run sets aside when it resumes."""
+    try:
+        values = json.loads(text)
+        step, seconds = int(values.pop("step")), float(values.pop("time"))
+        return Line(step, seconds, {str(k): math.nan if v is None else float(v) for k, v in values.items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+class Delivery:
+    """The delivery of a run to one tracker, from its offset on."""
+
+    def __init__(self, tracked: TrackedRun, started: float) -> None:
+        """Reads the offset. started: seconds since 1970 at which the run last started, for records without times."""
+        self.tracked, self.name = tracked, tracked.place.split()[0]
+        self.failures, self.steps = 0, 0  # failures in a row; steps sent
+        known = tracked.delivered.of(tracked.place)
+        self._step, self._seconds = int(known.get("step", -1)), float(known.get("seconds", started))
+        self._lines = MetricLines(tracked.directory / "metrics.jsonl")
+        self._is_open = False
+
+    def send(self) -> None:
+        """Sends the data that the tracker lacks. Raises the errors of its library: the next call then tries again."""
+        was_open, self._is_open = self._is_open, False
+        if not was_open:
+            self._step = max(self._step, self.tracked.open())
+            self._lines.rewind()
+        while lines := self._lines.read(self._is_new):
+            seconds = max(self._seconds, lines[-1].seconds)  # clocks of two nodes may differ
+            self.tracked.note(step=self.tracked.log(lines), seconds=seconds)
+            self._step, self._seconds = lines[-1].step, seconds
+            self.steps += len(lines)
+        self.tracked.update(self._step)
+        self._is_open = True
+
+    def _is_new(self, line: Line) -> bool:
+        """Returns whether the tracker lacks a line. A step that the run repeats is logged later than all before it."""
+        return line.step > self._step or (self.tracked.takes_repeated and line.seconds > self._seconds)
+
+    def finish(self, status: Status) -> None:
+        """Ends the tracker's copy, after `send`."""
+        self.tracked.finish(status)
+        if self._step >= 0:
+            self.tracked.note(step=self._step)
+
+    def follow(self, ended: threading.Event, say: Say) -> None:
+        """Sends what is new until the run has ended, then the rest. Retries after failures, at growing intervals."""
+        while True:
+            is_last = ended.is_set()
+            try:
+                self.send()
+                if is_last:
+                    self.finish(_written_status(self.tracked.directory))
+            except Exception as error:  # noqa: BLE001  (files, databases and servers fail in many ways)
+                self.failures += 1
+                if self.failures == 1:
+                    why = without_password(cause(error))
+                    say(f"warning: {self.name}: {why}; training goes on, and it is tried again")
+            else:
+                if self.failures:
+                    say(f"{self.name}: has everything again")
+                self.failures = 0
+            if is_last:
+                return
+            again = min(AGAIN_SECONDS_MAX, AGAIN_SECONDS * 2 ** min(self.failures - 1, 10))
+            ended.wait(again if self.failures else LOOK_SECONDS)
+
+
+def cause(error: Exception) -> str:
+    """Returns the first line that names the cause: SQLAlchemy begins with the place of the error."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("(raised as a result")]
+    return lines[0] if lines else type(error).__name__
+
+
+def deliveries(directory: Path, recipe: AnyRecipe, *, live: bool) -> list[Delivery]:
+    """Returns the deliveries to the recipe's trackers. A lost track.json gets the run's ids from the newest checkpoint.
+    Raises OSError."""
+    delivered, status = Delivered(directory, run_ids=_ids_in_checkpoint(recipe)), read_status(directory)
+    started = status.started if status else time.time()
+    copies = (tracker(recipe, directory, delivered, live=live) for tracker in trackers_of(recipe).values())
+    return [Delivery(copy, started) for copy in copies]
+
+
+# --- while the run goes on --------------------------------------------------------------------------------------------
+
+
+def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
+    """Follows a run as a process of its own, on idle cores alone. What libraries print goes to standard error."""
+    let_family_idle(os.getpid())
+    output, sys.stdout = sys.stdout, sys.stderr
+    os.dup2(2, 1)
+    follow(directory, mlflow_uri, lambda line: output.write(f"{line}\n"))  # one write: several threads print
+    output.flush()
+    os._exit(0)  # threads of a tracker that never answers do not keep the process
+
+
+def follow(directory: Path, mlflow_uri: str | None, say: Say) -> None:
+    """Sends a run to its trackers until it ends, then the rest, for FINISH_SECONDS at most. Raises MegagrpoError."""
+    recipe = recipe_of(directory, mlflow_uri, say)
+    with only_process_of(directory, FOLLOWER_LOCK):
+        ended, threads = threading.Event(), dict[threading.Thread, Delivery]()
+        for delivery in deliveries(directory, recipe, live=True):
+            # A daemon, so that a server that never answers cannot keep the process.
+            thread = threading.Thread(target=delivery.follow, args=(ended, say), daemon=True)
+            threads[thread] = delivery
+            thread.start()
+        status = _status_at_end(directory)
+        if status != "interrupted" and any(delivery.tracked.takes_report for delivery in threads.values()):
+            write_report(directory, say)  # not after an interruption: such a run may not end late
+        ended.set()
+        until, whole = time.monotonic() + FINISH_SECONDS, status == "finished"
+        for thread, delivery in threads.items():
+            thread.join(max(0.0, until - time.monotonic()))
+            if (late := thread.is_alive()) or delivery.failures:
+                why = "has not taken everything yet" if late else "lacks a part of the run"
+                say(f"{delivery.name}: {why}; megagrpo track sync {directory} brings the rest")
+                whole = False
+        with suppress(OSError):  # a full disk
+            Delivered(directory).write(whole=whole)
+
+
+def _status_at_end(directory: Path) -> Status:
+    """Waits for the run's end. Returns the status that the run wrote, or "interrupted" for a run that was killed."""
+    look_at_lock = time.monotonic() + LOOK_SECONDS
+    while read_json(directory / STATUS_FILE).get("state", "running") == "running":
+        if time.monotonic() > look_at_lock:
+            if (directory / LOCK_FILE).exists() and not has_process(directory):
+                break
+            look_at_lock = time.monotonic() + LOOK_SECONDS
+        time.sleep(LOOK_AT_END_SECONDS)
+    return _written_status(directory)
+
+
+def _written_status(directory: Path) -> Status:
+    status = read_status(directory)
+    return status.for_trackers if status else "interrupted"
+
+
+def write_report(directory: Path, say: Say) -> None:
+    """Writes report.html; gives up after REPORT_SECONDS."""
+    nothing = subprocess.DEVNULL
+    command = [sys.executable, "-P", "-c", LAUNCH, "report", str(directory)]
+    try:
+        subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=REPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"no report for MLflow: {first_line(error)}; megagrpo report {directory} makes it")
+
+
+# --- after the run ----------------------------------------------------------------------------------------------------
+
+
+def sync(directory: Path, mlflow_uri: str | None, say: Say) -> None:
+    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged.
+
+    mlflow_uri: another MLflow server than the recipe's. `say` gets a line for each tracker. Raises ReportError if no
+    run is in `directory`, RecipeError if it is still running, and TrackError if a tracker cannot be reached.
+    """
+    recipe, metrics = recipe_of(directory, mlflow_uri, say), directory / "metrics.jsonl"
+    if not MetricLines(metrics).read(lambda line: True) and metrics.exists() and b"\n" in metrics.read_bytes():
+        raise ReportError(Problem(str(metrics), "no line that can be read", "JSON objects with step and time"))
+    problems = []
+    with only_process_of(directory), only_process_of(directory, FOLLOWER_LOCK):
+        for delivery in (all_deliveries := deliveries(directory, recipe, live=False)):
+            name = delivery.tracked.place.replace(" ", ", ", 1)
+            try:
+                delivery.send()
+                delivery.finish(_written_status(directory))
+            except Exception as error:  # noqa: BLE001  (files, databases and servers fail in many ways)
+                fix = "start the tracker, or make room there, then try it again: it brings what is missing"
+                problems.append(Problem(name, without_password(cause(error)), "a tracker that takes the run", fix))
+            else:
+                has = f"it lacks {lacks}" if (lacks := delivery.tracked.lacks) else "it has everything"
+                say(f"{name}: {delivery.steps} steps brought; {has}")
+    if problems:
+        raise TrackError(problems)
+    if not all_deliveries:
+        say("the run's recipe has no trackers besides files: name a server with --mlflow URI")
+
+
+def recipe_of(directory: Path, mlflow_uri: str | None, say: Say) -> AnyRecipe:
+    """Loads the recipe of the run in `directory`, wherever that is now. Raises ReportError or RecipeError."""
+    saved = directory / "recipe.yaml"
+    if not saved.is_file():
+        needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
+        raise ReportError(Problem(str(directory), "no recipe.yaml", needed))
+    recipe = _of_any_version(saved, say)
+    changes: dict[str, Any] = {"directory": str(directory.absolute().parent)}
+    if mlflow_uri is not None:
+        changes["mlflow"] = (recipe.track.mlflow or MLflowConfig()).model_copy(update={"uri": mlflow_uri})
+    return recipe.model_copy(update={"track": recipe.track.model_copy(update=changes)})
+
+
+def _of_any_version(saved: Path, say: Say) -> AnyRecipe:
+    """Loads the recipe. Leaves out and reports fields that this version of megagrpo lacks; params keep them.
+
+    Raises RecipeError if the rest is no recipe.
+    """
+    try:
+        return load_any(saved, []).recipe
+    except RecipeError:
+        tree = parse(saved.read_text(encoding="utf-8", errors="replace"), lambda line: f"{saved}:{line}").tree
+        kind = KINDS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, dict) else None
+        left_out = _remove_unknown(tree, kind) if kind else []
+        with suppress(pydantic.ValidationError):
+            if kind and left_out:
+                recipe = kind.model_validate(tree)
+                say(f"{saved}: of another version of megagrpo; this one does not know {', '.join(left_out)}")
+                return recipe
+        raise
+
+
+def _remove_unknown(tree: dict[str, Any], kind: type[AnyRecipe]) -> list[str]:
+    """Removes the fields that the schema lacks from a recipe's tree; returns their paths."""
+    removed, unknown = list[str](), list[tuple[int | str, ...]]()
+    try:
+        kind.model_validate(tree)
+    except pydantic.ValidationError as error:
+        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
+    for *outer, last in unknown:
+        section: Any = tree
+        for key in outer:
+            # Where a section may be of several kinds, the place names the kind too, which is no key.
+            if key in section if isinstance(section, dict) else isinstance(section, list):
+                section = section[key]
+        if isinstance(section, dict) and section.pop(last, removed) is not removed:
+            removed.append(".".join(map(str, (*outer, last))))
+    return removed
+
+
+def _ids_in_checkpoint(recipe: AnyRecipe) -> dict[str, str]:
+    """Reads the run's id by tracker from the newest checkpoint."""
+    newest = newest_checkpoint(checkpoint_directory(recipe))
+    try:
+        state = json.loads((newest / "trainer.json").read_text(encoding="utf-8")) if newest else {}
+        return {str(name): str(run_id) for name, run_id in (state.get("tracker_runs") or {}).items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
