@@ -34,7 +34,7 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_818,
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
-    ("cluster",): 3_592,
+    ("cluster",): 3_591,
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_196,
     ("plan",): 5_761,
