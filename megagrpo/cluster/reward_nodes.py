@@ -17,8 +17,8 @@ from megagrpo.errors import MegagrpoError, Problem, RewardError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe, RewardConfig
 from megagrpo.reward.asking import Asking, Models, Served
-from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, fail
-from megagrpo.reward.functions import FunctionSpec, Outcome, with_source
+from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail
+from megagrpo.reward.functions import Outcome, with_source
 from megagrpo.reward.scorer import EXECUTORS, Executors, Scorer
 from megagrpo.reward.workers import Limits, WorkerPool, limits_of
 
@@ -27,7 +27,7 @@ PARTS_PER_NODE = 4
 END_SECONDS = 10.0
 
 
-def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], reward: RewardConfig) -> Executor:
+def reward_pool(runtime: Runtime, specs: Specs, reward: RewardConfig) -> Executor:
     """Returns an executor of reward.workers processes on the nodes of the run, the driver's node first."""
     here = ray.get_runtime_context().get_node_id()
     others = sorted({str(place.node) for place in runtime.places} - {here})
@@ -35,7 +35,8 @@ def reward_pool(runtime: Runtime, specs: Sequence[FunctionSpec], reward: RewardC
     if len(counts) < 2:
         return WorkerPool.of(specs, reward)
     there = dict(zip(others, counts[1:], strict=False))
-    return RewardNodes(list(map(with_source, specs)), counts[0], there, limits_of(reward))
+    with_sources = {number: with_source(spec) for number, spec in specs.items()}
+    return RewardNodes(with_sources, counts[0], there, limits_of(reward))
 
 
 def scorer_maker(
@@ -63,16 +64,14 @@ class RewardNodes(Executor):
     A thread of its own gives the calls of one `submit` after the other to the nodes.
     """
 
-    def __init__(
-        self, specs: Sequence[FunctionSpec], workers_here: int, workers_there: Mapping[str, int], limits: Limits
-    ) -> None:
+    def __init__(self, specs: Specs, workers_here: int, workers_there: Mapping[str, int], limits: Limits) -> None:
         """Creates this node's pool. workers_there: processes on each other node, by Ray's id of the node."""
         self._here = WorkerPool(specs, workers_here, limits)
         self._thread = ThreadPoolExecutor(1, "scoring on nodes")
-        self._specs, self._limits, self._workers_there = tuple(specs), limits, dict(workers_there)
+        self._specs, self._limits, self._workers_there = dict(specs), limits, dict(workers_there)
         self._there: dict[str, Any] = {}
 
-    def by_group(self, check: Callable[[], None] = lambda: None) -> list[bool]:
+    def by_group(self, check: Callable[[], None] = lambda: None) -> dict[int, bool]:
         return self._here.by_group(check)
 
     def submit(self, calls: Calls) -> list[Outcomes]:
@@ -154,7 +153,7 @@ class RewardNodes(Executor):
 class RewardNodeActor:
     """The reward workers of a node without the driver."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
+    def __init__(self, specs: Specs, workers: int, limits: Limits) -> None:
         self._pool = WorkerPool(specs, workers, limits)
         self._futures: list[Outcomes] = []
 

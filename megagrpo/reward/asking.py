@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.executors import Calls, Executor, Outcomes
+from megagrpo.reward.executors import Calls, Executor, Outcomes, Specs
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, load, outcomes_of
 from megagrpo.reward.judging.cache import AnswerCache
 from megagrpo.reward.judging.client import AskConfig, Endpoint, Judge, OverBudgetError, ScoringModel, ServedClassifier
@@ -46,11 +46,11 @@ class Asking(Executor):
     The constructor raises RewardError if the variable of an API key is not set, or if a model is not served.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec], _: RewardConfig, models: Models = NO_MODELS) -> None:
-        self.functions: list[Function] = [load(spec) for spec in specs]
+    def __init__(self, specs: Specs, _: RewardConfig, models: Models = NO_MODELS) -> None:
+        self.functions: dict[int, Function] = {number: load(spec) for number, spec in specs.items()}
         self._models = models
-        self._names = [spec.name for spec in specs]
-        self._keys = [_api_key(function, spec, models) for function, spec in zip(self.functions, specs, strict=True)]
+        self._names = {number: spec.name for number, spec in specs.items()}
+        self._keys = {number: _api_key(self.functions[number], spec, models) for number, spec in specs.items()}
         self._judges: dict[int, Judge | ScoringModel] = {}
         self._cache: AnswerCache | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,12 +87,12 @@ class Asking(Executor):
     async def _begun(self, calls: Calls) -> list[Outcomes]:
         """Starts the calls in the loop's thread, so that all of them begin before any goes on."""
         self._left, loop = len(calls), asyncio.get_running_loop()
-        return [asyncio.run_coroutine_threadsafe(self._outcomes(place, task), loop) for place, task in calls]
+        return [asyncio.run_coroutine_threadsafe(self._outcomes(number, task), loop) for number, task in calls]
 
-    async def _outcomes(self, place: int, task: Task) -> list[Outcome]:
-        if place not in self._judges:
-            self._judges[place] = self._opened(place)
-        outcomes = await self._call(self.functions[place], self._judges[place], task)
+    async def _outcomes(self, number: int, task: Task) -> list[Outcome]:
+        if number not in self._judges:
+            self._judges[number] = self._opened(number)
+        outcomes = await self._call(self.functions[number], self._judges[number], task)
         self._left -= 1
         if self._left == 0 and self._cache is not None:
             self._cache.write()
@@ -112,8 +112,8 @@ class Asking(Executor):
             return [failure_of(raised)] * len(task.samples)
         return outcomes_of(returned, function.by_group, len(task.samples))
 
-    def _opened(self, place: int) -> Judge | ScoringModel:
-        config = self.functions[place].arguments
+    def _opened(self, number: int) -> Judge | ScoringModel:
+        config = self.functions[number].arguments
         served = self._models.served.get(config.model)
         if not isinstance(config, AskConfig):
             return ScoringModel(cast(ServedClassifier, served))
@@ -123,13 +123,13 @@ class Asking(Executor):
 
         if config.url is None:
             return Judge(config, cast(Endpoint, served), self._cache)
-        return Judge(config, HttpEndpoint(config.url, self._keys[place], config.concurrency), self._cache)
+        return Judge(config, HttpEndpoint(config.url, self._keys[number], config.concurrency), self._cache)
 
     async def _take_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for place, judge in self._judges.items():
+        for number, judge in self._judges.items():
             for what, value in judge.new_step().items():
-                name = f"judge/{self._names[place]}/{what}"
+                name = f"judge/{self._names[number]}/{what}"
                 metrics[name] = metrics.get(name, 0.0) + value
         return metrics
 

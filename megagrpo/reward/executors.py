@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -13,25 +13,26 @@ if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig
 
 CHECK_SECONDS = 0.2
+Specs = Mapping[int, FunctionSpec]
 Calls = Sequence[tuple[int, Task]]
-"""Calls of an executor's functions: the place of the function among them, and its input."""
+"""Calls of functions: the number of the function in the recipe, and its input."""
 Outcomes = Future[list[Outcome]]
 """The outcomes of one call: one for each response that it scores."""
 T = TypeVar("T")
 
 
 class Executor:
-    """The base of executors. One is made from the specs that name it and the section `reward`; BUILT_IN names them.
+    """The base of executors. One is made from specs, by their numbers in the recipe, and the section `reward`.
 
     Methods are called by one thread at a time.
     """
 
-    functions: Sequence[Signature] = ()
+    functions: Mapping[int, Signature]
 
-    def by_group(self, check: Callable[[], None]) -> list[bool]:
+    def by_group(self, check: Callable[[], None]) -> dict[int, bool]:
         """Returns, for each function, whether one call scores all responses of a group. Raises RewardError if a
         function cannot be loaded. Calls `check` while it waits."""
-        return [function.by_group for function in self.functions]
+        return {number: function.by_group for number, function in self.functions.items()}
 
     def submit(self, calls: Calls) -> list[Outcomes]:
         """Starts a batch of calls. Returns a future for each; cancelling one of them ends all. A function that fails
@@ -65,14 +66,13 @@ class Answered(Future[T]):
 class Inline(Executor):
     """Calls functions at once, in this thread."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], _: RewardConfig) -> None:
-        self.functions: list[Function] = [load(spec) for spec in specs]
+    def __init__(self, specs: Specs, _: RewardConfig) -> None:
+        self.functions: dict[int, Function] = {number: load(spec) for number, spec in specs.items()}
 
     def submit(self, calls: Calls) -> list[Outcomes]:
-        return [self._called(place, task) for place, task in calls]
+        return [self._called(self.functions[number], task) for number, task in calls]
 
-    def _called(self, place: int, task: Task) -> Outcomes:
-        function = self.functions[place]
+    def _called(self, function: Function, task: Task) -> Outcomes:
         try:
             returned = function.function(**task.arguments(function.wanted))
         except Exception as raised:  # noqa: BLE001  (a row or a response may hold anything: it costs one score)

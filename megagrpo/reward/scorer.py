@@ -14,7 +14,7 @@ from megagrpo.progress import progress
 from megagrpo.recipe import schema
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.reward.asking import Asking
-from megagrpo.reward.executors import CHECK_SECONDS, Executor, Inline, Outcomes
+from megagrpo.reward.executors import CHECK_SECONDS, Executor, Inline, Outcomes, Specs
 from megagrpo.reward.functions import (
     ANSWER,
     FunctionSpec,
@@ -35,7 +35,7 @@ GIVEN_UP = "the engine gave up on the response"
 NOT_DONE = ("late", "failed")
 """Names of the counts that mark a rollout as unfinished by its agent's fault, not by an engine's."""
 
-Executors = Mapping[str, Callable[[Sequence[FunctionSpec], schema.RewardConfig], Executor]]
+Executors = Mapping[str, Callable[[Specs, schema.RewardConfig], Executor]]
 EXECUTORS: Executors = {"asking": Asking, "workers": WorkerPool.of, "inline": Inline}
 """Makers of executors, by the names in BUILT_IN. They get their calls in this order: inline functions run meanwhile."""
 
@@ -69,14 +69,12 @@ class Scorer:
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._specs = function_specs(reward)
         self._lists = function_lists(reward)
-        of_executor: dict[str, list[FunctionSpec]] = {name: [] for name in executors}
-        self._places: list[tuple[str, int]] = []
-        """The executor of each function, and its place among the executor's functions."""
-        for spec in self._specs:
-            name = executor_of(spec.function)
-            self._places.append((name, len(of_executor[name])))
-            of_executor[name].append(spec)
-        self._executors = {name: make(of_executor[name], reward) for name, make in executors.items()}
+        self._names = [executor_of(spec.function) for spec in self._specs]
+        """The executor of each function."""
+        specs: dict[str, dict[int, FunctionSpec]] = {name: {} for name in executors}
+        for number, (name, spec) in enumerate(zip(self._names, self._specs, strict=True)):
+            specs[name][number] = spec
+        self._executors = {name: make(specs[name], reward) for name, make in executors.items()}
 
     def score(self, groups: Sequence[Group]) -> list[Group]:
         """Returns the same groups with a score for each response as training uses it, with penalties and masks."""
@@ -141,21 +139,22 @@ class Scorer:
 
     def _by_group(self, specs: Iterable[int]) -> dict[int, bool]:
         """Returns, for each of these functions, whether one call scores all responses of a group."""
-        names = {self._places[spec][0] for spec in specs}
-        loaded = {name: self._executors[name].by_group(self._check) for name in names}
-        return {spec: loaded[self._places[spec][0]][self._places[spec][1]] for spec in specs}
+        by_group: dict[int, bool] = {}
+        for name in {self._names[spec] for spec in specs}:
+            by_group |= self._executors[name].by_group(self._check)
+        return by_group
 
     def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
         """Gives each call (index of the function, task) to its executor. Returns the outcomes of each."""
         numbers: dict[str, list[int]] = {name: [] for name in self._executors}
         for number, (spec, _) in enumerate(calls):
-            numbers[self._places[spec][0]].append(number)
+            numbers[self._names[spec]].append(number)
         futures: dict[int, Outcomes] = {}
         ended: SimpleQueue[Outcomes] = SimpleQueue()
         try:
             for name, executor in self._executors.items():
-                its_calls = [(self._places[calls[number][0]][1], calls[number][1]) for number in numbers[name]]
-                futures |= zip(numbers[name], executor.submit(its_calls), strict=True)
+                its_futures = executor.submit([calls[number] for number in numbers[name]])
+                futures |= zip(numbers[name], its_futures, strict=True)
             pending = [future for future in futures.values() if not future.done()]
             for future in pending:
                 future.add_done_callback(ended.put)

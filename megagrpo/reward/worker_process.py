@@ -35,24 +35,24 @@ def work(descriptor: int) -> None:
     specs, timeout_seconds, memory_bytes = connection.recv()
     Path("/proc/self/oom_score_adj").write_text("1000")  # before engines and ranks
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    functions: list[Function] = []
+    functions: dict[int, Function] = {}
     problems: list[Problem] = []
-    for spec in specs:
+    for number, spec in specs.items():
         try:
-            functions.append(load(spec))
+            functions[number] = load(spec)
         except RewardError as error:
             problems += error.problems
         except BaseException as raised:  # noqa: BLE001  (a user's file can raise anything, such as KeyboardInterrupt)
             given = f"{spec.function} raised {failure_of(raised).error}"
             problems.append(Problem(f"{spec.where}.function", given, IMPORTED, "correct the file"))
-    loaded = [{"is_async": function.is_async, "wanted": function.wanted} for function in functions]
+    loaded = [{"is_async": function.is_async, "wanted": function.wanted} for function in functions.values()]
     _send(connection, {"problems": [dataclasses.asdict(problem) for problem in problems], "functions": loaded})
     if not problems:
         asyncio.run(_serve(connection, functions, timeout_seconds))
     os._exit(0)
 
 
-async def _serve(connection: Connection, functions: list[Function], timeout_seconds: float) -> None:
+async def _serve(connection: Connection, functions: dict[int, Function], timeout_seconds: float) -> None:
     messages: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
     running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, RewardError
-from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, fail, waited
+from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail, waited
 from megagrpo.reward.functions import FunctionSpec, Outcome, Signature, Task, checked_outcome, timed_out, with_source
 from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of, python
 from megagrpo.timeline import TIMELINE
@@ -75,7 +75,7 @@ class Call:
 class Worker:
     """A keeper with its worker and the calls in flight. `ready` once its functions are loaded."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], limits: Limits) -> None:
+    def __init__(self, specs: Specs, limits: Limits) -> None:
         apart = processes_apart()
         self.process = KeptProcess(
             [*apart, *python("worker_process", "work")],
@@ -90,14 +90,14 @@ class Worker:
         self.connection = Connection(self.process.socket.detach())
         self.timeout_seconds = limits.timeout_seconds
         self.ready = False
-        self.functions: tuple[Signature, ...] = ()
+        self.functions: dict[int, Signature] = {}
         self.in_flight: dict[int, Call] = {}  # by number
         self.alone = False
         self.broken = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        self.specs = tuple(specs)
+        self.specs = specs
         self._unread = b""
-        self._write((list(specs), limits.timeout_seconds, limits.memory_bytes))
+        self._write((specs, limits.timeout_seconds, limits.memory_bytes))
 
     @property
     def deadline(self) -> float:
@@ -130,16 +130,16 @@ class Worker:
             problems = [
                 Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
             ]
-            functions = tuple(
+            functions = [
                 Signature(tuple(map(str, given["wanted"])), bool(given["is_async"])) for given in message["functions"]
-            )
+            ]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         if problems:
             raise RewardError(problems)
         if len(functions) != len(self.specs):
             raise ValueError("another number of functions")
-        self.functions, self.ready = functions, True
+        self.functions, self.ready = dict(zip(self.specs, functions, strict=True)), True
 
     def take(self, message: dict[str, Any]) -> tuple[int, list[Outcome]]:
         """Returns the number of the call that a message answers, and its outcomes. Raises ValueError otherwise."""
@@ -195,21 +195,21 @@ class WorkerPool(Executor):
     A thread of its own runs the calls of one `submit` after the other.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec], workers: int, limits: Limits) -> None:
-        self.specs = tuple(specs)
+    def __init__(self, specs: Specs, workers: int, limits: Limits) -> None:
+        self.specs = dict(specs)
         self.size = workers
         self.limits = limits
         self._workers: list[Worker] = []
         self._thread = ThreadPoolExecutor(1, "reward workers")
 
     @classmethod
-    def of(cls, specs: Sequence[FunctionSpec], reward: RewardConfig) -> WorkerPool:
+    def of(cls, specs: Specs, reward: RewardConfig) -> WorkerPool:
         """Makes a pool with the limits of a recipe. Reads the users' files. Raises RewardError if one is missing."""
-        return cls([with_source(spec) for spec in specs], reward.workers, limits_of(reward))
+        return cls({number: with_source(spec) for number, spec in specs.items()}, reward.workers, limits_of(reward))
 
-    def by_group(self, check: Callable[[], None] = lambda: None) -> list[bool]:
+    def by_group(self, check: Callable[[], None] = lambda: None) -> dict[int, bool]:
         """Waits until a worker has loaded the functions."""
-        loaded: Future[list[bool]] = Future()
+        loaded: Future[dict[int, bool]] = Future()
         self._thread.submit(self._load, loaded)
         return waited(loaded, check)
 
@@ -236,7 +236,7 @@ class WorkerPool(Executor):
         self._workers.remove(worker)
         return worker.kill()
 
-    def _load(self, loaded: Future[list[bool]]) -> None:
+    def _load(self, loaded: Future[dict[int, bool]]) -> None:
         starting = _Run(self, [], [])
         try:
             while not (ready := [worker for worker in self.workers() if worker.ready]):
@@ -244,7 +244,7 @@ class WorkerPool(Executor):
                     raise CancelledError
                 starting.wait()
             if loaded.set_running_or_notify_cancel():
-                loaded.set_result([function.by_group for function in ready[0].functions])
+                loaded.set_result({number: function.by_group for number, function in ready[0].functions.items()})
         except BaseException as error:  # noqa: BLE001
             self._kill_all()
             fail([loaded], error)
@@ -341,7 +341,8 @@ class _Run:
         numbers, ready = list(worker.in_flight), worker.ready
         how = self.pool.remove(worker)
         if not ready:
-            where = f"the reward functions {', '.join(spec.function for spec in worker.specs)} cannot be loaded"
+            names = ", ".join(spec.function for spec in worker.specs.values())
+            where = f"the reward functions {names} cannot be loaded"
             raise RewardError(Problem(where, given=f"{start_reason} ({how})", needed=IMPORTED))
         if len(numbers) > 1:
             self.suspects.extend(numbers)
@@ -352,7 +353,7 @@ class _Run:
 
 def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
     """Returns the problems found by loading these functions in a process, which is ended afterwards."""
-    pool = WorkerPool(specs, workers=1, limits=limits)
+    pool = WorkerPool(dict(enumerate(specs)), workers=1, limits=limits)
     try:
         pool.by_group()
     except RewardError as error:

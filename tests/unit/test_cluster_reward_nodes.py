@@ -46,7 +46,7 @@ def tell(outcomes):
     secrets = sorted({outcome.notes["secret"] for (outcome,) in outcomes})
     print(json.dumps([numbers, drivers(outcomes), secrets]), flush=True)
 
-pool = RewardNodes([spec], 1, {there: 1}, Limits(100.0, 1 << 32, {"TOKEN": "x"}))
+pool = RewardNodes({0: spec}, 1, {there: 1}, Limits(100.0, 1 << 32, {"TOKEN": "x"}))
 try:
     tell(run(tasks(0, 40)))
     tell(run(tasks(100, 40), lambda: os.kill(raylet, signal.SIGKILL)))

@@ -242,7 +242,7 @@ import sys, time
 from megagrpo.reward.functions import FunctionSpec
 from megagrpo.reward.workers import Limits, WorkerPool
 
-pool = WorkerPool([FunctionSpec("mine", sys.argv[1], 1.0, {}, "test")], workers=1, limits=Limits(300.0, 1 << 32))
+pool = WorkerPool({0: FunctionSpec("mine", sys.argv[1], 1.0, {}, "test")}, workers=1, limits=Limits(300.0, 1 << 32))
 pool.by_group()
 print(pool.workers()[0].process.pid, flush=True)
 time.sleep(1000)
