@@ -43,7 +43,7 @@ BUDGETS = {
     ("agents",): 5_389,
     ("track", "report"): 5_771,
     ("importing",): 3_678,
-    ("commands", ""): 2_741,
+    ("commands", ""): 2_742,
     ("demo",): 767,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
