@@ -10,7 +10,6 @@ from string import Formatter
 from types import GeneratorType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
@@ -60,6 +59,8 @@ that the text names.
 @cache
 def rule_texts() -> dict[str, Problem]:
     """Reads rules.yaml: each rule's problem by its name, of templates in which {path} stands for a value."""
+    import yaml  # only for a broken rule
+
     text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, str]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
