@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_600,
     ("trainer", "evaluation"): 4_696,
     ("recipe", "preflight", "doctor"): 6_156,
-    ("plan",): 5_482,
+    ("plan",): 5_478,
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
