@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -280,18 +280,15 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     """Returns all parts of a training rank of pipeline stage `index`, by phase."""
     recipe, arch, layout, train = case.recipe, case.architecture, case.layout, case.recipe.train
     stage, longest = stages(arch.layers, layout)[index], longest_sequence(recipe)
-    phases, before_update = ["update"], False
+    phases: Sequence[str] = ("update",)
     movable: tuple[str, ...] = ()  # what lowers parts that can be away; engines on devices of their own need no room
     if isinstance(recipe, Recipe):
-        algorithm, phases = recipe.algorithm, list(PHASES)
+        algorithm = recipe.algorithm
         before_update = algorithm.computes_old_logprobs or algorithm.kl.coefficient > 0 or algorithm.critic is not None
+        phases = [phase for phase in PHASES if before_update or phase != "logprobs"]
         movable = ("train.offload",) if recipe.cluster.placement == "colocated" else ()
-        if not before_update:
-            phases.remove("logprobs")
-
     sequences = -(-minibatch_sequences(recipe) // layout.data)  # of a data rank in a minibatch
     whole = -(-sequences * longest // layout.context)
-
     work = Pass(
         arch,
         layout,
@@ -307,13 +304,12 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     )
     with_gradients = _with_gradients(recipe, work, stage, index, sequences)
     without: list[Part] = []
-    if before_update:
+    if "logprobs" in phases:
         tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
         without = _without_gradients(train, replace(work, tokens=min(tokens, whole)), stage)
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
     context = Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing))
-
     sizes = model_parts(case, index)
     models = [Part(name, size, _that_lower(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
