@@ -41,7 +41,7 @@ BUDGETS = {
     ("data",): 3_206,
     ("reward",): 8_575,
     ("agents",): 5_389,
-    ("track", "report"): 5_395,
+    ("track", "report"): 5_403,
     ("importing",): 3_678,
     ("commands", ""): 2_687,
     ("demo",): 767,
