@@ -167,8 +167,12 @@ def deliveries(directory: Path, recipe: AnyRecipe, *, live: bool) -> list[Delive
 
 
 def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
-    """Follows a run as a process of its own, on idle cores alone. What libraries print goes to standard error."""
-    let_family_idle(os.getpid())
+    """Follows a run as a process of its own, on idle cores alone until the run ends.
+
+    The output of libraries goes to standard error.
+    """
+    if _is_running(directory):
+        let_family_idle(os.getpid())
     output, sys.stdout = sys.stdout, sys.stderr
     os.dup2(2, 1)
     follow(directory, mlflow_uri, lambda line: output.write(f"{line}\n"))  # one write: several threads print
@@ -204,13 +208,17 @@ def follow(directory: Path, mlflow_uri: str | None, say: Say) -> None:
 def _status_at_end(directory: Path) -> Status:
     """Waits for the run's end. Returns the status that the run wrote, or "interrupted" for a run that was killed."""
     look_at_lock = time.monotonic() + LOOK_SECONDS
-    while read_json(directory / STATUS_FILE).get("state", "running") == "running":
+    while _is_running(directory):
         if time.monotonic() > look_at_lock:
             if (directory / LOCK_FILE).exists() and not has_process(directory):
                 break
             look_at_lock = time.monotonic() + LOOK_SECONDS
         time.sleep(LOOK_AT_END_SECONDS)
     return _written_status(directory)
+
+
+def _is_running(directory: Path) -> bool:
+    return bool(read_json(directory / STATUS_FILE).get("state", "running") == "running")
 
 
 def _written_status(directory: Path) -> Status:
