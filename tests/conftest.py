@@ -39,6 +39,8 @@ AROUND_ONE_RUN = [
 """Files in loop/ that look at the same finished run, or compare theirs with it; or that join the same Ray."""
 OWN_SERVERS = ("test_big_layouts", "test_gateway", "test_judge_server", "test_weight_sync_benchmark")
 """Files in sglang/ that share no server with the others."""
+BESIDE_THE_STUB = ("test_checkpoint_resume", "test_critic", "test_lora", "test_transformer_engine")
+"""Files in distributed/ with ranks that find tests/te_stub: all are forks of one process."""
 
 EXTRAS = {
     "bubblewrap": "make bubblewrap` installs it, as root",
@@ -108,4 +110,4 @@ def group_of(nodeid: str) -> str:
     folder, file = place_of(nodeid)
     if (folder == "sglang" and file not in OWN_SERVERS) or (folder == "loop" and file in AROUND_ONE_RUN):
         return folder
-    return f"{folder}/{file}"
+    return f"{folder}/te_stub" if folder == "distributed" and file in BESIDE_THE_STUB else f"{folder}/{file}"

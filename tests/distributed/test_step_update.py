@@ -47,6 +47,8 @@ SEVERAL = {
         "reject": [{"level": "token", "statistic": "ratio", "low": 0.5, "high": 2.0}],
     },
 }
+UPDATES = SEVERAL | {"minibatches": 2, "epochs": 1}
+"""Enough of them that the weights of one are in the passes of another."""
 NO_KL = {"kl": {"coefficient": 0.0}}
 
 
@@ -112,7 +114,7 @@ def test_exchanges_beside_passes_change_no_number(name: str, case: Case) -> None
     found = []
     for overlap in ([], ["gradients", "parameters"]):
         train = {"overlap": overlap, "distributed_optimizer": True}
-        results = on_ranks(several_steps, make_recipe(layout, algorithm=SEVERAL, train=train), case)
+        results = on_ranks(several_steps, make_recipe(layout, algorithm=UPDATES, train=train), case)
         metrics, before, after = zip(*results, strict=True)
         found.append((figures(the_one(metrics)), assemble(after)))
         assert any((found[-1][1][key] != value).any() for key, value in assemble(before).items())
@@ -136,7 +138,7 @@ def two_steps_of_one_size(rank: TrainRank, batch: RankBatch, advantages: np.ndar
 def test_padding_changes_no_number(name: str, case: Case) -> None:
     layout, found = ROWS[name].of("qwen3"), []
     for first in (None, padded_as_for_gpus):
-        results = on_ranks(two_steps_of_one_size, make_recipe(layout, algorithm=SEVERAL), case, first=first)
+        results = on_ranks(two_steps_of_one_size, make_recipe(layout, algorithm=UPDATES), case, first=first)
         metrics, before, after, sizes, told = zip(*results, strict=True)
         old, new = assemble(before), assemble(after)
         change = np.concatenate([(new[key] - old[key]).ravel() for key in sorted(new)])

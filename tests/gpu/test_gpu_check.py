@@ -51,9 +51,9 @@ def test_a_figure_out_of_its_range_is_wrong_and_says_what_to_do() -> None:
 
 
 def test_a_check_that_fails_keeps_its_figures_and_names_the_end_of_its_output(tmp_path: Path) -> None:
-    (tmp_path / "attention").write_text("a file where the check needs a directory")
-    (tmp_path / "attention.jsonl").write_text('{"name": "seen", "value": 1.0}\n')
-    figures, error = run_check("attention", "cpu", 1, tmp_path)
+    (tmp_path / "rollouts").write_text("a file where the check needs a directory")
+    (tmp_path / "rollouts.jsonl").write_text('{"name": "seen", "value": 1.0}\n')
+    figures, error = run_check("rollouts", "cpu", 1, tmp_path)
     assert [figure.name for figure in figures] == ["seen"]
     assert "FileExistsError" in error
 

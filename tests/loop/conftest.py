@@ -65,7 +65,7 @@ def watched(process: subprocess.Popen[str], directory: Path) -> Watched:
         while not ended.done():
             actors |= actors_of(process.pid)
             found |= listeners(process.pid).keys()
-            time.sleep(0.5)
+            time.sleep(1.0)
     return Watched(directory, ended.result(), actors, frozenset(found))
 
 

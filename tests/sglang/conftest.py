@@ -13,20 +13,14 @@ def tied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Tensor 2, with a head of its own and padding in the vocabulary and in feed-forward layers."""
-    yield from serve("qwen3", 2, tmp_path_factory.mktemp("split"))
+    """Tensor 2, with a head of its own, experts cut over both ranks, and padding in the vocabulary and in experts."""
+    yield from serve("qwen3_moe", 2, tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(scope="session")
 def latent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Tensor 2, latent attention, a dense layer and three of routed and shared experts."""
+    """Tensor 2, latent attention, a dense layer with padding, and three of routed and shared experts."""
     yield from serve("deepseek_v3", 2, tmp_path_factory.mktemp("latent"))
-
-
-@pytest.fixture(scope="session")
-def moe_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Tensor 2, experts cut over both ranks."""
-    yield from serve("qwen3_moe", 2, tmp_path_factory.mktemp("moe"))
 
 
 @pytest.fixture(scope="session")

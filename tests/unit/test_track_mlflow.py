@@ -7,8 +7,9 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -53,7 +54,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
         yield started
 
 
+@cache
+def empty_database() -> bytes:
+    """MLflow's file in sqlite before the first run: MLflow takes a second to make its tables."""
+    with TemporaryDirectory() as directory:
+        SqlAlchemyStore(f"sqlite:///{directory}/mlflow.db", directory)
+        return Path(directory, "mlflow.db").read_bytes()
+
+
 def recipe_of(directory: Path, uri: str | None = None, **track: Any) -> Recipe:
+    """Without a server's address, the file in sqlite is there."""
+    if not (uri or (directory / "runs").exists()):
+        (directory / "runs").mkdir()
+        (directory / "runs" / "mlflow.db").write_bytes(empty_database())
     settings = {"uri": uri, "experiment": directory.name, "system_metrics": False}
     return tracked_recipe(directory, mlflow=settings, **track)
 
@@ -268,11 +281,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     directory = tmp_path_factory.mktemp("traces")
     failed = calculator_run(error="ValueError: no", events=(tool_event(2.0, 0.5, error="took too long"),), reward=None)
     recipe = recipe_of(directory)
-    with pytest.MonkeyPatch.context() as patched, ExitStack() as ended:
+    with pytest.MonkeyPatch.context() as patched:
         trackers_in_thread(patched)
-        tracker = ended.enter_context(Tracker(recipe, 10, tokenizer=TOKENIZER))
-        tracker.rollouts(3, [group("82", "1+1"), group_of(calculator_run(), failed)], 3)
-        tracker.log(3, {"reward/mean": 1.0})
+        with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+            tracker.rollouts(3, [group("82", "1+1"), group_of(calculator_run(), failed)], 3)
+            tracker.log(3, {"reward/mean": 1.0})
     client = MlflowClient(tracking_uri(recipe))
     run = the_run(client, directory.name)
     found = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
@@ -420,6 +433,7 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
 def test_a_full_disk_for_artifacts_loses_nothing(tmp_path: Path) -> None:
     """sqlite and artifacts are full at first; the run's own files are not."""
     recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    (tmp_path / "runs" / "mlflow.db").unlink()
     with small_disk(16 * 2**10), Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
         log(tracker, range(8))
     assert sorted(lines(directory)) == list(range(8))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -20,7 +22,7 @@ from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import plan_of
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.load import load, load_any
+from megagrpo.recipe.load import LoadedRecipe, load, load_any
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.rollout.sglang import arguments
@@ -50,6 +52,19 @@ NODES = {
 }
 
 
+@cache
+def loaded(file: Path) -> LoadedRecipe[AnyRecipe]:
+    return load_any(file)
+
+
+@cache
+def schema_of(kind: type[AnyRecipe]) -> Any:
+    schema = json.loads(json_schema(kind))
+    made = jsonschema.validators.validator_for(schema)
+    made.check_schema(schema)
+    return made(schema)
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with neither data, models nor SGLang, but with this directory and the examples."""
@@ -62,16 +77,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recipe_loads_keeps_the_rules_and_fits_the_schema_that_it_names(file: Path) -> None:
-    recipe, text = load_any(file).recipe, file.read_text(encoding="utf-8")
+    recipe, text = loaded(file).recipe, file.read_text(encoding="utf-8")
     assert recipe.name == file.stem
     assert not broken_rules(recipe)
     assert text.splitlines()[0] == first_line(type(recipe))
-    jsonschema.validate(parse(text, str).tree, json.loads(json_schema(type(recipe))))
+    schema_of(type(recipe)).validate(parse(text, str).tree)
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
 def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere: None) -> None:
-    ready = preflight(load(file), plan_only=True)
+    ready = preflight(loaded(file), plan_only=True)
     assert ready.recipe.model.path in known_models()
     missing = [f"the tokenizer of {ready.recipe.model.path}", "train.parquet", "test.parquet", "this machine's devices"]
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
@@ -81,18 +96,17 @@ def test_fusions_of_experts_are_planned_for_gpus_and_refused_without_transformer
     elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "find_spec", lambda package: None)
-    file = YAML_RECIPES / "math_qwen3_30b_a3b_2x8.yaml"
-    loaded = load(file)
-    assert preflight(loaded, plan_only=True).recipe.train.megatron  # moe_act and grouped products: only on GPUs
+    recipe = loaded(YAML_RECIPES / "math_qwen3_30b_a3b_2x8.yaml")
+    assert preflight(recipe, plan_only=True).recipe.train.megatron  # moe_act and grouped products: only on GPUs
     refused = r"moe_permute_fusion(?s:.)*transformer_engine, which is not installed(?s:.)*moe_router_fusion"
-    model = known_model(loaded.recipe.model.path)
+    model = known_model(recipe.recipe.model.path)
     with pytest.raises(MegagrpoError, match=refused):
-        config.transformer_config(model, loaded.recipe.train, torch.float32, "cpu")
+        config.transformer_config(model, recipe.recipe.train, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
 def test_a_recipe_fills_whole_nodes_and_no_server_process_spans_two(file: Path) -> None:
-    recipe = load(file).recipe
+    recipe = loaded(file).recipe
     assert recipe.cluster.gpu in GPUS
     devices, node = plan_devices(recipe, "cuda"), recipe.cluster.gpus_per_node
     assert devices.bundles == node * NODES[recipe.name]
@@ -103,7 +117,7 @@ def test_a_recipe_fills_whole_nodes_and_no_server_process_spans_two(file: Path) 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
 def test_a_recipe_fits_its_gpus_with_room_to_spare_and_is_not_unwise(file: Path, elsewhere: None) -> None:
-    assert_fits(load(file).recipe)
+    assert_fits(loaded(file).recipe)
 
 
 def assert_fits(recipe: AnyRecipe) -> None:
@@ -126,7 +140,7 @@ def test_the_changes_with_which_the_largest_recipe_runs_elsewhere_fit_the_nodes_
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
 def test_engines_on_gpus_have_time_to_compile_kernels_and_capture_graphs_when_they_first_start(file: Path) -> None:
-    assert load(file).recipe.cluster.start_timeout_seconds >= 900
+    assert loaded(file).recipe.cluster.start_timeout_seconds >= 900
 
 
 @pytest.mark.parametrize("file", ON_GPUS, ids=lambda file: file.stem)
@@ -134,7 +148,7 @@ def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
     header = file.read_text(encoding="utf-8").split("\nname:")[0]
     commands = re.findall(r"megagrpo (plan|train) yaml_recipes/(\S+)\.yaml", header)
     assert commands == [("plan", file.stem), ("train", file.stem)]
-    recipe = load(file).recipe
+    recipe = loaded(file).recipe
     (output,) = re.findall(r"prepare .*--output (\S+)", header)
     data = [*recipe.data.train, *chain(*recipe.eval.files_of_sets().values())]
     assert {str(Path(entry.path).parent) for entry in data} == {output}
@@ -144,7 +158,7 @@ def test_a_recipe_says_how_to_prepare_plan_and_run_it(file: Path) -> None:
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_the_installed_sglang_takes_the_arguments_of_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "CHECK_SECONDS", 280.0)  # a busy machine is no reason to refuse
-    recipes = [load(file).recipe for file in ON_GPUS]
+    recipes = [loaded(file).recipe for file in ON_GPUS]
     options: dict[str, object] = {}
     for recipe in recipes:
         assert isinstance(recipe, Recipe)

@@ -37,11 +37,11 @@ def check(name: str) -> Callable[[Setting], Iterator[Figure]]:
 
 
 def main(name: str, device: str, directory: str, found: str) -> None:
-    from tools.gpu_check.training import Setting
-
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     own = Path(directory) / name
     own.mkdir(exist_ok=True)
+    from tools.gpu_check.training import Setting  # imports Megatron, which takes seconds
+
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     setting = Setting(device, own, rank, ranks)
     if name in ("offload", "checkpoints"):
         import torch
