@@ -35,7 +35,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_392,
     ("rollout",): 3_064,
     ("cluster",): 3_741,
-    ("trainer", "evaluation"): 4_477,
+    ("trainer", "evaluation"): 4_475,
     ("recipe", "preflight", "doctor"): 6_156,
     ("plan",): 5_774,
     ("data",): 3_223,
