@@ -50,10 +50,8 @@ class Exports:
         dtype = dtype_name(recipe, ranks.device_type)
         if lora is not None:
             matrices = adapted_matrices(checked.architecture, lora.targets)
-            config, tensors = (
-                peft_config(matrices, lora.rank, lora.alpha, recipe.model.path),
-                adapter_tensors(matrices, lora.rank),
-            )
+            config = peft_config(matrices, lora.rank, lora.alpha, recipe.model.path)
+            tensors = adapter_tensors(matrices, lora.rank)
             adapter = begin_adapter_export(adapter_directory(recipe), tensors, config, dtype)
             ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
             finish_export(adapter)
