@@ -13,7 +13,7 @@ EVENT_LEVELS_MAX = 32
 """Most levels of lists and objects in an event that an agent reports."""
 
 BranchReason = Literal["history", "tools", "fork", "reasoning", "tools_move", "role", "close", "stop_token", "audit"]
-"""Why a turn does not extend the branch of the turn before it: BRANCHES in report/text.py says it in words."""
+"""Reason for which a turn begins a branch; report/text.py (BRANCHES) has the words for each."""
 
 
 class TurnEvent(TypedDict):

@@ -116,9 +116,9 @@ class Rollout:
     times_asked: Counter[bytes] = field(default_factory=Counter)
     """Number of requests to continue each conversation, by its digest."""
     limited: bool = False
-    """Whether a limit ended the last request."""
+    """True if a limit ended the last request."""
     aborted: str = ""
-    """Why the engine gave up on a turn."""
+    """The engine's reason for giving up on a turn."""
     _answered: dict[bytes, dict[bytes, AskedTurn]] = field(default_factory=dict)
     """Answers by the digest of a conversation's messages up to and with the answer, and that of its tools."""
 

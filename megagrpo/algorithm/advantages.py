@@ -127,16 +127,16 @@ class AdvantageMethod(Section):
     name: str
 
     by_group: ClassVar[bool] = True
-    """Whether a sample is compared with others of its prompt, so that one alone, or equal ones, teach nothing."""
+    """True if a sample is compared with others of its prompt: a single sample, or equal ones, teach nothing."""
 
     scales_by_signal: ClassVar[bool] = False
-    """Whether a factor makes up for groups whose advantages are all zero, so that these stay in the batch."""
+    """True if a factor compensates for groups whose advantages are all zero: these stay in the batch."""
 
     by_token: ClassVar[bool] = False
-    """Whether the tokens of a response may differ whatever the settings."""
+    """True if the tokens of a response may have different advantages with any settings."""
 
     compares_turns: ClassVar[bool] = False
-    """Whether single turns of agents' rollouts can be compared in place of whole responses (credit.py)."""
+    """True if single turns of agents' rollouts can be compared in place of whole responses (credit.py)."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Computes advantages. With a KL penalty in the reward, methods that compare whole responses subtract its sum
@@ -359,7 +359,7 @@ class GaeConfig(AdvantageMethod):
     """Weight of a reward one token later (gamma)."""
 
     trace: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """How far rewards replace the critic's estimates (lambda). 0: by one token, TD(0)."""
+    """Lambda: the distance over which rewards replace the critic's estimates. 0: one token, TD(0)."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         if inputs.values is None:

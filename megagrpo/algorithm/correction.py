@@ -63,8 +63,8 @@ class Rejection(Section):
     level: str
 
     statistic: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """What is compared with the bounds; log r is train - rollout logprob. ratio: r; k1: -log r; k2: (log r)^2 / 2;
-    k3: r - 1 - log r."""
+    """The statistic compared with the bounds; log r is train - rollout logprob. ratio: r; k1: -log r;
+    k2: (log r)^2 / 2; k3: r - 1 - log r."""
 
     low: Number | None = None
     """Smallest value that stays; null: no bound."""
@@ -125,7 +125,7 @@ class SequenceRejectionConfig(Rejection):
     """All tokens of a response, by their `over`."""
 
     over: Literal["sum", "mean", "max"] = "mean"
-    """How a response's tokens become one number. The ratio is exp of the sum, mean or largest log r."""
+    """Reduction of a response's tokens to one number. The ratio is exp of the sum, mean or largest log r."""
 
     def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
         if self.over == "max":
@@ -151,7 +151,7 @@ class CorrectionConfig(Section):
     """Importance weights: token, sequence, or a mapping with their bounds. null: no weights."""
 
     reject: list[RejectionConfig] = []
-    """What is left out of the loss and of its denominators."""
+    """Tokens or responses to leave out of the loss and of its denominators."""
 
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Leave out every response with a token whose train over rollout probability is below this. null: none."""

@@ -41,7 +41,7 @@ class CreditMethod(Section):
     name: str
 
     by_turn: ClassVar[bool] = True
-    """Whether the turns of a rollout may have different advantages."""
+    """True if the turns of a rollout may have different advantages."""
 
     def advantages(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns | None) -> Advantages:
         """Spreads each turn's advantage over its tokens. Raises ValueError if turns are missing or do not fit."""
@@ -96,7 +96,7 @@ class DiscountedConfig(CreditMethod):
     """Weight of a reward one turn later (gamma)."""
 
     normalized: Literal["returns", "rewards"] = "returns"
-    """What is compared with the other turns of the group."""
+    """The value compared with that of the other turns of the group."""
 
     def compared(self, inputs: AdvantageInputs, turns: Turns) -> AdvantageInputs:
         rewards = turn_rewards(inputs, turns)

@@ -80,7 +80,7 @@ class ReferenceConfig(Section):
     """Steps after which the reference moves towards the policy. null: never."""
 
     share: Fraction = 1.0
-    """How far it moves: 1 copies the policy, less averages (Polyak)."""
+    """Fraction of the way to the policy per update: 1 copies it, less averages (Polyak)."""
 
     def rules(self) -> Iterator[Problem]:
         if self.update_every_steps is None and self.given("share"):

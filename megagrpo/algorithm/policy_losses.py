@@ -63,10 +63,10 @@ class PolicyLossMethod(Section):
     name: str
 
     chooses_tokens: ClassVar[bool] = False
-    """Whether tokens of a whole minibatch are chosen by their old logprobs, before its first gradient."""
+    """True if the tokens of a whole minibatch are chosen by their old logprobs, before its first gradient."""
 
     has_ratio: ClassVar[bool] = True
-    """Whether the old logprobs are read."""
+    """True if the loss reads the old logprobs."""
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
         """Computes the loss of each token. Raises ValueError if the loss needs chosen tokens and has none."""

@@ -40,9 +40,9 @@ class EngineAnswers:
         self._asked: dict[ray.ObjectRef[Answers], tuple[str, ray.ObjectRef[SoFar]]] = {}
         """Next answers: the engine, and the tokens so far that come with it."""
         self._heard: dict[str, float] = {}
-        """When each engine last answered."""
+        """Time of each engine's last answer."""
         self._handed: dict[int, float] = {}
-        """When each request was handed to an engine, by ticket."""
+        """Time at which each request was handed to an engine, by ticket."""
         self.so_far: dict[str, ray.ObjectRef[SoFar]] = {}
         """Tokens so far of each engine's requests, last reported; read only if needed. Large ones stay on its node."""
         self.coming: dict[ray.ObjectRef[SoFar], tuple[float, Mapping[int, Request]]] = {}

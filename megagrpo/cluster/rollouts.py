@@ -71,7 +71,7 @@ class Rollouts:
         self._waited = 0.0
         """Seconds of waits for an engine since one last sampled."""
         self._awaited = False
-        """Whether a weight sync waits for engines to start."""
+        """True while a weight sync waits for engines to start."""
         self._idle, self._seconds, self._counted = 0.0, 0.0, 0.0
         """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None

@@ -37,7 +37,7 @@ WITHOUT: Mapping[str, str] = {
     "tensorboard": "tracking by TensorBoard (pip install megagrpo[tensorboard])",
     "prometheus": "a run's gauges for Prometheus (pip install megagrpo[prometheus])",
 }
-"""What each optional extra of setup.py is for."""
+"""Purpose of each optional extra of setup.py."""
 CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")
 """Packages whose own requirements are compared with what is installed."""
 IN_EXTRAS = {"megatron-core": "transformer-engine"}

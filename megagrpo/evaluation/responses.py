@@ -45,9 +45,9 @@ class Response:
     """The number that each reward function gave; None for one that is not finite."""
     notes: Mapping[str, str]
     error: str
-    """Why its reward failed, or its agent."""
+    """The error of its reward or of its agent."""
     masked: str
-    """Why the recipe leaves it out, which is no failure: a judge's budget was spent, for example."""
+    """The recipe's reason to leave it out, not a failure: a judge's budget was spent, for example."""
 
 
 def responses_of(held_out_set: str, groups: Iterable[Group]) -> list[Response]:

@@ -70,14 +70,14 @@ class RowText:
     choices: Mapping[str, Any] = field(default_factory=dict)
     """The field's value by the option's, or a mapping of several fields."""
     otherwise: str = ""
-    """Why other values than these have no counterpart."""
+    """The reason why other values have no counterpart."""
     if_true: Any = ABSENT
     if_false: Any = ABSENT
     """The field's value while the option is on or off. One may be left out, with `same` in its place."""
     same: str = ""
-    """Why the option writes nothing: it is so here, too, or it has no effect."""
+    """The reason why the option writes nothing: megagrpo does the same, or the option has no effect."""
     missing: str = ""
-    """Why the option has no counterpart, and what to do. Values of OFF are as here."""
+    """The reason why the option has no counterpart, and what to do. Values of OFF need none."""
     nothing: Sequence[Any] = ()
     """More values that write nothing."""
     part_of: str = ""

@@ -90,7 +90,7 @@ class _LeaveError(Exception):
 
 
 Status = bool | None
-"""Whether a command succeeds; None if that is not known."""
+"""True if a command succeeds; None if unknown."""
 
 
 class _Run:

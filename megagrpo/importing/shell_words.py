@@ -147,7 +147,7 @@ class _Expansion:
     pattern: bool = False
     at: int = 0
     quoted: bool = False
-    """It has a quotation, so that it is a word even if it is empty."""
+    """True for a word with quotation marks: it is a word even if empty."""
 
     def words(self) -> list[str]:
         pieces = self.pieces(split=True)

@@ -36,8 +36,8 @@ REPEATED = [
 ]  # fmt: skip
 """Columns with repeated values: a file holds each value once."""
 FAULTS = (OSError, MemoryError, RuntimeError, pa.ArrowException, ValueError, TypeError, OverflowError, LookupError)
-"""These come from disks, from texts and numbers that users' functions have made, from tokens that a tokenizer does not
-know, and from one that another thread uses."""
+"""Errors of disks, of texts and numbers that users' functions have made, and of a tokenizer: unknown tokens, or use by
+another thread."""
 PART_TOKENS = 1 << 20
 """Tokens of a part of a table: tens of MB."""
 TRAINED = ("train_logprobs", "entropies", "token_advantages")

@@ -1,10 +1,14 @@
-"""Docstrings begin with a verb or a noun, and their first sentences are short: docs/architecture.md, "Words"."""
+"""Docstrings begin with a verb or a noun, and their first sentences are short: docs/architecture.md, "Words".
+
+A string below a field is its docstring.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megagrpo"
@@ -17,14 +21,22 @@ NO_VERBS = {
 WORDS_MAX = 25
 
 
+def docstrings(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            yield node, ast.get_docstring(node) or ""
+            for field, below in pairwise(node.body):
+                match field, below:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                        yield field, text
+
+
 def problems(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            continue
-        text = " ".join((ast.get_docstring(node) or "").split())
+    for node, docstring in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+        text = " ".join(docstring.split())
         word = re.match(r"\W*(\w*)", text)[1]  # type: ignore[index]
         verb = re.fullmatch("[A-Z][a-z]+s", word) and word not in NO_VERBS
-        function = not isinstance(node, ast.ClassDef | ast.Module)
+        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if text and (word in NEVER or (function and not verb)):
             yield f"{path}:{getattr(node, 'lineno', 1)}: begins with {word}: {text[:60]}"
         if len(re.split(r"(?<=[.:;!?])\s", text)[0].split()) > WORDS_MAX:

@@ -51,7 +51,7 @@ class Called:
     seconds: float = 0.0
     """Excludes the wait for other calls."""
     error: str = ""
-    """Why it failed, one line."""
+    """The cause of a failure, one line."""
 
 
 def never() -> bool:

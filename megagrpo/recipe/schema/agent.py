@@ -19,7 +19,7 @@ class VerifiersConfig(Section):
     `megagrpo prepare verifiers`. See docs/agents_environments.md."""
 
     environment: str
-    """Its name, as in vf.load_environment (0.2) or of its task set (0.3 and later), or FILE.py:FUNCTION, which returns
+    """Name for vf.load_environment (0.2), or of a task set (0.3 and later); or FILE.py:FUNCTION. The function returns
     an environment, a task set or a list of tasks."""
 
     arguments: dict[str, Any] = {}
@@ -44,12 +44,12 @@ class OpenEnvConfig(Section):
     """Keyword arguments of `reset`. The row's seed, and its extra_info.reset, are added."""
 
     observation: str | None = None
-    """What the policy is told: a field of the observation, or FILE.py:FUNCTION of an observation. null: its only text,
-    else all of it as JSON."""
+    """Text for the policy: a field of the observation, or FILE.py:FUNCTION of an observation. null: its only text, else
+    all of it as JSON."""
 
     action: str | None = None
-    """What becomes of an answer: the action's field that gets its text, or FILE.py:FUNCTION of the text, which returns
-    an action. null: the last JSON object in the answer."""
+    """The action that an answer makes: the action's field that gets the text, or FILE.py:FUNCTION of the text, which
+    returns an action. null: the last JSON object in the answer."""
 
     timeout_seconds: Seconds = 60.0
     """Longest time of a step."""
@@ -69,10 +69,10 @@ class ReasoningGymConfig(Section):
     """The answer in a response: in <answer>…</answer>, its last line, or either."""
 
     wrong: str = "That is not right. Try again, and give your answer in the same form."
-    """What the policy is told of a wrong answer."""
+    """The message to the policy after a wrong answer."""
 
     isolation: Literal["auto", "bubblewrap", "seccomp", "none"] = "auto"
-    """What surrounds the scorers of answers, as in the reward function reasoning_gym."""
+    """Isolation of the scorers of answers, as in the reward function reasoning_gym."""
 
 
 class AgentConfig(Section):
@@ -120,16 +120,16 @@ class AgentConfig(Section):
     null: as long as the rollout."""
 
     when_late: Literal["mask", "score"] = "mask"
-    """What becomes of a rollout that takes longer. mask: it is not trained on. score: it ends as it is, truncated, and
+    """Treatment of a rollout that takes longer. mask: it is not trained on. score: it ends as it is, truncated, and
     reward functions score it."""
 
     when_failed: Literal["mask", "score"] = "mask"
-    """What becomes of a rollout whose agent raises, whose process ends, or that an engine gives up on. mask: it is not
+    """Treatment of a rollout whose agent raises, whose process ends, or that an engine gives up on. mask: it is not
     trained on. score: it ends as it is, truncated, and reward functions score it. A step in which all fail ends the run
     in any case."""
 
     parser: str = "auto"
-    """How the policy writes tool calls: hermes or llama3 of megagrpo, or a name that SGLang has, such as qwen25,
+    """Format of the policy's tool calls: hermes or llama3 of megagrpo, or a name that SGLang has, such as qwen25,
     mistral, deepseekv3 or glm45. auto: what the chat template shows."""
 
     history: Literal["template", "append"] = "template"

@@ -19,10 +19,10 @@ class AlgorithmConfig(Section):
     """The objective."""
 
     advantage: AdvantageConfig = GrpoConfig()
-    """How advantages are made from scores. docs/algorithms.md says when to use which."""
+    """Method that makes advantages from scores. docs/algorithms.md says when to use which."""
 
     credit: CreditConfig = OutcomeConfig()
-    """Which turns of an agent's rollout get its rewards. outcome: all tokens get the rollout's advantage. discounted:
+    """Turns of an agent's rollout that get its rewards. outcome: all tokens get the rollout's advantage. discounted:
     every turn its discounted rewards to come, compared with those of all turns of the group; turn_groups: with those of
     the same turn."""
 
@@ -33,7 +33,7 @@ class AlgorithmConfig(Section):
     """Penalty against the reference policy."""
 
     reference: ReferenceConfig = ReferenceConfig()
-    """Whether the reference policy follows."""
+    """Updates of the reference policy, if any."""
 
     critic: CriticConfig | None = None
     """For advantage: gae only."""
@@ -45,7 +45,7 @@ class AlgorithmConfig(Section):
     """Report the policy's entropy. false: it is computed for an entropy bonus only."""
 
     aggregation: AggregationConfig = TokenMeanConfig()
-    """How losses per token become one number. token_mean: mean over the minibatch's tokens. seq_mean_...: mean over
+    """Reduction of losses per token to one. token_mean: mean over the minibatch's tokens. seq_mean_...: mean over
     responses of each one's sum, mean, or sum / divisor (Dr.GRPO). token_sum: sum over the minibatch's tokens."""
 
     correction: CorrectionConfig = CorrectionConfig()

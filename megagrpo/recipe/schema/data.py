@@ -33,11 +33,11 @@ class ColumnsConfig(Section):
     """Chat messages, or a text, which is one message of the user's. null: prompt, else messages."""
 
     ground_truth: Column | Annotated[list[str], Field(min_length=1)] | None = None
-    """What the reward compares with. Text stays; numbers, lists and objects become text (JSON). Several names: an
-    object of these columns. null: reward_model.ground_truth, else ground_truth."""
+    """Column with the value that rewards compare with. Text stays; numbers, lists and objects become text (JSON).
+    Several names: an object of these columns. null: reward_model.ground_truth, else ground_truth."""
 
     data_source: Column | None = None
-    """Where the row comes from; or {value: NAME}, the same for all rows. null: data_source, else dataset."""
+    """Column that names the row's origin; or {value: NAME}, the same for all rows. null: data_source, else dataset."""
 
     ability: Column | None = None
     """Kind of task, kept in rollouts/. null: ability, if there is such a column."""
@@ -93,7 +93,7 @@ class DataFileConfig(EntryConfig):
     s3://bucket/folder (see docs/data.md)."""
 
     columns: ColumnsConfig = ColumnsConfig()
-    """Which columns hold what, where they are not called as in verl or open-instruct."""
+    """Names of columns that differ from those of verl and open-instruct."""
 
     reasoning_gym: Annotated[str, Field(min_length=1)] | None = None
     """A task of reasoning-gym, such as leg_counting, in place of a path. Needs its package."""
@@ -161,7 +161,7 @@ class DataConfig(Section):
     """Longest prompt, in tokens after the chat template."""
 
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
-    """What happens to a longer prompt. The count is always reported."""
+    """Treatment of a longer prompt. The count is always reported."""
 
     shuffle: bool = True
     """Shuffle every epoch, seeded by the recipe's seed and the epoch."""

@@ -56,13 +56,13 @@ class Recipe(Section):
     data: DataConfig
     rollout: RolloutConfig
     agent: AgentConfig | None = None
-    """What asks the policy, if responses take several turns: tools, a program of your own, an environment. See
+    """Program that asks the policy in several turns: tools, a program of your own, or an environment. See
     docs/agents.md. null: each prompt is answered once."""
 
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     schedule: ScheduleConfig = SyncConfig(kind="sync")
-    """What waits for what: sync, one_step_off or async, or a mapping with settings of one. See docs/schedules.md."""
+    """Order of sampling and training: sync, one_step_off, async, or settings of one. See docs/schedules.md."""
 
     train: TrainConfig
     weights: WeightsConfig = WeightsConfig()

@@ -66,7 +66,7 @@ class MismatchConfig(Section):
     """
 
     metric: Literal["mean", "p99", "max", "k3"] = "p99"
-    """Which figure `above` is for: logprob_difference/METRIC of the metrics table, in nats."""
+    """Metric that `above` limits: logprob_difference/METRIC of the metrics table, in nats."""
 
     above: NonNegativeFloat | None = None
     """Threshold of the metric. null: nothing is done, whatever the difference."""
@@ -108,14 +108,14 @@ class RolloutConfig(Section):
     """The generation of responses for training."""
 
     engine: Literal["transformers", "sglang", "external"] = "transformers"
-    """What generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
+    """Engine that generates. transformers: embedded, for CPUs and tests. sglang: servers that the run starts and ends.
     external: SGLang servers that run already, at `urls`."""
 
     engines: Count = 1
     """Number of engines; requests are spread over them. With external, the number of `urls`."""
 
     layout: EngineLayoutConfig = EngineLayoutConfig()
-    """How each SGLang engine is split over devices."""
+    """Parallel layout of each SGLang engine."""
 
     sglang: SglangConfig = SglangConfig()
     """The SGLang servers that the run starts: an interpreter, and any server argument."""
@@ -167,11 +167,11 @@ class RolloutConfig(Section):
     """Replace groups without signal by new prompts before training. Off unless given."""
 
     mismatch: MismatchConfig = MismatchConfig()
-    """How far trainer and engines may differ."""
+    """Limits on the difference between logprobs of trainer and engines."""
 
     alerts: dict[AlertName, Literal["warn", "stop", "off"]] = {}
-    """What to do when a rule of docs/health.md holds; warn, unless said otherwise. warn: say so once, and again when it
-    has ceased and holds again. stop: save a checkpoint of the step, then end the run with an error. off: nothing."""
+    """Reaction to a rule of docs/health.md that holds; the default is warn. warn: print it once, and again when it has
+    ceased and holds again. stop: save a checkpoint of the step, then end the run with an error. off: nothing."""
 
     @property
     def devices_of_engine(self) -> int:

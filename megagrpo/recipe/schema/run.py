@@ -37,7 +37,7 @@ class WeightsConfig(Section):
     """The transfer of new weights from the training ranks to the engines after every step."""
 
     transfer: Literal["auto", "shared_memory", "two_hops", "process_group", "disk"] = "auto"
-    """How the bytes travel. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops: exact shards
+    """Way of the bytes. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops: exact shards
     between nodes on which engines share devices with training ranks (gloo or NCCL between training ranks, and shared
     memory on each node). process_group: exact shards between any nodes (gloo; NCCL on GPUs that are not shared). disk:
     safetensors files in `directory`. auto: disk for external engines, shared_memory if everything is on one node,
@@ -51,7 +51,7 @@ class WeightsConfig(Section):
     run's directory."""
 
     pause: Pause = "retract"
-    """What an engine does with requests that still run when an update begins. retract: it computes their keys and
+    """Treatment of requests that still run when an update begins. retract: it computes their keys and
     values again with the new weights. in_place: it goes on with those of the old weights. finish: the update waits for
     their ends. With schedule: sync no request is left then."""
 
@@ -59,8 +59,8 @@ class WeightsConfig(Section):
     """Longest time of one attempt at a sync, and of any wait in it."""
 
     attempts: PositiveInt = 2
-    """How often engines may be restarted and brought up to date in one sync that has failed on all of them, before the
-    run stops."""
+    """Most restarts of engines, each with a new update, in one sync that has failed on all of them.
+    Then the run stops."""
 
     def transfer_to(self, *, external: bool) -> str:
         """Returns `transfer`; where it is auto, disk for engines that are external servers."""
@@ -89,7 +89,7 @@ class CheckpointConfig(Section):
     """auto: continue from the newest complete checkpoint of this run. never: refuse to start if there is one."""
 
     directory: str | None = None
-    """Where checkpoints go; the default is checkpoints/ in the run's directory."""
+    """Directory of checkpoints; the default is checkpoints/ in the run's directory."""
 
     export_hugging_face: bool = True
     """Write the final weights as a Hugging Face model, with config and tokenizer."""
@@ -150,8 +150,8 @@ class RolloutFilesConfig(Section):
     """Most samples of each step and of each evaluation set: whole groups, the first ones, at least one. null: all."""
 
     token_samples_per_step: NonNegativeInt | None = 16
-    """How many of these samples are kept with what is known of each token: its text, version, logprobs, entropy and
-    advantage. Whole groups, the first ones, at least one unless it is 0. null: all, some 14 bytes for each token."""
+    """Number of these samples that are kept with the text, version, logprobs, entropy and advantage of each token.
+    Whole groups, the first ones, at least one unless it is 0. null: all, some 14 bytes for each token."""
 
 
 class TrackConfig(Section):
@@ -161,7 +161,7 @@ class TrackConfig(Section):
     """Parent of all runs; this one's directory is DIRECTORY/NAME."""
 
     console: ConsoleMode = "auto"
-    """What the command prints. auto: a live table on a terminal, plain lines elsewhere. off: nothing but errors, as
+    """Output of the command. auto: a live table on a terminal, plain lines elsewhere. off: nothing but errors, as
     --quiet. json: a JSON object per line, as --json."""
 
     mlflow: MLflowConfig | None = MLflowConfig()
@@ -187,7 +187,7 @@ class ClusterConfig(Section):
     """Ray cluster to join: auto, or HOST:PORT. Default: RAY_ADDRESS, else one started here. See docs/clusters.md."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What ranks and engines compute on. auto: cuda where there is one."""
+    """Device of ranks and engines. auto: cuda where there is one."""
 
     gpu: str | None = None
     """Kind of the cluster's GPUs for `megagrpo plan`, such as H100; docs/plan.md lists those that it knows."""
@@ -205,8 +205,8 @@ class ClusterConfig(Section):
     """Longest wait for all processes to start. A first start on GPUs compiles kernels and captures graphs."""
 
     restarts_max: NonNegativeInt = 3
-    """How often lost training ranks (killed, out of memory, or silent for step_timeout_seconds) are started again from
-    the newest checkpoint before a step is finished beyond those before the loss. 0: the run ends."""
+    """Most restarts of lost training ranks without a new step between them. 0: the run ends. Ranks are lost that are
+    killed, out of memory, or silent for step_timeout_seconds; they resume from the newest checkpoint."""
 
     step_timeout_seconds: Seconds = 3600.0
     """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""

@@ -47,7 +47,7 @@ class SftDataConfig(Section):
     """Longest conversation, in tokens after the chat template."""
 
     overlong_examples: Literal["drop", "truncate", "error"] = "drop"
-    """What happens to a longer one: dropped, cut at its end, or an error. The count is always reported."""
+    """Treatment of a longer one: dropped, cut at its end, or an error. The count is always reported."""
 
     shuffle: bool = True
     """Shuffle every epoch, seeded by the recipe's seed and the epoch. false: file after file, in their order."""
@@ -93,7 +93,7 @@ class SftRecipe(Section):
     """One supervised fine-tuning, whole."""
 
     kind: Literal["sft"]
-    """What makes it a recipe for `megagrpo sft`."""
+    """Marks a recipe for `megagrpo sft`."""
 
     name: RunName
     """Name of the run and of its directory; letters, digits, dot, dash and underscore."""

@@ -21,7 +21,7 @@ class ToolConfig(Section):
     name of your choice."""
 
     call_name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]{0,63}$")] | None = None
-    """What the policy calls it. null: its own name. Not for what has several tools."""
+    """Name under which the policy calls it. null: its own name. Not for a server or package with several tools."""
 
     mcp: str | None = None
     """An MCP server: the command that starts it, or its URL. All of its tools are offered."""

@@ -126,7 +126,7 @@ class ProfileConfig(Section):
     """Steps that are profiled: a timeline of the whole step, and the computations of chosen training ranks."""
 
     steps: Annotated[list[PositiveInt], Field(min_length=1, max_length=100)]
-    """Which steps; the first is 1."""
+    """Steps to profile; the first is 1."""
 
     ranks: list[NonNegativeInt] = [0]
     """Training ranks that record with torch's profiler."""

@@ -33,7 +33,7 @@ class JudgeConfig(AskConfig):
     {{data_source}}, {{ability}}, {{extra_info.NAME}}, {{fence}} (a word that is not in the response)."""
 
     verdict: VerdictConfig = "score"
-    """How the answer is read: score ("Score: 7"), yes_no, a_b, {pattern: REGEX} or {field: KEY}."""
+    """Form of the verdict in the answer: score ("Score: 7"), yes_no, a_b, {pattern: REGEX} or {field: KEY}."""
 
     scale: Scale | None = None
     """The numbers that mean 0 and 1; [0, 10] for score, else [0, 1]."""

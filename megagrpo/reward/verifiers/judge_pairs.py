@@ -42,7 +42,7 @@ class PairsConfig(AskConfig):
     {{answer_b}}, which leave out the reasoning of both."""
 
     verdict: VerdictConfig = "a_b"
-    """How the answer is read: 1 if A is better, 0 if B is, 0.5 for a tie."""
+    """Form of the verdict in the answer: 1 if A is better, 0 if B is, 0.5 for a tie."""
 
     scale: Scale | None = None
     """The numbers that mean 0 and 1."""

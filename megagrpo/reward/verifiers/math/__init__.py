@@ -154,7 +154,7 @@ class Truth:
     """Its parses by math-verify."""
     text: str
     of_kind: bool
-    """It is compared by `same_kind`."""
+    """True if `same_kind` compares it."""
 
 
 def read_truth(ground_truth: str) -> Truth:
