@@ -156,10 +156,6 @@ def test_the_list_of_runs_has_it(finished: Finished, capsys: pytest.CaptureFixtu
     assert listed["held_out"]["sums/mean@1"]["last"] == last["eval/sums/mean@1"]
 
 
-def test_a_run_that_is_piped_prints_neither_escape_codes_nor_carriage_returns(finished: Finished) -> None:
-    assert not set("\x1b\r") & set(finished.printed)
-
-
 def test_mlflow_has_the_same_metrics(finished: Finished) -> None:
     rewards = [entry["reward/mean"] for step, entry in small_run.metrics(finished.directory).items() if step]
     with sqlite3.connect(finished.directory.parent / "mlflow.db") as database:
@@ -178,9 +174,9 @@ def test_transformers_loads_the_export_and_it_is_not_the_model_of_the_start(fini
 
 
 def test_the_end_says_how_to_see_metrics_and_where_everything_is(finished: Finished) -> None:
-    directory, printed = finished.directory, finished.printed
-    assert "mlflow ui --backend-store-uri" in printed
-    assert str(directory) in printed
+    assert "mlflow ui --backend-store-uri" in finished.printed
+    assert str(finished.directory) in finished.printed
+    assert not set("\x1b\r") & set(finished.printed), "it is piped"
 
 
 def test_the_recipe_that_a_run_has_kept_finds_the_run_complete(finished: Finished, ray: Mapping[str, str]) -> None:
