@@ -39,15 +39,15 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_746,
     ("plan",): 5_450,
     ("data",): 2_838,
-    ("reward",): 8_322,
+    ("reward",): 8_346,
     ("agents",): 5_280,
     ("track", "report"): 5_403,
     ("importing",): 3_616,
-    ("commands", "processes", ""): 2_653,
+    ("commands", "processes", ""): 2_618,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=385),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=384),
     "tests": Limits(lines=51_682, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

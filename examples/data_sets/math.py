@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.data_sets.source import Splits
-from megagrpo.boxed import last_boxed
 from megagrpo.data.files import Record
 from megagrpo.data.prepare import PromptRow, prompt_row
 from megagrpo.errors import Problem, brief
+from megagrpo.reward.answer_text import last_boxed
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 KEPT = ("level", "type", "subject", "unique_id")

@@ -12,8 +12,10 @@ import unicodedata
 from functools import lru_cache
 from typing import Any
 
-from megagrpo.boxed import BOX, last_boxed
-
+# A box without braces has a number, a command or a letter: \boxed 5, \boxed\frac{1}{2}, $\boxed x$. Words are prose.
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[-+]?[.]?\d|[-+]?\\[A-Za-z{]|[A-Za-z]\s*\$))")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
+_BARE = re.compile(r"(?:(?!\\[)\]])[^\s$])+")
 _FINAL_ANSWER = re.compile(r"(?i)\bfinal answer is\b *:?")
 _MATHEMATICAL = re.compile(r"[\d\\$]")
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
@@ -25,14 +27,38 @@ class _Plain(dict[int, int | None]):
     """A table for str.translate: maps full-width forms (except the comma) to ASCII and drops zero-width characters."""
 
     def __missing__(self, code: int) -> int | None:
-        of_width = (
-            code - 0xFEE0 if 0xFF01 <= code <= 0xFF5E and code != 0xFF0C else code
-        )  # its comma parts no thousands
+        # The full-width comma parts no thousands.
+        of_width = code - 0xFEE0 if 0xFF01 <= code <= 0xFF5E and code != 0xFF0C else code
         self[code] = None if unicodedata.category(chr(code)) == "Cf" else of_width
         return self[code]
 
 
 _PLAIN = _Plain()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Returns the content of the last `\boxed{…}` or `\fbox{…}`; without braces, it ends at white space or
+    the end of the formula; None if there is no box, or if it is not closed.
+
+    >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}"), last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}")
+    ('\\frac{1}{2}', None)
+    >>> last_boxed(r"$\boxed 5$."), last_boxed(r"\(\boxed\frac{1}{2}\)"), last_boxed(r"\boxed{5}, by \boxed as asked")
+    ('5', '\\frac{1}{2}', '5')
+    """
+    box = None
+    for found in BOX.finditer(text):
+        box = found
+    if box is None:
+        return None
+    if not box.group(1):
+        bare = _BARE.match(text, box.end())
+        return bare.group().rstrip(".,;") if bare else None
+    depth = 1
+    for brace in _BRACE.finditer(text, box.end()):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[box.end() : brace.start()]
+    return None
 
 
 def plain(text: str) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, plain, squad_words, tagged
+from megagrpo.reward.answer_text import after_thinking, last_boxed, plain, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 _BLANKS = re.compile(r"[^\S\n]+")

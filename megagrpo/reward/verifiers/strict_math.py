@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, final_answer
+from megagrpo.reward.answer_text import after_thinking, final_answer, last_boxed
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 ANSWER_CHARACTERS_MAX = 2000

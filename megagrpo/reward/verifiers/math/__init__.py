@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.boxed import last_boxed
-from megagrpo.reward.answer_text import after_thinking, final_answer, plain, tagged
+from megagrpo.reward.answer_text import after_thinking, final_answer, last_boxed, plain, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 from megagrpo.reward.verifiers.math.kinds import same_kind
 from megagrpo.reward.verifiers.math.notation import in_ascii, joined_boxes, readable, readings
