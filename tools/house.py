@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_746,
     ("plan",): 5_450,
     ("data",): 2_838,
-    ("reward",): 8_346,
+    ("reward",): 8_345,
     ("agents",): 5_280,
     ("track", "report"): 5_403,
     ("importing",): 3_616,
@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=384),
-    "tests": Limits(lines=51_682, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_692, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

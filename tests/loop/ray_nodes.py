@@ -22,8 +22,15 @@ from tests.loop.ray_nursery import Nursery
 START_SECONDS = 300.0
 END_SECONDS = 60.0
 MEMORY_BYTES = 100 << 20
-HEAD = "import sys; sys.executable = sys.argv.pop(1); from ray.scripts.scripts import main; main()"
-"""`ray`, whose processes run by an interpreter of ours."""
+HEAD = """
+import signal, sys
+from megagrpo.processes.lifetime import end_with_parent
+from ray.scripts.scripts import main
+end_with_parent(signal.SIGTERM)
+sys.executable = sys.argv.pop(1)
+main()
+"""
+"""`ray`, whose processes run by an interpreter of ours, and end with the tests."""
 JOIN = """
 import sys, time, ray
 ray.init(logging_level="error")

@@ -21,6 +21,8 @@ import sys
 import threading
 from pathlib import Path
 
+from megagrpo.processes.lifetime import end_with_parent
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKER = "default_worker.py"
 COMMAND = "megagrpo.cli"
@@ -52,7 +54,7 @@ sys.exit(code[0] if code else command)
 
 
 class Nursery:
-    """A process that forks workers until it is killed. `directory`: short, for its socket. `python`: a path without
+    """A process that forks workers until it or its parent is killed. `directory`: short, for its socket. `python`: a path without
     spaces."""
 
     def __init__(self, directory: Path, python: Path, environment: dict[str, str]) -> None:
@@ -72,7 +74,8 @@ class Nursery:
 
 
 def nurse(listening_fd: int) -> None:
-    """Forks a worker for each connection."""
+    """Forks a worker for each connection, until the tests end."""
+    end_with_parent()
     for module in IMPORTED:
         importlib.import_module(module)
     assert "ray" not in sys.modules
