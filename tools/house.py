@@ -36,7 +36,7 @@ BUDGETS = {
     ("rollout",): 3_138,
     ("cluster",): 3_602,
     ("trainer", "evaluation"): 4_473,
-    ("recipe", "preflight", "doctor"): 5_746,
+    ("recipe", "preflight", "doctor"): 5_748,
     ("plan",): 5_450,
     ("data",): 2_838,
     ("reward",): 8_345,

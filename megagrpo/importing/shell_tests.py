@@ -10,7 +10,7 @@ from megagrpo.importing.shell_syntax import Word
 from megagrpo.importing.shell_words import UNKNOWN, Shell, matches, unknown_part
 
 Status = bool | None
-"""Whether a command succeeds; None if that is not known."""
+"""True if a command succeeds; None if unknown."""
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
     "-ge": operator.ge,

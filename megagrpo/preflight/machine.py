@@ -135,6 +135,8 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     if variable is not None and not plan_only and not os.environ.get(variable):
         given, needed = f"{variable}, which is not set", "the API key of the servers in it"
         yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
+    if not kind.splits:
+        return  # without torch, which takes a second to import
     device = _device(recipe, plan_only)  # SGLang supports more splits on GPUs
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
