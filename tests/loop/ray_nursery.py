@@ -54,8 +54,10 @@ sys.exit(code[0] if code else command)
 
 
 class Nursery:
-    """A process that forks workers until it or its parent is killed. `directory`: short, for its socket. `python`: a path without
-    spaces."""
+    """A process that forks workers until it or its parent is killed.
+
+    `directory`: short, for its socket. `python`: a path without spaces.
+    """
 
     def __init__(self, directory: Path, python: Path, environment: dict[str, str]) -> None:
         address = str(directory / "nursery")
