@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from types import GeneratorType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -51,8 +50,8 @@ Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
 
-A rule is broken if the function returns a true value; or it is a generator, of a mapping for each problem with values
-that the text names.
+A rule is broken if the function returns a true value. An iterator, or a list of mappings, has one mapping for each
+problem, with values that the text names.
 """
 
 
@@ -69,11 +68,17 @@ def rule_texts() -> dict[str, Problem]:
 def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
     """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
     for name, breaks in rules.items():
-        if found := breaks(checked):
-            for values in found if isinstance(found, GeneratorType) else [{}]:
-                names = {**vars(checked), "self": checked, **values}
-                parts = vars(rule_texts()[name]).items()
-                yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
+        for values in _values_of_problems(breaks(checked)):
+            names = {**vars(checked), "self": checked, **values}
+            parts = vars(rule_texts()[name]).items()
+            yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
+
+
+def _values_of_problems(found: object) -> Iterable[Mapping[str, object]]:
+    """Returns the values of each problem that a rule has found."""
+    if isinstance(found, Iterator) or (isinstance(found, list) and isinstance(next(iter(found), None), Mapping)):
+        return found
+    return [{}] if found else []
 
 
 class _Written(Formatter):

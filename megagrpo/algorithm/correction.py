@@ -79,6 +79,10 @@ class Rejection(Section):
         log_ratio = log_ratio.double()
         return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
+    def _without_bound(self) -> Iterator[dict[str, object]]:
+        if self.low is None and self.high is None:
+            yield {"example": 2.0 if self.statistic == "ratio" else 0.1}
+
     def _without_agreement(self) -> Iterator[dict[str, object]]:
         """Yields the end that leaves out the value where engine and trainer agree."""
         agreed, low, high = NO_DIFFERENCE[self.statistic], *self._ends()
@@ -103,8 +107,8 @@ class Rejection(Section):
         return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
 
     RULES: ClassVar[Rules[Rejection]] = {
-        "rejection_without_bound": lambda one: one.low is None and one.high is None,
-        "rejection_of_agreement": _without_agreement,
+        "rejection_without_bound": _without_bound,
+        "rejection_of_equal_probabilities": _without_agreement,
         "rejection_that_never_acts": _never_acting,
     }
 

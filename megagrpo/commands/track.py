@@ -15,7 +15,7 @@ def add_track(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     text = "bring MLflow, W&B and TensorBoard what they lack of a run that has ended; a second time changes nothing"
     added = add_command(what, "sync", text, track_sync)
     added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
-    text = "an MLflow server besides the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"
+    text = "an MLflow server in place of the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"
     added.add_argument("--mlflow", metavar="URI", help=text)
     text = "send a running run until it ends; a run with trackers starts this itself"
     added.add_argument("--follow", action="store_true", help=text)

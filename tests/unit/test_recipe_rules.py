@@ -1,6 +1,7 @@
 """Rules between the fields of a recipe: each names the field to change, what was given, what is needed, and a fix."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,6 +212,7 @@ def test_a_broken_rule_names_the_field_and_a_fix(field: str, overrides: list[str
         ["train.optimizer={lr: 1e-5, min_lr: 1e-6, schedule: cosine, warmup_steps: 2}"],
         ["train.total_steps=null", "train.total_episodes=16"],
         ["rollout.engine=sglang", "rollout.sglang={python: /usr/bin/python3, mem_fraction_static: 0.7}"],
+        [*SGLANG, "rollout.sglang.mem_fraction_static=null"],
         ["rollout.engine=sglang", SPLIT_EXPERTS, "train.layout.data=2"],
         ["rollout.engine=external", "rollout.urls=[http://a:1]", "weights={transfer: disk, directory: /shared}"],
         [GAE, CRITIC, "rollout.samples_per_prompt=1", "algorithm.critic.warmup_steps=1", "train.offload=[critic]"],
@@ -250,9 +252,10 @@ def test_every_rule_has_its_text() -> None:
     assert {name for section in sections for name in section.RULES} == set(rule_texts())
 
 
-def test_a_rule_is_a_line_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(Recipe.RULES, "short", lambda r: r.rollout.response_tokens_max < 100)
-    text = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{100}}", "raise it")
+@pytest.mark.parametrize("found", [list, iter, lambda values: (one for one in values)])
+def test_a_rule_is_a_line_and_its_text(found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Recipe.RULES, "short", lambda r: found([{"least": 100}]))
+    text = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{{least}}}", "raise it")
     monkeypatch.setitem(rule_texts(), "short", text)
     with pytest.raises(PreflightError) as refused:
         preflight(load(make_run(tmp_path)), plan_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -146,15 +145,16 @@ class AgentConfig(Section):
     @property
     def kind(self) -> str:
         """Returns the one of KINDS that is given."""
-        return next(name for name in KINDS if getattr(self, name))
+        return self.kinds[0]
 
-    def _kinds(self) -> Iterator[dict[str, object]]:
-        chosen = [name for name in KINDS if getattr(self, name)]
-        if len(chosen) != 1:
-            yield {"last": (chosen or KINDS[:1])[-1], "chosen": ", ".join(chosen) or "none of them"}
+    @property
+    def kinds(self) -> list[str]:
+        """Returns those of KINDS that are given; exactly one in a correct recipe."""
+        return [name for name in KINDS if getattr(self, name)]
 
     RULES: ClassVar[Rules[AgentConfig]] = {
-        "several_agents": _kinds,
+        "no_agent": lambda agent: not agent.kinds,
+        "several_agents": lambda agent: ({"last": agent.kinds[-1]} for _ in range(len(agent.kinds) > 1)),
         "arguments_without_function": lambda agent: agent.arguments and not agent.function,
         "python_of_the_built_in_loop": lambda agent: agent.python and agent.tools,
         "python_of_reasoning_gym": lambda agent: agent.python and agent.reasoning_gym,

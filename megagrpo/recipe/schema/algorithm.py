@@ -45,8 +45,8 @@ class AlgorithmConfig(Section):
     """Report the policy's entropy. false: it is computed for an entropy bonus only."""
 
     aggregation: AggregationConfig = TokenMeanConfig()
-    """Reduction of losses per token to one. token_mean: mean over the minibatch's tokens. seq_mean_...: mean over
-    responses of each one's sum, mean, or sum / divisor (Dr.GRPO). token_sum: sum over the minibatch's tokens."""
+    """Reduction of per-token losses to one number. token_mean: mean over the minibatch's tokens. seq_mean_...: mean
+    over responses of each one's sum, mean, or sum / divisor (Dr.GRPO). token_sum: sum over the minibatch's tokens."""
 
     correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction between engines and trainer."""

@@ -120,7 +120,7 @@ class DataFileConfig(EntryConfig):
         **EntryConfig.RULES,
         "path_and_task": lambda entry: entry.path and entry.reasoning_gym,
         "no_path_or_task": lambda entry: not entry.path and not entry.reasoning_gym,
-        "task_setting_alone": lambda entry: (
+        "task_setting_without_task": lambda entry: (
             {"field": field}
             for field in ("size", "seed", "arguments")
             if entry.reasoning_gym is None and entry.given(field)

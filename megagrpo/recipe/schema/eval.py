@@ -80,13 +80,13 @@ class EvalSetConfig(Section):
     """Longest response."""
 
     RULES: ClassVar[Rules[EvalSetConfig]] = {
-        "solved_at_alone": lambda one: one.solved_at is not None and not one.functions,
+        "solved_at_without_functions": lambda one: one.solved_at is not None and not one.functions,
         "weight_missing": weights("files"),
     }
 
 
 ALONE = EvalSetConfig.model_construct(files=[])
-"""A set with the settings of `eval`, which are checked by it where there is none."""
+"""A set that overrides nothing. With it the settings of `eval` are checked if there are no sets."""
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,11 @@ class Recipe(Section):
         return f"prompt + response of up to {self.data.prompt_tokens_max} + {self.rollout.response_tokens_max}"
 
     @property
-    def sequence_limits(self) -> tuple[str, ...]:
-        """Returns the fields that limit the longest sequence."""
+    def sequence_limits(self) -> str:
+        """Returns the fields that limit the longest sequence, in words."""
         if self.agent and self.agent.tokens_max is not None:
-            return ("agent.tokens_max",)
-        return ("data.prompt_tokens_max", "rollout.response_tokens_max")
+            return "agent.tokens_max"
+        return "data.prompt_tokens_max or rollout.response_tokens_max"
 
     @property
     def prompts_at_once(self) -> int:
@@ -156,14 +156,16 @@ class Recipe(Section):
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
-    def _batch(self, *, equal: bool) -> Iterator[dict[str, object]]:
-        """Yields what is wrong with minibatches that are not `equal`, or are too small for each data rank."""
+    def _different_minibatches(self) -> Iterator[dict[str, object]]:
         samples, minibatches = self.rollout.samples_per_step, self.algorithm.minibatches
-        if samples % minibatches and not equal:
+        if samples % minibatches:
             divisors = [n for n in range(1, samples + 1) if samples % n == 0]
             yield {"nearest": min(divisors, key=lambda n: abs(n - minibatches))}
-        elif equal and samples % minibatches == 0 and samples // minibatches < self.train.layout.data:
-            yield {"each": samples // minibatches}
+
+    def _small_minibatches(self) -> Iterator[dict[str, object]]:
+        each, rest = divmod(self.rollout.samples_per_step, self.algorithm.minibatches)
+        if not rest and each < self.train.layout.data:
+            yield {"each": each}
 
     def _overlaps(self) -> Iterator[dict[str, object]]:
         for name, files in self.eval.files_of_sets().items():
@@ -179,7 +181,7 @@ class Recipe(Section):
     def _carry_over(self) -> Iterator[dict[str, object]]:
         if isinstance(self.schedule, SyncConfig):
             most = self.rollout.prompts_per_step * self.schedule.max_staleness
-            if self.schedule.carry_over > most and self.schedule.beyond:
+            if self.schedule.carry_over > most:
                 yield {"most": most}
 
     def _deterministic(self) -> Iterator[dict[str, object]]:
@@ -207,6 +209,11 @@ class Recipe(Section):
                 near = difflib.get_close_matches(named, self.eval.sets, n=1) if rest else []
                 meant = f"{near[0]}/{rest}" if near else f"{next(iter(self.eval.sets))}/{metric}"
                 yield {"field": field, "metric": metric, "sets": " or ".join(self.eval.sets), "near": meant}
+
+    def _offloaded_in_vain(self) -> Iterator[dict[str, object]]:
+        for_engines = [part for part in self.train.offload if part != "reference"]
+        if for_engines and self.cluster.placement == "disaggregated":
+            yield {"for_engines": for_engines}
 
     def _models_asked(self) -> Iterator[tuple[str, str, str]]:
         """Yields (field, function, model) for each function that asks a model of reward.models."""
@@ -245,17 +252,17 @@ class Recipe(Section):
                 needed = "at most one device for each engine" if each == 1 else multiple
                 yield {"s": "s" if rollout.engines > 1 else "", "needed": needed, "most": most}
 
-    def _parts_of_nodes(self, *, stages: bool) -> bool:
-        """Returns whether an engine larger than a node, or else its pipeline's `stages`, are on parts of nodes."""
-        each, per_node, nodes = self.rollout.devices_of_engine, self.cluster.gpus_per_node, self.nodes_of_engine
-        if each <= per_node or not stages:
-            return each > per_node and each % per_node > 0
-        pipeline = self.rollout.layout.pipeline
-        return each % per_node == 0 and nodes % pipeline > 0 and pipeline % nodes > 0
+    def _engine_on_parts_of_nodes(self) -> bool:
+        each, per_node = self.rollout.devices_of_engine, self.cluster.gpus_per_node
+        return each > per_node and each % per_node > 0
+
+    def _stages_on_parts_of_nodes(self) -> bool:
+        pipeline, nodes = self.rollout.layout.pipeline, self.nodes_of_engine
+        return not self._engine_on_parts_of_nodes() and nodes % pipeline > 0 and pipeline % nodes > 0
 
     RULES: ClassVar[Rules[Recipe]] = {
-        "minibatches_of_different_sizes": lambda r: r._batch(equal=False),
-        "data_ranks_without_samples": lambda r: r._batch(equal=True),
+        "minibatches_of_different_sizes": _different_minibatches,
+        "data_ranks_without_samples": _small_minibatches,
         "episodes_below_a_step": lambda r: (r.train.total_episodes or 2**63) < r.rollout.samples_per_step,
         "overlong_buffer": lambda r: (
             r.reward.overlong and r.reward.overlong.buffer_tokens > r.rollout.response_tokens_max
@@ -264,7 +271,7 @@ class Recipe(Section):
         "nothing_to_decontaminate_against": lambda r: (
             r.data.decontaminate and not r.data.decontaminate.against and not r.eval.sets
         ),
-        "background_colocated": lambda r: (
+        "background_sampling_on_shared_devices": lambda r: (
             not isinstance(r.schedule, SyncConfig)
             and r.cluster.placement == "colocated"
             and r.rollout.devices_of_engine
@@ -290,7 +297,7 @@ class Recipe(Section):
         "answers_longer_than_an_agents": _long_answers,
         "replayable_agent": lambda r: r.agent and r.deterministic == "replayable",
         "credit_without_agent": lambda r: r.algorithm.credit.by_turn and r.agent is None,
-        "one_sample_of_a_group": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
+        "groups_of_one_sample": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
         "dynamic_sampling_without_groups": lambda r: r.rollout.dynamic_sampling and not r.algorithm.advantage.by_group,
         "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and r.reward.by_source,
         "gdpo_of_one_function": lambda r: (
@@ -299,15 +306,15 @@ class Recipe(Section):
         "gdpo_with_shaped_rewards": _shaped,
         "critic_that_warms_up_throughout": lambda r: r.policy_steps <= 0,
         "warmups_longer_than_the_run": lambda r: 0 < r.policy_steps < r.train.optimizer.warmup_steps,
-        "longest_sequence": lambda r: too_long(r.train, r.sequence_tokens_max, r.sequence_limits),
+        "no_length": lambda r: not r.train.lengths,
+        "several_lengths": lambda r: len(r.train.lengths) > 1,
+        "longest_sequence": lambda r: too_long(r.train, r.sequence_tokens_max),
         "logprob_tokens_without_passes": lambda r: (
             r.train.logprob_tokens_per_microbatch is not None
             and not (r.algorithm.computes_old_logprobs or r.algorithm.kl.coefficient or r.algorithm.critic)
         ),
         **TRAINING_RULES,
-        "offload_without_engines_beside": lambda r: (
-            {*r.train.offload} - {"reference"} and r.cluster.placement == "disaggregated"
-        ),
+        "offload_without_engines_beside": _offloaded_in_vain,
         "offload_of_no_reference": lambda r: "reference" in r.train.offload and r.algorithm.kl.coefficient == 0,
         "offload_of_no_critic": lambda r: "critic" in r.train.offload and r.algorithm.critic is None,
         "metric_without_sets": lambda r: (
@@ -336,8 +343,8 @@ class Recipe(Section):
             and r.cluster.engine_devices is None
             and r.rollout.devices_of_engine > r.train.layout.ranks
         ),
-        "engine_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=False),
-        "engine_stages_on_parts_of_nodes": lambda r: r._parts_of_nodes(stages=True),
+        "engine_on_parts_of_nodes": _engine_on_parts_of_nodes,
+        "engine_stages_on_parts_of_nodes": _stages_on_parts_of_nodes,
         "experts_of_an_engine_on_cpus": lambda r: (
             r.rollout.kind.starts_servers and r.rollout.layout.expert > 1 and r.cluster.device == "cpu"
         ),

@@ -189,6 +189,10 @@ class RolloutConfig(Section):
         """Returns the responses that a step asks for."""
         return self.prompts_per_step * self.samples_per_prompt
 
+    def _urls_of_engines(self) -> Iterator[dict[str, object]]:
+        if self.urls and not self.kind.started_by_us and len(self.urls) != self.engines:
+            yield {"count": len(self.urls)}
+
     def _wrong_urls(self) -> Iterator[dict[str, object]]:
         for url in self.urls if not self.kind.started_by_us else ():
             parts = urlsplit(url)
@@ -201,8 +205,8 @@ class RolloutConfig(Section):
                 yield {"field": field, "value": value}
 
     def _share(self) -> bool:
-        share = (self.sglang.model_extra or {}).get("mem_fraction_static", 0.5)
-        return not (isinstance(share, float) and 0 < share < 1)
+        share = (self.sglang.model_extra or {}).get("mem_fraction_static")
+        return share is not None and not (isinstance(share, float) and 0 < share < 1)
 
     def _numbers(self) -> Iterator[dict[str, object]]:
         """Yields wrong arguments that plans calculate with. SGLang itself checks all arguments before a run."""
@@ -220,14 +224,15 @@ class RolloutConfig(Section):
         "too_many_responses": lambda r: r.samples_per_step > RESPONSES_MAX,
         "top_p_of_training": lambda r: r.top_p != 1,
         "top_k_of_training": lambda r: r.top_k,
-        "urls_of_engines": lambda r: not r.kind.started_by_us and len(r.urls) != r.engines,
+        "no_urls": lambda r: not r.kind.started_by_us and not r.urls,
+        "urls_of_engines": _urls_of_engines,
         "url_twice": lambda r: ({"urls": url} for url in repeated(r.urls) if not r.kind.started_by_us),
         "url_of_a_server": _wrong_urls,
-        "server_fields_alone": _server_fields,
-        "sglang_settings_alone": lambda r: (
+        "server_fields_without_external_servers": _server_fields,
+        "sglang_settings_without_sglang": lambda r: (
             not r.kind.starts_servers and (r.sglang.python is not None or r.sglang.model_extra)
         ),
-        "quantization_alone": lambda r: not r.kind.starts_servers and r.quantization,
+        "quantization_without_sglang": lambda r: not r.kind.starts_servers and r.quantization,
         "mem_fraction_static": _share,
         "sglang_number": _numbers,
         "layout_of_the_embedded_engine": _embedded_sizes,

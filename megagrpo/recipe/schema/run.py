@@ -36,11 +36,11 @@ class WeightsConfig(Section):
     """The transfer of new weights from the training ranks to the engines after every step."""
 
     transfer: Literal["auto", "shared_memory", "two_hops", "process_group", "disk"] = "auto"
-    """Way of the bytes. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops: exact shards
-    between nodes on which engines share devices with training ranks (gloo or NCCL between training ranks, and shared
-    memory on each node). process_group: exact shards between any nodes (gloo; NCCL on GPUs that are not shared). disk:
-    safetensors files in `directory`. auto: disk for external engines, shared_memory if everything is on one node,
-    two_hops if there is a training rank beside each engine, otherwise process_group."""
+    """Transport of weights to the engines. shared_memory: exact shards within one node (CUDA IPC on GPUs). two_hops:
+    exact shards between nodes on which engines share devices with training ranks (gloo or NCCL between training ranks,
+    and shared memory on each node). process_group: exact shards between any nodes (gloo; NCCL on GPUs that are not
+    shared). disk: safetensors files in `directory`. auto: disk for external engines, shared_memory if everything is on
+    one node, two_hops if there is a training rank beside each engine, otherwise process_group."""
 
     bucket_bytes: Annotated[int, Field(ge=4096, le=2**40)] = 256 * 1024 * 1024
     """Largest size of a bucket. A process sends at most two buckets at once, and forwards at most two with two_hops."""
@@ -50,9 +50,9 @@ class WeightsConfig(Section):
     run's directory."""
 
     pause: Pause = "retract"
-    """Treatment of requests that still run when an update begins. retract: it computes their keys and
-    values again with the new weights. in_place: it goes on with those of the old weights. finish: the update waits for
-    their ends. With schedule: sync no request is left then."""
+    """Treatment of requests that still run when an update begins. retract: the engine computes
+    their keys and values again with the new weights. in_place: the engine goes on with those of the old weights.
+    finish: the update waits for their ends. With schedule: sync no request is left then."""
 
     timeout_seconds: Seconds = 600.0
     """Longest time of one attempt at a sync, and of any wait in it."""

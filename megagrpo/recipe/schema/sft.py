@@ -114,11 +114,12 @@ class SftRecipe(Section):
 
     RULES: ClassVar[Rules[SftRecipe]] = {
         "episodes_of_sft": lambda r: r.train.total_episodes is not None,
+        "no_length_of_sft": lambda r: not r.train.lengths,
+        "several_lengths_of_sft": lambda r: r.train.lengths == ["total_steps", "total_epochs"],
         "data_ranks_without_examples": lambda r: r.data.examples_per_step < r.train.layout.data,
-        "longest_sequence": lambda r: too_long(r.train, r.data.tokens_max, ["data.tokens_max"]),
+        "longest_example": lambda r: too_long(r.train, r.data.tokens_max),
         "logprob_tokens_of_sft": lambda r: r.train.logprob_tokens_per_microbatch is not None,
         **TRAINING_RULES,
-        "several_lengths": lambda r: len(r.train.lengths) > 1 and r.train.total_episodes is None,
         "offload_of_sft": lambda r: r.train.offload,
         "placement_of_sft": lambda r: r.cluster.placement != "colocated",
         "engine_devices_of_sft": lambda r: r.cluster.engine_devices is not None,

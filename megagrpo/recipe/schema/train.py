@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -118,12 +118,16 @@ class RecomputeConfig(Section):
     layers: PositiveInt | None = None
     """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
 
+    def _within_moe(self) -> Iterator[dict[str, object]]:
+        within = sorted({"moe_act", "shared_experts"} & {*self.modules})
+        if "moe" in self.modules and within:
+            yield {"within": " and ".join(within)}
+
     RULES: ClassVar[Rules[RecomputeConfig]] = {
         "named_twice": each_once("modules"),
-        "recompute_modules_or_layers": lambda again: bool(again.modules) == (again.layers is not None),
-        "recompute_within_moe": lambda again: (
-            "moe" in again.modules and {"moe_act", "shared_experts"} & {*again.modules}
-        ),
+        "recompute_of_nothing": lambda again: not again.modules and again.layers is None,
+        "recompute_modules_and_layers": lambda again: again.modules and again.layers is not None,
+        "recompute_within_moe": _within_moe,
     }
 
 
@@ -218,6 +222,10 @@ class TrainConfig(Section):
                 return Recomputed(layers=ALL_LAYERS)
         return Recomputed(frozenset(self.recompute.modules), self.recompute.layers or 0)
 
+    def _profiled_beyond(self) -> Iterator[dict[str, object]]:
+        if self.profile and (beyond := [rank for rank in self.profile.ranks if rank >= self.layout.ranks]):
+            yield {"beyond": beyond}
+
     def _parts_of_microbatches(self) -> Iterator[dict[str, object]]:
         trained, tokens = self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
         if tokens is not None and (tokens % trained or tokens == trained):
@@ -225,13 +233,14 @@ class TrainConfig(Section):
 
     RULES: ClassVar[Rules[TrainConfig]] = {
         "named_twice": each_once("offload", "overlap"),
-        "profile_of_other_ranks": lambda t: t.profile and max(t.profile.ranks, default=0) >= t.layout.ranks,
+        "profile_of_other_ranks": _profiled_beyond,
         "warmup_longer_than_the_run": lambda t: t.total_steps is not None and t.optimizer.warmup_steps > t.total_steps,
         "logprob_tokens_of_whole_microbatches": _parts_of_microbatches,
-        "moments_on_every_rank": lambda t: t.optimizer.moment_dtype == "bfloat16" and not t.distributed_optimizer,
-        "overlap_of_parameters": lambda t: (
-            "parameters" in t.overlap and not (t.distributed_optimizer and "gradients" in t.overlap)
+        "bfloat16_moments_without_distributed_optimizer": lambda t: (
+            t.optimizer.moment_dtype == "bfloat16" and not t.distributed_optimizer
         ),
+        "overlap_of_parameters_alone": lambda t: "parameters" in t.overlap and "gradients" not in t.overlap,
+        "overlap_without_distributed_optimizer": lambda t: "parameters" in t.overlap and not t.distributed_optimizer,
         "muon_on_adapters": lambda t: t.lora is not None and t.optimizer.kind == "muon",
         "adapters_on_fused_layers": lambda t: t.lora is not None and t.layer_spec == "transformer_engine",
         "moe_act_with_adapters": lambda t: t.lora is not None and "moe_act" in t.recomputed.modules,
@@ -241,22 +250,17 @@ class TrainConfig(Section):
     }
 
 
-def too_long(train: TrainConfig, longest: int, limits: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yields the values of longest_sequence unless a microbatch holds sequences of `longest` tokens.
-
-    limits: the fields that allow so many.
-    """
+def too_long(train: TrainConfig, longest: int) -> Iterator[dict[str, object]]:
+    """Yields a problem's values unless a microbatch holds sequences of `longest` tokens."""
     context = train.layout.context
     multiple = 1 if context == 1 else 2 * context  # context ranks each take two equal pieces of a sequence
     padded = -(-longest // multiple) * multiple
     if train.tokens_per_microbatch * context < padded:
         padding = f", padded to {padded} for context ranks" if padded > longest else ""
-        yield {"padding": padding, "least": -(-padded // context), "limits": " or ".join(limits)}
+        yield {"padding": padding, "least": -(-padded // context)}
 
 
 TRAINING_RULES: Rules[AnyRecipe] = {
-    "no_length": lambda r: not r.train.lengths,
-    "several_lengths": lambda r: len(r.train.lengths) > 1,
     "fused_layers_on_cpus": lambda r: r.cluster.device == "cpu" and r.train.layer_spec == "transformer_engine",
     "moments_on_cpus": lambda r: r.cluster.device == "cpu" and r.train.optimizer.moment_dtype == "bfloat16",
     "moe_act_on_cpus": lambda r: r.cluster.device == "cpu" and "moe_act" in r.train.recomputed.modules,
