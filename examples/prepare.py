@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from examples.data_sets.source import downloaded
-from megagrpo.errors import MegagrpoError
-from megagrpo.progress import shown_by, usual_display
+from megagrpo.cli import run_command
 
 NAMES = {
     "adder": ("demo.adder", "the demo's untrained model of a million parameters and its two-digit sums"),
@@ -45,16 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.add_argument("--hub", metavar="NAME", help=hub)
     given = parser.parse_args(arguments)
     prepare = import_module(f"examples.{given.module}").prepare
-    try:
-        with shown_by(usual_display()):
-            if "hub" in given:
-                print(prepare(given.source or downloaded(given.hub), given.output))
-            else:
-                prepare(given.output, say=print)
-    except MegagrpoError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    def command() -> int:
+        if "hub" in given:
+            print(prepare(given.source or downloaded(given.hub), given.output))
+        else:
+            prepare(given.output, say=print)
+        return 0
+
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 from megagrpo import __version__
@@ -51,20 +52,25 @@ class Unfailing(io.FileIO):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for what the user can correct, others as in errors.py."""
     asked = parse(arguments)
+    return run_command(partial(asked.command, asked), debug=asked.debug, console=getattr(asked, "console", None))
+
+
+def run_command(command: Callable[[], int], *, debug: bool = False, console: str | None = None) -> int:
+    """Runs a command; makes an exit code and a message of what the user, the machine or Ctrl-C ends it with. console:
+    the output that the command makes itself, without the usual display."""
     if sys.stdout is sys.__stdout__:
         sys.stdout, sys.stderr = Unfailing.standard(1), Unfailing.standard(2)
-    console = getattr(asked, "console", None)
+    report = partial(_told, debug=debug, console=console)
     try:
         with nullcontext() if console else shown_by(usual_display()):
-            code: int = asked.command(asked)
-            return code
+            return command()
     except MegagrpoError as error:
-        return _told(error, asked)
+        return report(error)
     except (MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno in NAMES and error.filename:
             needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
             wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
-            return _told(wrong, asked)
+            return report(wrong)
         if not _is_shortage(error):
             raise
         room = "make room (disk, memory, ulimit -n)"
@@ -72,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             room = "allow more processes and threads (ulimit -u, or pids.max of the container or job)"
         fix = f"{room}, then start the same command again: a run continues"
         shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
-        return _told(shortage, asked)
+        return report(shortage)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -85,11 +91,11 @@ def _is_shortage(error: MemoryError | OSError | RuntimeError) -> bool:
     return isinstance(error, MemoryError) or NO_THREAD in str(error)
 
 
-def _told(error: MegagrpoError, asked: argparse.Namespace) -> int:
+def _told(error: MegagrpoError, *, debug: bool, console: str | None) -> int:
     """Prints the error once, as the last output of a command. Returns the exit code."""
-    if asked.debug:
+    if debug:
         traceback.print_exc()
-    if getattr(asked, "console", None) == "json":
+    if console == "json":
         import json
 
         problems = [{field: getattr(p, field) for field in ("where", "given", "needed", "fix")} for p in error.problems]

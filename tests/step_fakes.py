@@ -209,7 +209,7 @@ def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state
     setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
     files, starter = (
         SimpleNamespace(begin=lambda *given: None),
-        SimpleNamespace(again=lambda run, source, saved: (run, source)),
+        SimpleNamespace(start_again=lambda run, source, saved: (run, source)),
     )
     loop = Loop(setup, GrpoTraining(setup, run, Live(run), starter, {}, files))  # type: ignore[arg-type]
     loop.run()

@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Condition
+from typing import Protocol
 
 from megagrpo.agents.host import TICK_SECONDS, AgentHost
 from megagrpo.agents.host_settings import gateway_of, program_of
+from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.rollout.pool import Order
+from megagrpo.rollout.pool import Order, Pool
 from megagrpo.types import Request, Sample
-
-if TYPE_CHECKING:
-    from megagrpo.cluster.rollouts import Rollouts
 
 GATHER_SECONDS = 0.003
 """Turns that come within this time go to engines together: the embedded engine samples batch after batch."""
+
+
+class Engines(Protocol):
+    """The engines that sample turns, as Rollouts (rollouts.py) has them."""
+
+    pool: Pool
+    changed: Condition
+    say: Callable[[str], None]
+
+    def hand_out(self) -> None: ...
+
+    def give_back(self, orders: Iterable[Order]) -> None: ...
+
+    def fail(self, error: MegagrpoError) -> None: ...
 
 
 class AgentTurns:
     """A bridge that hands rollouts to the host of the agents, and their turns to the pool. Callers of its methods hold
     `changed`."""
 
-    def __init__(self, recipe: Recipe, tokenizer_directory: Path, rollouts: Rollouts) -> None:
+    def __init__(self, recipe: Recipe, tokenizer_directory: Path, engines: Engines) -> None:
         """Creates the agents' host. Raises AgentError if the agent's file cannot be read."""
         if recipe.agent is None:
             raise ValueError("no agent")
         self._turn_seconds = recipe.agent.turn_timeout_seconds or math.inf
-        self._rollouts, self._pool, self._changed = rollouts, rollouts.pool, rollouts.changed
+        self._engines, self._pool, self._changed = engines, engines.pool, engines.changed
         self._turns: dict[Order, set[Order]] = {}
         """Turns that wait or run, by the order of their rollouts."""
         self._held: set[Order] = set()
@@ -45,9 +58,9 @@ class AgentTurns:
             run_directory(recipe).absolute() / "logs",
             lambda: gateway_of(recipe, tokenizer_directory, self._ask),
             finished=self._finished,
-            failed=rollouts.fail,
+            failed=engines.fail,
             sampling=self._sampling,
-            say=lambda line: rollouts.say(line),
+            say=lambda line: engines.say(line),
             prepare_seconds=recipe.cluster.start_timeout_seconds,
         )
 
@@ -117,7 +130,7 @@ class AgentTurns:
             for order, turn in new:
                 self._turns.setdefault(order, set()).add(turn)
             self._pool.add(turn for order, turn in new if order not in self._held)
-            self._rollouts.hand_out()
+            self._engines.hand_out()
 
     def _end_turn(self, order: Order, turn: Order) -> None:
         if (order, turn) in self._new:
@@ -129,7 +142,7 @@ class AgentTurns:
             if not turns:
                 self._turns.pop(order, None)
             if not turn.complete:  # the agent has gone away
-                self._rollouts.give_back([turn])
+                self._engines.give_back([turn])
             order.continued += turn.continued
 
     def _finished(self, order: Order, index: int, key: str, sample: Sample | None) -> None:

@@ -299,11 +299,13 @@ class Rollouts:
         return AgentTurns(self._recipe, tokenizer_directory, self)
 
     def fail(self, error: MegagrpoError) -> None:
+        """Ends all waits for samples with this error."""
         with self.changed:
             self._failure = error
             self.changed.notify_all()
 
     def give_back(self, orders: Iterable[Order]) -> None:
+        """Takes the requests of these orders back from the engines. The caller holds `changed`."""
         for engine, tickets in self.pool.withdraw(orders).items():
             self.engines.by_name[engine].give_back.remote(tickets)
 
@@ -369,6 +371,7 @@ class Rollouts:
         self._seconds += seconds
 
     def hand_out(self) -> None:
+        """Hands requests that wait to engines with free slots. The caller holds `changed`."""
         self._count_idle()
         for engine, requests in self.pool.hand_out().items():
             self._answers.hand(self.engines.by_name[engine], requests)

@@ -154,7 +154,7 @@ class WeightSync:
         self._rollouts.hold(engines)
         doing = f"weight sync: version {version} has the same weights"
         asked = {name: ask_engine(actor, "keep_weights", version) for name, actor in engines.items()}
-        failed = self._failed(asked, doing)
+        failed = self._failures_of(asked, doing)
         self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
         return not failed
 
@@ -235,10 +235,10 @@ class WeightSync:
             else:
                 verified.append(name)
         committing = {name: ask_engine(engines[name], "commit_update", version) for name in verified}
-        failed |= self._failed(committing, f"weight sync: commit of version {version}")
+        failed |= self._failures_of(committing, f"weight sync: commit of version {version}")
         return failed, list(failed)
 
-    def _failed(
+    def _failures_of(
         self, asked: Mapping[str, ray.ObjectRef[Any]], doing: str, more_seconds: float = 0.0
     ) -> dict[str, MegagrpoError]:
         """Returns the errors of the engines that fail, or do not answer in time."""
@@ -303,7 +303,7 @@ class WeightSync:
             name: ask_engine(actor, "connect", self._shared_plan, self._destinations[name], self._channel)
             for name, actor in new.items()
         }
-        failed = self._failed(asked, "connecting", more_seconds=GRACE_SECONDS)
+        failed = self._failures_of(asked, "connecting", more_seconds=GRACE_SECONDS)
         for name, error in failed.items():
             if not isinstance(error, EngineError):
                 raise error

@@ -196,9 +196,6 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
     return schema
 
 
-PROMPT_ROWS = prompt_schema()
-
-
 def data_sources(path: str, mapping: ColumnsConfig | None = None) -> Iterator[tuple[int, str]]:
     """Yields (number of its first row, name) of each data source of a file. Raises DataError if it cannot be read."""
     column = (mapping or ColumnsConfig()).data_source or _known("data_source", columns(path))

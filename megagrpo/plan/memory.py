@@ -308,8 +308,6 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         tokens = train.logprob_tokens_per_microbatch or train.tokens_per_microbatch
         without = _without_gradients(train, replace(work, tokens=min(tokens, whole)), stage)
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
-    nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
-    context = Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing))
     sizes = model_parts(case, index)
     models = [Part(name, size, _that_lower(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
@@ -334,9 +332,14 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
             left = passing - (_sum(sync) if phase == "weight_sync" else 0)
             if phase in ("rollout", "weight_sync") and not away and left > 0:
                 parts.append(Part("kept by torch's allocator", left, movable))
-            parts.append(context)
+            parts.append(_context(layout, passing))
         found[phase] = parts
     return found
+
+
+def _context(layout: ParallelLayout, passing: int) -> Part:
+    nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
+    return Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing))
 
 
 def _sum(parts: Iterable[Part]) -> int:

@@ -1,4 +1,4 @@
-"""The kinds of engines. A recipe looks `rollout.engine` up in ENGINES once; other rooms ask the kind, not the name.
+"""The kinds of engines. A recipe looks `rollout.engine` up in ENGINES once; other folders ask the kind, not the name.
 
 Every recipe imports this module. So methods import an engine, or its side of the weights, when they are called.
 """

@@ -121,7 +121,7 @@ def step_entries(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
         try:
             entry = json.loads(line)
             int(entry["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
         yield entry
 

@@ -40,8 +40,8 @@ class Exports:
         self._job: Future[Path] | None = None
         self._commands: dict[Path, subprocess.Popen[bytes]] = {}
 
-    def write_final(self, ranks: TrainRanks, step: int) -> None:
-        """Writes the policy as a Hugging Face model, and starts the command on it. Raises CheckpointError.
+    def write_final(self, ranks: TrainRanks, step: int) -> Path:
+        """Writes the policy as a Hugging Face model. Returns its directory. Raises CheckpointError.
 
         Every rank writes its own boxes; nothing is gathered. Adapters are merged into its weights, and also written as
         PEFT files beside it.
@@ -58,7 +58,7 @@ class Exports:
         begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
         ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
         self._complete(begun, step)
-        self.start_command(begun.directory)
+        return begun.directory
 
     def begin(self, ranks: TrainRanks, step: int) -> None:
         """Copies the policy, whose parameters are on the device, to the ranks' host memory; a thread then writes it."""

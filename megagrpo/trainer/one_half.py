@@ -25,6 +25,7 @@ from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.track.jsonl import step_entries
 from megagrpo.track.trackers import without_trackers
 from megagrpo.trainer.batches import (
+    Batch,
     Sampled,
     ranges,
     read_batch,
@@ -52,7 +53,7 @@ class Untrained(Live):
     """The samples of all steps by the first weights: the ranks wait in host memory until the run ends."""
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def engines_alone(self) -> Iterator[None]:
         yield
 
 
@@ -98,14 +99,21 @@ class Saved(SampleSource):
 
     def __init__(self, directory: Path, checked: Preflight[Recipe]) -> None:
         self._directory, self._checked = directory, checked
-        self.recipe = ""
-        """Name of the file with the recipe that the newest batch was trained with."""
+        self._batches: dict[int, Batch] = {}
+        """Batches that are read and not yet trained on, by step."""
+
+    def batch(self, step: int) -> Batch:
+        """Reads the batch of `step`, which `next` then returns. Raises UnusableCheckpointError."""
+        if step not in self._batches:
+            batch, recipe = read_batch(self._directory, step), self._checked.recipe
+            where = f"step {step} of {self._directory}"
+            require_fitting(batch.sampled, recipe, self._checked.architecture.vocab, where)
+            self._batches[step] = batch
+        return self._batches[step]
 
     def next(self, step: int) -> Sampled:
-        batch, checked = read_batch(self._directory, step), self._checked
-        require_fitting(batch.sampled, checked.recipe, checked.architecture.vocab, f"step {step} of {self._directory}")
-        self.recipe = batch.recipe
-        return batch.sampled
+        self.batch(step)
+        return self._batches.pop(step).sampled
 
     def sync(self, version: int, *, changed: bool) -> None:
         """Does nothing: there are no engines."""
@@ -214,15 +222,17 @@ def replay(checked: Preflight[Recipe], directory: Path, step: int, say: Callable
     with ExitStack() as closing:
         ray = runtime.start(recipe, devices_of=partial(plan_devices, engines_too=False))
         closing.callback(runtime.stop, ray)
-        last = read_batch(directory, step)
+        source = Saved(directory, checked)
+        last = source.batch(step)
         total = recipe.train.total_steps or last.total_steps
         run = start_train_run(checked, total, ray, closing, PhaseClock(), checkpoint)
-        source, coefficient = Saved(directory, checked), first_kl_coefficient(recipe, state)
+        coefficient = first_kl_coefficient(recipe, state)
         for number in steps:
+            trained_with = source.batch(number).recipe
+            if trained_with != last.recipe:
+                say(f"step {number} was trained with {trained_with}, and is now trained with {last.recipe}")
             done = grpo_step(run, source, number, coefficient)
             metrics, coefficient = done.metrics, done.kl_coefficient or 0.0
-            if source.recipe != last.recipe:
-                say(f"step {number} was trained with {source.recipe}, and is now trained with {last.recipe}")
             if number < step:
                 say(f"trained step {number}")
     different, lines = compared(logged, metrics)

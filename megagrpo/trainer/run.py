@@ -85,7 +85,8 @@ class Run(TrainRun):
 class SampleSource(Protocol):
     """A source of the samples that steps train on.
 
-    Its kinds: Live (schedule.py), Background (sampling.py), Logged (schedule_log.py), Saved (one_half.py).
+    Its kinds: Live (schedule.py), Background (sampling.py), Logged (schedule_log.py), Untrained and Saved
+    (one_half.py).
     """
 
     def next(self, step: int) -> Sampled:
@@ -103,6 +104,14 @@ class SampleSource(Protocol):
     def pending(self) -> Pending | None:
         """Returns the samples of later steps, for a checkpoint."""
         return None
+
+    def drop(self) -> None:
+        """Cancels all that is sampled for later steps."""
+        return  # most kinds sample nothing; without a return it would be abstract
+
+    def close(self) -> None:
+        """Ends the threads that sample for later steps."""
+        return
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ def run_to_end(
         if kept.export_hugging_face:
             training = loop.training
             with stopping.giving_up(), training.exporting(), progress("exporting the model"):
-                setup.exports.write_final(training.ranks, loop.state.step)
+                exported = setup.exports.write_final(training.ranks, loop.state.step)
+            setup.exports.start_command(exported)
     return 0
 
 

@@ -95,7 +95,7 @@ class Background(EngineSource):
             with clock.phase("rollout"):
                 self.go_on()
                 return self.take()
-        with self.alone(), clock.phase("rollout"):
+        with self.engines_alone(), clock.phase("rollout"):
             self.go_on()
             sampled = self.take(then_pause=True)
             self.pause()

@@ -87,22 +87,16 @@ class EngineSource(SampleSource):
         return metrics
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def engines_alone(self) -> Iterator[None]:
         """Gives the engines the memory of the ranks, which wait, and then gives it back."""
         with self.run.policy.released():
             yield
             self.run.rollouts.release_memory()
-
-    def drop(self) -> None:
-        """Cancels all that is sampled for later steps."""
-
-    def close(self) -> None:
-        """Ends the threads that sample for later steps."""
 
 
 class Live(EngineSource):
     """The samples of a step, all by the weights that it trains, before it trains them."""
 
     def sample(self, step: int) -> Sampled:
-        with self.alone():
+        with self.engines_alone():
             return sample(self.run, step)

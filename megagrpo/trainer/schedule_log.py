@@ -96,7 +96,7 @@ class Logged(EngineSource):
 
     def sample(self, step: int) -> Sampled:
         logged, version = self._steps[step - 1], step - 1
-        with self.alone():
+        with self.engines_alone():
             with self.run.clock.phase("rollout"):
                 self._sample_with(version)
                 unscored = list(map(self._whole, logged.groups))

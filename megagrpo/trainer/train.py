@@ -31,14 +31,14 @@ from megagrpo.trainer.batches import require_another_directory
 from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
 from megagrpo.trainer.run_loop import Training, run_to_end
 from megagrpo.trainer.sampling import Background
-from megagrpo.trainer.schedule import EngineSource, Live, grpo_step
+from megagrpo.trainer.schedule import Live, grpo_step
 from megagrpo.trainer.schedule_log import Logged, read_schedule, schedule_line
 from megagrpo.trainer.setup import Setup
 from megagrpo.trainer.step import require_version
 from megagrpo.trainer.step_metrics import report_mismatch
 from megagrpo.types import Group, Prompt
 
-SourceOf = Callable[[Run, Checkpoint | None], EngineSource]
+SourceOf = Callable[[Run, Checkpoint | None], SampleSource]
 """Makes the source of a run's samples. Gets the checkpoint that the run is continued from."""
 
 
@@ -96,7 +96,7 @@ def start_training(
     rollouts = None if ray.shares_gpus else start_engines()
     # A run that is continued finishes what had begun, whatever its schedule is now.
     samples_itself = isinstance(recipe.schedule, SyncConfig) and recipe.schedule.beyond == 0
-    in_background = source_of is None and (not samples_itself or setup.pending is not None)
+    in_background = not samples_itself or setup.pending is not None
     judged = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt if in_background else 1
     score_with = scorer_maker(recipe, ray, judging.served(), setup.stopping.check, say)
     scorer = score_with(recipe.reward, judged_responses=judged)
@@ -106,16 +106,16 @@ def start_training(
     files = ResponseFiles(run_directory(recipe) / "evaluations", setup.state.step, say)
     closing.callback(files.close)
 
-    def schedule_of(run: Run, saved: Checkpoint | None) -> EngineSource:
+    def schedule_of(run: Run, saved: Checkpoint | None) -> SampleSource:
         step = saved.state.step if saved else 0
         return Background(run, step, pending_of(saved)) if in_background else Live(run)
 
     starter = RankStarter(setup, ray, placed, source_of or schedule_of, closing.enter_context(ExitStack()))
-    policy = starter.policy(setup.resumed)
+    policy = starter.start_policy(setup.resumed)
     rollouts = rollouts or start_engines()
     rollouts.wait_until_ready()
     judging.wait_until_ready()
-    run, source = starter.run(setup.resumed, policy, rollouts, scorer)
+    run, source = starter.start_run(setup.resumed, policy, rollouts, scorer)
     return GrpoTraining(setup, run, source, starter, scorers, files)
 
 
@@ -145,15 +145,15 @@ class RankStarter:
     source_of: SourceOf
     ends: ExitStack  # of all that starts again with new ranks
 
-    def policy(self, saved: Checkpoint | None) -> Policy:
+    def start_policy(self, saved: Checkpoint | None) -> Policy:
         """Starts the ranks, which leave their memory to engines."""
         policy = start_policy(self.setup.checked, self.placed, self.ray, self.ends, saved)
         policy.release()
         return policy
 
-    def run(
+    def start_run(
         self, saved: Checkpoint | None, policy: Policy, rollouts: Rollouts, scorer: Scorer
-    ) -> tuple[Run, EngineSource]:
+    ) -> tuple[Run, SampleSource]:
         """Brings the ranks' weights to the engines, and begins to sample."""
         setup, step = self.setup, saved.state.step if saved else 0
         setup.tracker.say("bringing the weights to the engines")
@@ -179,12 +179,12 @@ class RankStarter:
         self.ends.callback(source.close)
         return run, source
 
-    def again(self, run: Run, source: EngineSource, saved: Checkpoint | None) -> tuple[Run, EngineSource]:
+    def start_again(self, run: Run, source: SampleSource, saved: Checkpoint | None) -> tuple[Run, SampleSource]:
         """Starts new ranks for lost ones; engines and scorer stay."""
         source.drop()
         self.ends.close()
         run.rollouts.release_memory()  # ranks that start take the memory that is free
-        return self.run(saved, self.policy(saved), run.rollouts, run.scorer)
+        return self.start_run(saved, self.start_policy(saved), run.rollouts, run.scorer)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,6 @@ class GrpoTraining(PolicyTraining):
     """The training of GRPO and PPO."""
 
     run: Run
-    source: EngineSource
     starter: RankStarter
     scorers: Mapping[str, Scorer]
     """By evaluation set: scorers of the sets with reward functions of their own."""
@@ -262,7 +261,7 @@ class GrpoTraining(PolicyTraining):
             yield
 
     def with_new_ranks(self, saved: Checkpoint | None) -> GrpoTraining:
-        run, source = self.starter.again(self.run, self.source, saved)
+        run, source = self.starter.start_again(self.run, self.source, saved)
         return replace(self, run=run, source=source)
 
     def give_up(self) -> None:

@@ -18,7 +18,7 @@ from examples.data_sets.math import boxed_answer
 from examples.data_sets.source import downloaded
 from examples.prepare import main
 from megagrpo.data.prepare import prepare_jsonl
-from megagrpo.data.rows import PROMPT_ROWS, read
+from megagrpo.data.rows import prompt_schema, read
 from megagrpo.errors import DataError
 from megagrpo.reward.answer_text import final_answer as final_answer_of
 from tests.data_files import write_jsonl, write_parquet
@@ -49,13 +49,13 @@ def test_gsm8k_is_prepared_from_its_published_files(write, pattern, tmp_path):
     write(source / pattern.format("test"), GSM8K[0])
     prepared = gsm8k.prepare(source, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (3, 1)
-    rows = read(prepared.train, PROMPT_ROWS)
+    rows = read(prepared.train, prompt_schema())
     assert [row.ground_truth for row in rows] == ["18", "1234567", "-2.50"]
     (message,) = rows[0].messages
     assert (message["role"], message["content"][:19]) == ("user", "Janet has 3 ducks. ")
     assert rows[1].extra_info == {"split": "train", "index": 1, **GSM8K[1]}
     assert (rows[0].data_source, rows[0].ability) == ("openai/gsm8k", "math")
-    assert read(prepared.test, PROMPT_ROWS)[0].extra_info["split"] == "test"
+    assert read(prepared.test, prompt_schema())[0].extra_info["split"] == "test"
     assert sorted(os.listdir(tmp_path / "out")) == ["test.parquet", "train.parquet"]
 
 
@@ -99,6 +99,7 @@ def test_the_command_of_examples_writes_both_splits_and_says_so(tmp_path, capsys
     assert capsys.readouterr().out == f"3 rows in {output}/train.parquet\n1 rows in {output}/test.parquet\n"
     assert main(["gsm8k", "--source", str(output / "none"), "--output", str(output)]) == 2
     assert "no such folder" in capsys.readouterr().err
+    assert main(["gsm8k", "--source", str(tmp_path), "--output", str(output / ("x" * 300))]) == 2
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="ab #,1\n", max_size=20))
@@ -112,7 +113,7 @@ def test_own_columns_are_prepared(tmp_path):
     columns = {"prompt_column": "q", "answer_column": "a", "data_source": "sums"}
     texts = {"instruction": "Be brief.", "system_prompt": "You add."}
     prepared = prepare_jsonl(source, tmp_path / "out", **columns, **texts)
-    rows = read(prepared.train, PROMPT_ROWS)
+    rows = read(prepared.train, prompt_schema())
     assert (prepared.test, prepared.test_rows, prepared.train_rows) == (None, 0, 3)
     assert [row.ground_truth for row in rows] == ["5", "0.5", "y"]
     assert rows[0].messages == ({"role": "system", "content": "You add."}, {"role": "user", "content": "2+3 Be brief."})
@@ -127,7 +128,7 @@ def test_the_held_out_share_is_seeded_and_shares_no_prompt(tmp_path):
         assert prepared.test is not None
         assert prepared.train_rows + prepared.test_rows == 40
         train, test = (
-            {row.messages[0]["content"] for row in read(p, PROMPT_ROWS)} for p in (prepared.train, prepared.test)
+            {row.messages[0]["content"] for row in read(p, prompt_schema())} for p in (prepared.train, prepared.test)
         )
         return train, test
 
@@ -141,7 +142,7 @@ def test_own_data_sources_and_indices_are_kept_and_the_name_is_without_its_suffi
     rows = [{"prompt": "a", "answer": 1, "index": 7, "data_source": "sums"}, {"prompt": "b", "answer": 2}]
     source = tmp_path / "mine.v2.jsonl.gz"
     source.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    first, second = read(prepare_jsonl(source, tmp_path / "out").train, PROMPT_ROWS)
+    first, second = read(prepare_jsonl(source, tmp_path / "out").train, prompt_schema())
     assert (first.data_source, first.extra_info["index"]) == ("sums", 7)
     assert second.data_source == "mine.v2"
 
@@ -150,7 +151,7 @@ def test_prompts_that_differ_in_white_space_are_held_out_together(tmp_path):
     source = write_jsonl(tmp_path / "mine.jsonl", *({"prompt": f"{i // 2}" + " " * i, "answer": i} for i in range(40)))
     prepared = prepare_jsonl(source, tmp_path / "out", test_share=0.5)
     train, test = (
-        {row.messages[0]["content"].strip() for row in read(path, PROMPT_ROWS)}
+        {row.messages[0]["content"].strip() for row in read(path, prompt_schema())}
         for path in (prepared.train, prepared.test)
     )
     assert not train & test
@@ -161,7 +162,7 @@ def test_older_held_out_rows_do_not_stay_beside_new_ones(tmp_path):
     before = prepare_jsonl(source, tmp_path / "out", test_share=0.5)
     with pytest.raises(DataError, match=r"test\.parquet"):
         prepare_jsonl(source, tmp_path / "out")
-    assert len(read(before.train, PROMPT_ROWS)) == 2
+    assert len(read(before.train, prompt_schema())) == 2
     assert prepare_jsonl(source, tmp_path / "out", test_share=0.25).train_rows == 3
 
 
@@ -210,7 +211,7 @@ def test_math_is_prepared_from_its_published_files(kind, tmp_path):
             (folder / f"{index}.json").write_text(json.dumps(row, indent=4))
     prepared = math.prepare(tmp_path, tmp_path / "out")
     assert (prepared.train_rows, prepared.test_rows) == (2, 1)
-    rows = read(prepared.train, PROMPT_ROWS)
+    rows = read(prepared.train, prompt_schema())
     assert [row.ground_truth for row in rows] == [r"\frac{1}{2}", r"\{1, 2\}"]
     assert rows[0].messages[0]["content"].startswith("One half? ")
     assert (rows[1].extra_info["level"], rows[1].extra_info["index"]) == ("Level 5", 1)
@@ -263,7 +264,7 @@ PROGRAM = {
 def test_livecodebench_is_prepared_with_all_of_its_tests(tmp_path):
     rows = (PROGRAM, PROGRAM | {"starter_code": "def add_one(x):", "metadata": '{"func_name": "add_one"}'})
     prepared = livecodebench.prepare(write_jsonl(tmp_path / "test.jsonl", *rows), tmp_path / "out")
-    first, second = read(prepared.train, PROMPT_ROWS)
+    first, second = read(prepared.train, prompt_schema())
     tests = json.loads(second.ground_truth)
     assert tests == {"public_test_cases": TEST, "private_test_cases": TEST, "metadata": {"func_name": "add_one"}}
     assert "standard input" in first.messages[0]["content"]

@@ -10,7 +10,7 @@ from megagrpo.data.files import records, row_count
 from megagrpo.data.locations import path_problem
 from megagrpo.data.prompts import load_prompts
 from megagrpo.data.reasoning_gym import task_at
-from megagrpo.data.rows import PROMPT_ROWS, quick_look, read
+from megagrpo.data.rows import prompt_schema, quick_look, read
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import DataFileConfig
 from megagrpo.recipe.schema.data import DataConfig, overlaps
@@ -35,7 +35,7 @@ def test_a_task_is_data_by_its_name_with_rows_that_stay_the_same():
     assert (first.data_source, first.extra_info["source_dataset"]) == ("reasoning_gym/leg_counting", "leg_counting")
     assert "legs" in first.messages[0]["content"]
     assert [row_count(task.location) for task in tasks] == [5, 5, 5]
-    assert len({row.messages[0]["content"] for task in (tasks[2],) for row in read(task.location, PROMPT_ROWS)}) == 5
+    assert len({row.messages[0]["content"] for row in read(tasks[2].location, prompt_schema())}) == 5
 
 
 def test_a_location_shows_the_arguments_and_has_them_whole():
@@ -49,7 +49,7 @@ def test_a_location_shows_the_arguments_and_has_them_whole():
     "own", ["", "seed=1/size=x/", "%7B/seed=1/size=4/", "[3]/seed=1/size=4/", "a/b/seed=1/size=4/"]
 )
 def test_a_location_of_another_form_is_refused_with_the_form(own):
-    (problem,) = quick_look(f"reasoning_gym://{own}leg_counting", PROMPT_ROWS)
+    (problem,) = quick_look(f"reasoning_gym://{own}leg_counting", prompt_schema())
     assert "seed=SEED/size=SIZE/TASK" in problem.needed
 
 
@@ -63,10 +63,10 @@ def test_a_location_of_another_form_is_refused_with_the_form(own):
     ],
 )
 def test_a_task_that_there_is_not_is_named(task, said):
-    (problem,) = quick_look(task.location, PROMPT_ROWS)
+    (problem,) = quick_look(task.location, prompt_schema())
     assert said in str(problem)
     with pytest.raises(DataError, match=said):
-        read(task.location, PROMPT_ROWS)
+        read(task.location, prompt_schema())
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):

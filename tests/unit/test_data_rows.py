@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megagrpo.data.rows import PROMPT_ROWS, quick_look, read
+from megagrpo.data.rows import prompt_schema, quick_look, read
 from megagrpo.errors import DataError, Problem
 from tests.data_files import write_jsonl, write_parquet
 
@@ -35,7 +35,7 @@ def write(request, tmp_path):
 
 def test_a_good_file_is_read_whole(write):
     path = write(row(), row(ability=None, extra_info=None), row(data_source="other"))
-    rows, first = read(path, PROMPT_ROWS), path.suffix == ".jsonl"
+    rows, first = read(path, prompt_schema()), path.suffix == ".jsonl"
     assert [r.number for r in rows] == [first, first + 1, first + 2]
     assert rows[0].messages == (
         {"role": "system", "content": "Be brief."},
@@ -50,12 +50,12 @@ def test_optional_columns_may_be_absent_and_blank_lines_are_skipped(tmp_path):
     path.write_text(
         "\ufeff" + json.dumps(row(ability=..., extra_info=...)) + "\n\n" + json.dumps(row()), encoding="utf-8"
     )
-    assert [(r.number, r.extra_info) for r in read(path, PROMPT_ROWS)] == [(1, {}), (3, {"index": 0})]
+    assert [(r.number, r.extra_info) for r in read(path, prompt_schema())] == [(1, {}), (3, {"index": 0})]
 
 
 def problems_of(path: Path) -> list[Problem]:
     with pytest.raises(DataError) as raised:
-        read(path, PROMPT_ROWS)
+        read(path, prompt_schema())
     return list(raised.value.problems)
 
 
@@ -97,7 +97,7 @@ def test_a_bad_line_is_named(line, said, tmp_path):
     (problem,) = problems_of(path)
     assert f"{path} line 2" in problem.where
     assert said in str(problem)
-    assert quick_look(path, PROMPT_ROWS) == [problem]
+    assert quick_look(path, prompt_schema()) == [problem]
 
 
 def test_ten_bad_rows_are_named_and_the_rest_counted(write):
@@ -113,7 +113,7 @@ def test_a_parquet_string_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "bad.parquet"
     pq.write_table(table.set_column(0, "data_source", latin1), path)
     with pytest.raises(DataError, match=r"row 1 \(counting from 0\): not UTF-8"):
-        read(path, PROMPT_ROWS)
+        read(path, prompt_schema())
 
 
 @pytest.mark.parametrize(("names", "place"), [(("prompt", "prompt"), ""), (("x",), " of x")])
@@ -181,7 +181,7 @@ def test_a_bad_file_is_named(name, make, needle, tmp_path):
     problems = problems_of(path)
     assert str(path) in str(problems[0])
     assert needle in str(problems[0])
-    assert quick_look(path, PROMPT_ROWS) == problems
+    assert quick_look(path, prompt_schema()) == problems
 
 
 def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
@@ -193,16 +193,16 @@ def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", row())
-    assert "train.jsonl" in quick_look(tmp_path / "trian.jsonl", PROMPT_ROWS)[0].fix
+    assert "train.jsonl" in quick_look(tmp_path / "trian.jsonl", prompt_schema())[0].fix
     (tmp_path / "gone.jsonl").symlink_to("nowhere")
-    assert "gone.jsonl" not in quick_look(tmp_path / "gone.jsonl", PROMPT_ROWS)[0].fix
+    assert "gone.jsonl" not in quick_look(tmp_path / "gone.jsonl", prompt_schema())[0].fix
 
 
 def test_the_quick_check_reads_only_the_first_rows(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", *[row()] * 100, row(prompt=[]))
-    assert quick_look(path, PROMPT_ROWS) == []
+    assert quick_look(path, prompt_schema()) == []
     with pytest.raises(DataError, match="line 101"):
-        read(path, PROMPT_ROWS)
+        read(path, prompt_schema())
 
 
 def test_the_example_of_the_docs_is_a_valid_row(tmp_path):
@@ -210,5 +210,5 @@ def test_the_example_of_the_docs_is_a_valid_row(tmp_path):
     example = re.search(r"<!-- example: line.jsonl -->\n```json\n(.*?)```", page, re.DOTALL)
     assert example is not None
     (tmp_path / "line.jsonl").write_text(example.group(1))
-    (line,) = read(tmp_path / "line.jsonl", PROMPT_ROWS)
+    (line,) = read(tmp_path / "line.jsonl", prompt_schema())
     assert (line.data_source, line.ground_truth, line.extra_info) == ("sums", "5", {"index": 0})

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from examples.demo import adder as demo
 from examples.demo.adder import Sum, make_splits
 from examples.demo.model import make_tokenizer
-from megagrpo.data.rows import PROMPT_ROWS, read
+from megagrpo.data.rows import prompt_schema, read
 from megagrpo.recipe.defaults import export_directory
 from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward.verifiers import gsm8k
@@ -56,7 +56,7 @@ def test_no_sum_in_either_order_is_in_two_splits() -> None:
 
 def test_the_reward_gives_the_expected_response_full_marks(prepared: demo.AdderFiles) -> None:
     reward = gsm8k.make()
-    rows = read(prepared.test, PROMPT_ROWS)
+    rows = read(prepared.test, prompt_schema())
     assert len(rows) == len(make_splits().test)
     for row in rows:
         assert row.data_source == "adder"

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from examples.demo import agents
 from examples.demo.agents import KINDS, TEST, TRAIN
 from megagrpo.data.messages import load_examples
-from megagrpo.data.rows import PROMPT_ROWS, read
+from megagrpo.data.rows import prompt_schema, read
 from megagrpo.errors import RecipeError
 from megagrpo.recipe.load import load_sft
 from megagrpo.user_functions import load_function
@@ -33,7 +33,7 @@ def test_no_held_out_question_is_in_another_file(prepared: Path) -> None:
     lines = [json.loads(line) for line in (prepared / "sft_right.jsonl").read_text("utf-8").splitlines()]
     learnt = {line["messages"][0]["content"] for line in lines}
     for kind in KINDS:
-        train, test = (read(prepared / kind / f"{split}.parquet", PROMPT_ROWS) for split in ("train", "test"))
+        train, test = (read(prepared / kind / f"{split}.parquet", prompt_schema()) for split in ("train", "test"))
         asked = {row.messages[0]["content"] for row in train}
         held_out = {row.messages[0]["content"] for row in test}
         assert (len(asked), len(held_out)) == (TRAIN, TEST)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo import language_model
-from megagrpo.data.rows import PROMPT_ROWS, read
+from megagrpo.data.rows import prompt_schema, read
 from megagrpo.errors import ModelError
 from megagrpo.recipe.load import load
 from megagrpo.reward.functions import function_specs, outcome_of
@@ -21,7 +21,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "yaml_recipes" / "smollm2_cpu.yam
 def test_no_held_out_sum_is_trained_on_in_either_order(tmp_path: Path) -> None:
     language_model.prepare_sums(tmp_path)
     train, test = (
-        {row.messages[-1]["content"]: row.ground_truth for row in read(tmp_path / f"{split}.parquet", PROMPT_ROWS)}
+        {row.messages[-1]["content"]: row.ground_truth for row in read(tmp_path / f"{split}.parquet", prompt_schema())}
         for split in ("train", "test")
     )
     numbers = range(language_model.LOWEST, language_model.HIGHEST + 1)

@@ -11,7 +11,7 @@ import pytest
 from examples.demo import puzzles
 from examples.demo.model import make_tokenizer
 from examples.demo.puzzles import KINDS
-from megagrpo.data.rows import PROMPT_ROWS, read
+from megagrpo.data.rows import prompt_schema, read
 from megagrpo.recipe.load import load, load_sft
 from megagrpo.reward.functions import function_specs, outcome_of
 from megagrpo.reward.functions import load as load_function
@@ -51,7 +51,7 @@ def test_the_verifiers_of_the_recipes_take_right_answers_and_no_careless_ones() 
 def test_no_held_out_question_is_in_another_file(prepared: Path) -> None:
     learnt = {row[0]["content"] for row in pq.read_table(prepared / "sft_right.parquet")["messages"].to_pylist()}
     for kind in KINDS:
-        train, test = (read(prepared / kind / f"{split}.parquet", PROMPT_ROWS) for split in ("train", "test"))
+        train, test = (read(prepared / kind / f"{split}.parquet", prompt_schema()) for split in ("train", "test"))
         held_out = {row.messages[0]["content"] for row in test}
         assert len(held_out) == len(test) == puzzles.TEST
         assert not held_out & (learnt | {row.messages[0]["content"] for row in train})

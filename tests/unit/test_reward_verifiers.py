@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo import boxed
 from megagrpo.recipe.reward_functions import BUILT_IN
 from megagrpo.reward import answer_text, verifiers
 from megagrpo.reward.functions import wanted_arguments
@@ -76,7 +75,6 @@ def test_the_examples_of_a_verifier_are_true(name):
 
 def test_the_examples_of_what_verifiers_share_are_true():
     assert not doctest.testmod(answer_text).failed
-    assert not doctest.testmod(boxed).failed
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -176,7 +176,7 @@ def test_samples_without_training_are_saved_step_by_step_until_the_run_is_told_t
 
 def test_logged_metrics_are_the_last_whole_line_of_the_step_without_what_measures_the_machine(tmp_path: Path) -> None:
     entry = {"step": 2, "time": 5.0, "seconds/update": 1.0, "tokens_per_second": 3.0, "eval/mean@1": 1.0}
-    lines = [entry | {"lr": 1.0}, entry | {"lr": 0.1, "grad_norm": None}]
+    lines = [{"step": math.inf}, entry | {"lr": 1.0}, entry | {"lr": 0.1, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 3, "l')
     found = logged_metrics(tmp_path, 2)
     assert found.pop("lr") == 0.1

@@ -17,7 +17,6 @@ from megagrpo.recipe.schema.train import (
 )
 from megagrpo.section import PositiveInt, Rules, Section, Seed, Tokens
 
-NO_ENGINES = "nothing: supervised fine-tuning has no engines"
 HELD_OUT = "held_out"
 """The one set of an evaluation."""
 

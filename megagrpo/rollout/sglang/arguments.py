@@ -148,27 +148,17 @@ def server_arguments(
     """
     if ours := sorted(options.keys() & OWNED.keys()):
         raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
-    defaults: dict[str, Any] = {
+    of_cpus = {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
+        "skip_server_warmup": True,
+    }
+    return {
         "watchdog_timeout": longest_pause_seconds + WATCHDOG_SECONDS,
         "max_running_requests": requests_at_once,
         "sleep_on_idle": True,  # otherwise each idle scheduler takes a core
-    }
-    if device == "cpu":
-        defaults |= {
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "max_total_tokens": cpu_cache_tokens(requests_at_once, tokens_per_request),
-            "skip_server_warmup": True,
-        }
-    else:
-        # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
-        defaults |= {"enable_fp32_lm_head": True}
-        if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
-            # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
-            most = options.get("max_running_requests") or requests_at_once
-            defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
-    return {
-        **defaults,
+        **(of_cpus if device == "cpu" else _defaults_of_gpus(requests_at_once, layout, options)),
         **options,
         "model_path": model_directory,
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -189,6 +179,16 @@ def server_arguments(
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],
     }
+
+
+def _defaults_of_gpus(requests_at_once: int, layout: EngineLayoutConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
+    defaults: dict[str, Any] = {"enable_fp32_lm_head": True}
+    if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
+        # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
+        most = options.get("max_running_requests") or requests_at_once
+        defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
+    return defaults
 
 
 def judge_arguments(*, device: str, **given: Any) -> dict[str, Any]:
