@@ -1,7 +1,8 @@
 """The program that sends a run to its trackers: `megagrpo track sync`, and with --follow while the run goes on.
 
 The files in the run's directory are the truth. A tracker gets each line of metrics.jsonl after its offset, the step in
-track.json. The offset is written after the tracker has the line, so an interrupted delivery resumes there.
+track.json or, where it tells, the tracker's own. The offset is written after the tracker has the line, so an
+interrupted delivery resumes there.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Delivery:
         """Sends the data that the tracker lacks. Raises the errors of its library: the next call then tries again."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
-            self._step = max(self._step, self.tracked.open())
+            if (step := self.tracked.open()) is not None:
+                self._step = step
             self._lines.rewind()
         while lines := self._lines.read(self._is_new):
             seconds = max(self._seconds, lines[-1].seconds)  # clocks of two nodes may differ

@@ -213,12 +213,11 @@ def tests_of(ground_truth: str) -> object:
 
 
 class Batch:
-    """Calls that are sent as one POST. `waiting`: the number of calls that want their score."""
+    """Calls that are sent as one POST: their items, but for those of cancelled calls."""
 
     def __init__(self, server: Server) -> None:
-        self.items: list[Item] = []
+        self.items: dict[object, Item] = {}
         self.full = asyncio.Event()
-        self.waiting = 0
         self.scores = asyncio.create_task(server.scores_of(self))
 
 
@@ -238,33 +237,38 @@ class Server:
 
     async def score(self, item: Item) -> RewardReturn:
         """Returns the item's score. Raises the server's failure for this item."""
-        batch = self._filling = self._filling or Batch(self)
-        place = len(batch.items)
-        batch.items.append(item)
-        batch.waiting += 1
-        if len(batch.items) == self.batch_max:
-            self._filling = None
+        batch, call = self._filling or Batch(self), object()
+        batch.items[call] = item
+        is_full = len(batch.items) == self.batch_max
+        self._filling = None if is_full else batch
+        if is_full:
             batch.full.set()
         try:
-            score = (await asyncio.shield(batch.scores))[place]
+            score = (await asyncio.shield(batch.scores))[call]
         finally:  # a call whose own time is over is cancelled; the others of its batch are not
-            batch.waiting -= 1
-            if not batch.waiting:
+            del batch.items[call]
+            if not batch.items:
                 batch.scores.cancel()
+                self._close(batch)
         if score is None:
             raise ValueError("the server has no score for this response")
         if isinstance(score, Exception):
             raise score
         return score
 
-    async def scores_of(self, batch: Batch) -> list[RewardReturn | Exception | None]:
-        """Waits until the batch is full, or its time is over. Returns its scores."""
+    async def scores_of(self, batch: Batch) -> dict[object, RewardReturn | Exception | None]:
+        """Waits until the batch is full, or its time is over. Returns the scores of the calls that still wait."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.batch_seconds):
                 await batch.full.wait()
+        self._close(batch)
+        calls, items = list(batch.items), list(batch.items.values())
+        return dict(zip(calls, await self._scores(items), strict=True))
+
+    def _close(self, batch: Batch) -> None:
+        """Lets the next call begin another batch."""
         if self._filling is batch:
             self._filling = None
-        return await self._scores(batch.items)
 
     async def _scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
         """Returns a score, None, or an exception for each item."""
