@@ -82,26 +82,18 @@ def make(
     Traceback (most recent call last):
     ValueError: url is 'localhost:8000/score', not http://HOST/PATH or https://HOST/PATH
     """
-    shapes = {
-        "items": Shape(items_body, items_scores),
-        "open_instruct_code": code_shape(max_execution_time, pass_rate_min),
-    }
-    limits: dict[str, tuple[float, float, float]] = {
-        "batch": (batch, 1, BATCH_MAX),
-        "batch_ms": (batch_ms, 0, 10_000),
-        "timeout_seconds": (timeout_seconds, 0.001, 86_400),
-        "retries": (retries, 0, 20),
-        "pause_seconds": (pause_seconds, 0, PAUSE_SECONDS_MAX),
-        "max_execution_time": (max_execution_time, 0.001, 86_400),
-        "pass_rate_min": (pass_rate_min, 0, 1),
-    }
-    for name, (value, least, most) in limits.items():
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
-    batch_max = 1 if shape == "open_instruct_code" else batch
+    require_from_to("batch", batch, 1, BATCH_MAX)
+    require_from_to("batch_ms", batch_ms, 0, 10_000)
+    require_from_to("timeout_seconds", timeout_seconds, 0.001, 86_400)
+    require_from_to("retries", retries, 0, 20)
+    require_from_to("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX)
+    require_from_to("max_execution_time", max_execution_time, 0.001, 86_400)
+    require_from_to("pass_rate_min", pass_rate_min, 0, 1)
+    is_code = shape == "open_instruct_code"
     server = Server(
-        checked_url(url), expanded(headers or {}), shapes[shape], batch_max, batch_ms / 1000, timeout_seconds, retries,
-        pause_seconds,
+        checked_url(url), expanded(headers or {}),
+        code_shape(max_execution_time, pass_rate_min) if is_code else Shape(items_body, items_scores),
+        1 if is_code else batch, batch_ms / 1000, timeout_seconds, retries, pause_seconds,
     )  # fmt: skip
 
     async def remote(
@@ -112,11 +104,16 @@ def make(
         extra_info: Mapping[str, Any],
         prompt_text: str = "",
     ) -> RewardReturn:
-        text = after_thinking(response, prompt_text) if shape == "open_instruct_code" else response
+        text = after_thinking(response, prompt_text) if is_code else response
         item = {"data_source": data_source, "prompt": prompt, "response": text, "ground_truth": ground_truth}
         return await server.score({**item, "extra_info": extra_info})
 
     return remote
+
+
+def require_from_to(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
 
 
 def without_secrets(url: str) -> str:
