@@ -16,7 +16,7 @@ PATIENT, LAUNCH = 250.0, follower_process.LAUNCH
 class FollowerThread:
     """What FollowerProcess uses of a process."""
 
-    pid = os.getpid()
+    pid, stdin = os.getpid(), None
 
     def __init__(self, directory: Path) -> None:
         read, write = os.pipe()

@@ -58,7 +58,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         if needed and find_spec(package) is None:
             yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
     used = {
-        **dict.fromkeys(trackers, True),
+        **{name: tracker.package is not None for name, tracker in trackers.items()},
         "prometheus": with_port,
         "muon": muon,
         "te": fused or moments or fused_here(recipe, architecture),

@@ -90,13 +90,14 @@ class Asking(Executor):
         return [asyncio.run_coroutine_threadsafe(self._outcomes(number, task), loop) for number, task in calls]
 
     async def _outcomes(self, number: int, task: Task) -> list[Outcome]:
-        if number not in self._judges:
-            self._judges[number] = self._opened(number)
-        outcomes = await self._call(self.functions[number], self._judges[number], task)
-        self._left -= 1
-        if self._left == 0 and self._cache is not None:
-            self._cache.write()
-        return outcomes
+        try:
+            if number not in self._judges:
+                self._judges[number] = self._opened(number)
+            return await self._call(self.functions[number], self._judges[number], task)
+        finally:
+            self._left -= 1
+            if self._left == 0 and self._cache is not None:
+                self._cache.write()
 
     async def _call(self, function: Function, model: Judge | ScoringModel, task: Task) -> list[Outcome]:
         try:

@@ -35,8 +35,8 @@ class Executor:
         return {number: function.by_group for number, function in self.functions.items()}
 
     def submit(self, calls: Calls) -> list[Outcomes]:
-        """Starts a batch of calls. Returns a future for each; cancelling one of them ends all. A function that fails
-        gives an outcome; an exception of a future is an error of the executor."""
+        """Starts a batch of calls. Returns a future for each; cancelling all of them ends the batch. A function that
+        fails gives an outcome; an exception of a future is an error of the executor."""
         raise NotImplementedError
 
     def take_metrics(self) -> dict[str, float]:
@@ -59,8 +59,17 @@ class Answered(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         return self._answer
 
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        fn(self)
+
     def cancel(self) -> bool:
         return False
+
+    def __repr__(self) -> str:
+        return f"Answered({self._answer!r})"
 
 
 class Inline(Executor):

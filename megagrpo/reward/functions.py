@@ -427,7 +427,7 @@ def _fits(value: object, annotation: Any) -> bool:
     if origin is Sequence:
         return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(one, inner[1]) for one in value.values())
+        return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
     return type(value) is (type(None) if origin is None else origin)
 
 

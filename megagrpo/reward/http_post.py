@@ -23,10 +23,14 @@ async def post(
     # A redirection could take a key elsewhere.
     async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
         after = retry_after(answer.headers.get("Retry-After"))
-        async for chunk in answer.content.iter_any():
-            data += chunk
-            if len(data) > bytes_max:
-                return answer.status, None, after
+        try:
+            async for chunk in answer.content.iter_any():
+                data += chunk
+                if len(data) > bytes_max:
+                    return answer.status, None, after
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            if answer.status == 200:
+                raise  # else the status tells what to do, whatever its body lacks
         return answer.status, bytes(data), after
 
 

@@ -178,11 +178,11 @@ def _pass_on(output: int, bytes_max: int) -> Iterator[bool]:
         if data and left:
             _say(data[:left])
             if len(data) >= left:
-                _say(f"\n[functions printed more than {bytes_max:,} bytes: the rest is left out]\n".encode())
+                _say(f"\n[printed more than {bytes_max:,} bytes: the rest is left out]\n".encode())
         dropped += max(0, len(data) - left)
         left = max(0, left - len(data))
         if not data and dropped:
-            _say(f"[{dropped:,} bytes that functions printed were left out]\n".encode())
+            _say(f"[{dropped:,} bytes were left out]\n".encode())
             dropped = 0
         yield bool(data)
 

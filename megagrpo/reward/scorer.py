@@ -155,7 +155,7 @@ class Scorer:
             for name, executor in self._executors.items():
                 its_futures = executor.submit([calls[number] for number in numbers[name]])
                 futures |= zip(numbers[name], its_futures, strict=True)
-            pending = [future for future in futures.values() if not future.done()]
+            pending = [future for future in futures.values() if not future.done() or future.exception()]
             for future in pending:
                 future.add_done_callback(ended.put)
             with progress("scoring", len(calls), "calls") as work:

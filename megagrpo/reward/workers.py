@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -277,12 +278,15 @@ class _Run:
         self.left = len(calls)
 
     def to_end(self) -> None:
-        """Runs all calls. Raises CancelledError once one that is under way is cancelled, and RewardError if a function
-        cannot be loaded."""
+        """Runs all calls. Raises CancelledError once one is cancelled, and RewardError if a function cannot be
+        loaded."""
         while self.left:
             for worker in self.pool.workers():
                 self._assign(worker)
-            if any(self.futures[number].cancelled() for worker in self.pool.workers() for number in worker.in_flight):
+            in_flight = (number for worker in self.pool.workers() for number in worker.in_flight)
+            # All are cancelled together, so the first of those that wait tells.
+            looked_at = (*in_flight, *islice(self.waiting, 1), *islice(self.suspects, 1))
+            if any(self.futures[number].cancelled() for number in looked_at):
                 raise CancelledError
             self.wait()
 

@@ -1,7 +1,8 @@
 """The program that sends a run to its trackers: `megagrpo track sync`, and with --follow while the run goes on.
 
 The files in the run's directory are the truth. A tracker gets each line of metrics.jsonl after its offset, the step in
-track.json. The offset is written after the tracker has the line, so an interrupted delivery resumes there.
+track.json or, where it tells, the tracker's own. The offset is written after the tracker has the line, so an
+interrupted delivery resumes there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
+import stat
 import subprocess
 import sys
 import threading
@@ -59,7 +62,7 @@ class MetricLines:
             if text.endswith(b"\n"):
                 if (line := _line(text)) and wanted(line):
                     lines.append(line)
-            elif os.path.samestat(self._path.stat(), os.fstat(file.fileno())):
+            elif not self._path.exists() or os.path.samestat(self._path.stat(), os.fstat(file.fileno())):
                 file.seek(begin)  # this line is still being written
                 break
             else:
@@ -105,7 +108,8 @@ class Delivery:
         """Sends the data that the tracker lacks. Raises the errors of its library: the next call then tries again."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
-            self._step = max(self._step, self.tracked.open())
+            if (step := self.tracked.open()) is not None:
+                self._step = step
             self._lines.rewind()
         while lines := self._lines.read(self._is_new):
             seconds = max(self._seconds, lines[-1].seconds)  # clocks of two nodes may differ
@@ -173,15 +177,29 @@ def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
     """
     if _is_running(directory):
         let_family_idle(os.getpid())
-    output, sys.stdout = sys.stdout, sys.stderr
+    output, sys.stdout = os.dup(1), sys.stderr
     os.dup2(2, 1)
-    follow(directory, mlflow_uri, lambda line: output.write(f"{line}\n"))  # one write: several threads print
-    output.flush()
+
+    def say(line: str) -> None:
+        with suppress(OSError):  # its reader is gone
+            os.write(output, f"{line}\n".encode(errors="replace"))  # one write: several threads print
+
+    follow(directory, mlflow_uri, say, _wait_for_close if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 
 
-def follow(directory: Path, mlflow_uri: str | None, say: Say) -> None:
-    """Sends a run to its trackers until it ends, then the rest, for FINISH_SECONDS at most. Raises MegagrpoError."""
+def _wait_for_close(seconds: float) -> bool:
+    """Waits. Returns True once the run has closed this process's standard input: it has ended."""
+    return bool(select.select([0], [], [], seconds)[0])
+
+
+def follow(
+    directory: Path, mlflow_uri: str | None, say: Say, wait: Callable[[float], bool | None] = time.sleep
+) -> None:
+    """Sends a run to its trackers until it ends, then the rest, for FINISH_SECONDS at most. Raises MegagrpoError.
+
+    wait: waits for seconds between two looks at status.json; True tells the run's end too.
+    """
     recipe = recipe_of(directory, mlflow_uri, say)
     with only_process_of(directory, FOLLOWER_LOCK):
         ended, threads = threading.Event(), dict[threading.Thread, Delivery]()
@@ -190,7 +208,7 @@ def follow(directory: Path, mlflow_uri: str | None, say: Say) -> None:
             thread = threading.Thread(target=delivery.follow, args=(ended, say), daemon=True)
             threads[thread] = delivery
             thread.start()
-        status = _status_at_end(directory)
+        status = _status_at_end(directory, wait)
         if status != "interrupted" and any(delivery.tracked.takes_report for delivery in threads.values()):
             write_report(directory, say)  # not after an interruption: such a run may not end late
         ended.set()
@@ -205,15 +223,15 @@ def follow(directory: Path, mlflow_uri: str | None, say: Say) -> None:
             Delivered(directory).write(whole=whole)
 
 
-def _status_at_end(directory: Path) -> Status:
-    """Waits for the run's end. Returns the status that the run wrote, or "interrupted" for a run that was killed."""
+def _status_at_end(directory: Path, wait: Callable[[float], bool | None]) -> Status:
+    """Waits for the run's end. Returns the status that the run wrote, or "interrupted" for a run that was killed, or
+    that could not write it."""
     look_at_lock = time.monotonic() + LOOK_SECONDS
-    while _is_running(directory):
+    while _is_running(directory) and not wait(LOOK_AT_END_SECONDS):
         if time.monotonic() > look_at_lock:
             if (directory / LOCK_FILE).exists() and not has_process(directory):
                 break
             look_at_lock = time.monotonic() + LOOK_SECONDS
-        time.sleep(LOOK_AT_END_SECONDS)
     return _written_status(directory)
 
 

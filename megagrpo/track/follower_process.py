@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megagrpo.errors import first_line
 from megagrpo.processes.lifetime import end_with_parent, let_family_idle
-from megagrpo.track.status import read_status
 
 FINISH_SECONDS, REPORT_SECONDS, LEAVE_SECONDS = 60.0, 30.0, 10.0
 """Timeouts at the run's end: of the trackers, of the report before (1,000 steps with 100 samples each take 12 s), and
@@ -49,13 +48,12 @@ class FollowerProcess:
 
     def finish(self) -> None:
         """Waits until trackers have everything, for a minute and the report's timeout at most. Called once status.json
-        has the run's end: if a full disk has kept it out, nothing is awaited."""
+        has the run's end. If a full disk has kept it out, the process learns it from its closed standard input."""
         self._ended.set()
         if process := self._process:  # the run waits now: it gets time as others do, where it may
             let_family_idle(process.pid, False)
-        status = read_status(self._directory)
-        is_written = status is not None and status.ended is not None
-        self._thread.join(FINISH_SECONDS + REPORT_SECONDS + LEAVE_SECONDS if is_written else 0.0)
+            _close_input(process)
+        self._thread.join(FINISH_SECONDS + REPORT_SECONDS + LEAVE_SECONDS)
         if self._thread.is_alive():
             self._say(f"trackers: their process does not end; {self._brings_rest}")
             self._given_up = True
@@ -91,6 +89,8 @@ class FollowerProcess:
         """Runs the process until it ends. Returns its exit status. Raises OSError."""
         with started_process(self._directory) as process:
             self._process = process
+            if self._ended.is_set():
+                _close_input(process)
             for line in process.stdout or ():
                 if line.endswith("\n"):  # else it died in the middle of it
                     self._say(line.removesuffix("\n"))
@@ -98,12 +98,17 @@ class FollowerProcess:
             return process.wait()
 
 
+def _close_input(process: subprocess.Popen[str]) -> None:
+    if process.stdin:
+        process.stdin.close()
+
+
 def started_process(directory: Path) -> subprocess.Popen[str]:
     """Starts the process. Raises OSError."""
     return subprocess.Popen(
         # -P: files of the current directory are no modules
         [sys.executable, "-P", "-c", LAUNCH, "track", "sync", "--follow", str(directory)],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # closed at the run's end
         stdout=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",

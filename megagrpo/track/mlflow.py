@@ -1,7 +1,8 @@
 """A run in MLflow: params, tags, metrics by step, traces, files, data and the model.
 
 A server that is killed or slow may carry out a request without a response. So a retry sends the same values, times
-included, and MLflow's stores keep them once; a unique tag finds the run again.
+included, and MLflow's databases keep them once (stores of files, `file:`, may have a step's values twice then); a
+unique tag finds the run again.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class MLflow(TrackedRun):
         return self.recipe.track.mlflow or schema.MLflowConfig()
 
     def open(self) -> int:
+        """Finds or creates the run. Its tag tells its last step: the run or the database may have been deleted."""
         quiet_settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
         for name, value in {**quiet_settings, **REQUESTS}.items():
             os.environ.setdefault(name, value)  # read when mlflow is imported, or at each request
@@ -104,7 +106,9 @@ class MLflow(TrackedRun):
         from mlflow.tracking import MlflowClient
 
         self._client: MlflowClient = MlflowClient(self._uri)
-        run = self._found() or self._created()
+        if (run := self._found()) is None:
+            self.note(step=-1, traces_step=-1, data=None, files={})
+            run = self._created()
         self.run_id, self._experiment_id, tags = run.info.run_id, run.info.experiment_id, run.data.tags
         self._name = tags.get(RUN_TAG, self.delivered.run)  # another one if track.json was lost
         self.note(run_id=self.run_id)
@@ -144,8 +148,8 @@ class MLflow(TrackedRun):
             self._watch_system()
         now = time.monotonic()
         share, self._traces_at = (now - (self._traces_at or now)) * TRACES_SHARE, now
-        self._log_traces(step, time.thread_time() + share)
         self._step = step
+        self._log_traces(step, time.thread_time() + share)
         self._log_data()
         self._log_files()
 

@@ -25,9 +25,8 @@ class TensorBoard(TrackedRun):
     def place_of(cls, recipe: AnyRecipe) -> str | None:
         return FOLDER if recipe.track.tensorboard else None
 
-    def open(self) -> int:
+    def open(self) -> None:
         self._writer = None  # one that has failed is not used again
-        return -1
 
     def log(self, lines: Sequence[Line]) -> int:
         for line in lines:

@@ -57,9 +57,10 @@ class TrackedRun:
         """Returns an address or a command that shows the run, for the run's last lines."""
         return None
 
-    def open(self) -> int:
-        """Finds or creates the copy. Returns the last step that the tracker confirms; -1 if it names none."""
-        return -1
+    def open(self) -> int | None:
+        """Finds or creates the copy. Returns the last step that it has, -1 for an empty one; None if the tracker does
+        not tell: then the step in track.json counts."""
+        return None
 
     def log(self, lines: Sequence[Line]) -> int:
         """Sends steps, in order. Returns the last step that the tracker keeps, even if this process is killed now."""

@@ -60,7 +60,7 @@ class WandB(TrackedRun):
             os.environ.setdefault(variable, str(self.directory / "wandb" / "cache"))
         import wandb
 
-        self._wandb = wandb.init(
+        run = wandb.init(
             project=self._settings.project,
             entity=self._settings.entity,
             name=self.recipe.name,
@@ -74,10 +74,11 @@ class WandB(TrackedRun):
             ),
         )
         let_family_idle(os.getpid())  # wandb has started processes, each in a session of its own
-        self.note(run_id=self._wandb.id)
-        self._step = max(int(record.of(NAME).get("step", -1)), self._wandb.step - 1)
+        self.note(run_id=run.id)
+        self._step = max(int(record.of(NAME).get("step", -1)), run.step - 1)
         for label, changed in record.changes.items():
-            self._wandb.config.update({label: changed}, allow_val_change=True)
+            run.config.update({label: changed}, allow_val_change=True)
+        self._wandb = run
 
     def update(self, step: int) -> None:
         """Sends a table of the samples whose files exist by now: of the last step, and of others that were late."""

@@ -232,6 +232,23 @@ def test_when_nothing_waits_any_more_the_server_is_left_alone():
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_a_batch_whose_calls_are_all_cancelled_is_not_sent_and_takes_no_later_call():
+    async def run() -> tuple[list, list]:
+        async with serving(good) as (url, requests):
+            function = remote.make(url, batch_ms=50)
+            alone, *three = (asyncio.create_task(function(response="a" * n, **ROW)) for n in range(4))
+            await asyncio.sleep(0)
+            for call in (alone, *three):
+                call.cancel()
+            await asyncio.gather(alone, *three, return_exceptions=True)
+            late, kept = (asyncio.create_task(function(response=text, **ROW)) for text in ("aaaaa", "aaaaaa"))
+            await asyncio.sleep(0)
+            late.cancel()
+            return await kept, [item["response"] for body, _ in requests for item in body["items"]]
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == (6.0, ["aaaaaa"])
+
+
 def test_what_json_cannot_hold_fails_alone():
     async def run() -> object:
         function = remote.make("http://127.0.0.1:9/", batch_ms=0)
@@ -273,7 +290,7 @@ BAD = [
     {"url": "ftp://h/"}, {"url": "http:///score"}, {"url": "http://h:99999/"}, {"url": 5},
     {"batch": 0}, {"batch": 65}, {"batch": 1.5}, {"batch_ms": -1}, {"timeout_seconds": 0}, {"timeout_seconds": "5"},
     {"retries": -1}, {"pause_seconds": float("nan")}, {"max_execution_time": 0}, {"pass_rate_min": 2},
-    {"headers": {"a b": "c"}}, {"headers": {"a": 1}}, {"headers": ["a"]},
+    {"headers": {"a b": "c"}}, {"headers": {"a": 1}}, {"headers": {1: "a"}}, {"headers": ["a"]},
 ]  # fmt: skip
 
 

@@ -348,6 +348,17 @@ def test_what_is_synced_to_another_server_is_there_once(tmp_path: Path, server: 
     assert brought(server.uri, experiment) == first
 
 
+def test_a_database_that_was_deleted_gets_all_steps_again(tmp_path: Path) -> None:
+    recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
+    with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:
+        log(tracker, range(5))
+    first = brought(tracking_uri(recipe), tmp_path.name)
+    (tmp_path / "runs" / "mlflow.db").write_bytes(empty_database())
+    assert sync(directory) == 0
+    check_each_step_once(tracking_uri(recipe), tmp_path.name, directory)
+    assert brought(tracking_uri(recipe), tmp_path.name)[-1] == first[-1]
+
+
 def test_a_run_whose_record_is_lost_is_found_by_its_checkpoint(tmp_path: Path) -> None:
     recipe, directory = recipe_of(tmp_path), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10, tokenizer=TOKENIZER) as tracker:

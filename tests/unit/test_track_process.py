@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.track import follower_process
 from megagrpo.track.delivered import FILE
+from megagrpo.track.status import RunStatus
 from megagrpo.track.tracker import Tracker
 from megagrpo.track.trackers import TRACKERS
 from tests.tiny_run import tracked_recipe
@@ -136,6 +138,22 @@ def test_a_tracker_of_one_file_and_one_line_gets_each_step_once_over_kills_and_a
     assert before[-1] == '["status", "finished"]'
     assert main(["track", "sync", str(directory)]) == 0
     assert "toy: 0 steps brought; it has everything" in capsys.readouterr().out
+
+
+def test_a_run_whose_end_a_full_disk_keeps_out_of_its_status_is_ended_at_its_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RunStatus, directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(TRACKERS, "toy", Toy)
+    added = "from megagrpo.track.trackers import TRACKERS; from tests.toy_tracker import Toy; TRACKERS['toy'] = Toy"
+    trackers_in_patient_process(monkeypatch, f"import sys; sys.path.append({str(REPOSITORY)!r}); {added}")
+    with Tracker(tracked_recipe(tmp_path), 10) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+        monkeypatch.setattr(RunStatus, "write", full)
+    assert received(tmp_path / "runs" / "adder") == {"1": 0.5}
+    assert (tmp_path / "runs" / "adder" / FILE_OF_TOY).read_text().endswith('["status", "interrupted"]\n')
 
 
 def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(

@@ -69,7 +69,8 @@ class AnswerCache:
             yield
         except sqlite3.Error as error:
             fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
-            raise RewardError(Problem(f"{self._path}: the answers of judges", str(error), "a file", fix)) from error
+            where, needed = f"{self._path}: the answers of judges", "a file to write"
+            raise RewardError(Problem(where, str(error), needed, fix)) from error
 
 
 def key_of(identity: str, body: dict[str, Any]) -> bytes:

@@ -82,26 +82,18 @@ def make(
     Traceback (most recent call last):
     ValueError: url is 'localhost:8000/score', not http://HOST/PATH or https://HOST/PATH
     """
-    shapes = {
-        "items": Shape(items_body, items_scores),
-        "open_instruct_code": code_shape(max_execution_time, pass_rate_min),
-    }
-    limits: dict[str, tuple[float, float, float]] = {
-        "batch": (batch, 1, BATCH_MAX),
-        "batch_ms": (batch_ms, 0, 10_000),
-        "timeout_seconds": (timeout_seconds, 0.001, 86_400),
-        "retries": (retries, 0, 20),
-        "pause_seconds": (pause_seconds, 0, PAUSE_SECONDS_MAX),
-        "max_execution_time": (max_execution_time, 0.001, 86_400),
-        "pass_rate_min": (pass_rate_min, 0, 1),
-    }
-    for name, (value, least, most) in limits.items():
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
-    batch_max = 1 if shape == "open_instruct_code" else batch
+    require_from_to("batch", batch, 1, BATCH_MAX)
+    require_from_to("batch_ms", batch_ms, 0, 10_000)
+    require_from_to("timeout_seconds", timeout_seconds, 0.001, 86_400)
+    require_from_to("retries", retries, 0, 20)
+    require_from_to("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX)
+    require_from_to("max_execution_time", max_execution_time, 0.001, 86_400)
+    require_from_to("pass_rate_min", pass_rate_min, 0, 1)
+    is_code = shape == "open_instruct_code"
     server = Server(
-        checked_url(url), expanded(headers or {}), shapes[shape], batch_max, batch_ms / 1000, timeout_seconds, retries,
-        pause_seconds,
+        checked_url(url), expanded(headers or {}),
+        code_shape(max_execution_time, pass_rate_min) if is_code else Shape(items_body, items_scores),
+        1 if is_code else batch, batch_ms / 1000, timeout_seconds, retries, pause_seconds,
     )  # fmt: skip
 
     async def remote(
@@ -112,11 +104,16 @@ def make(
         extra_info: Mapping[str, Any],
         prompt_text: str = "",
     ) -> RewardReturn:
-        text = after_thinking(response, prompt_text) if shape == "open_instruct_code" else response
+        text = after_thinking(response, prompt_text) if is_code else response
         item = {"data_source": data_source, "prompt": prompt, "response": text, "ground_truth": ground_truth}
         return await server.score({**item, "extra_info": extra_info})
 
     return remote
+
+
+def require_from_to(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
 
 
 def without_secrets(url: str) -> str:
@@ -213,12 +210,11 @@ def tests_of(ground_truth: str) -> object:
 
 
 class Batch:
-    """Calls that are sent as one POST. `waiting`: the number of calls that want their score."""
+    """Calls that are sent as one POST: their items, but for those of cancelled calls."""
 
     def __init__(self, server: Server) -> None:
-        self.items: list[Item] = []
+        self.items: dict[object, Item] = {}
         self.full = asyncio.Event()
-        self.waiting = 0
         self.scores = asyncio.create_task(server.scores_of(self))
 
 
@@ -238,33 +234,38 @@ class Server:
 
     async def score(self, item: Item) -> RewardReturn:
         """Returns the item's score. Raises the server's failure for this item."""
-        batch = self._filling = self._filling or Batch(self)
-        place = len(batch.items)
-        batch.items.append(item)
-        batch.waiting += 1
-        if len(batch.items) == self.batch_max:
-            self._filling = None
+        batch, call = self._filling or Batch(self), object()
+        batch.items[call] = item
+        is_full = len(batch.items) == self.batch_max
+        self._filling = None if is_full else batch
+        if is_full:
             batch.full.set()
         try:
-            score = (await asyncio.shield(batch.scores))[place]
+            score = (await asyncio.shield(batch.scores))[call]
         finally:  # a call whose own time is over is cancelled; the others of its batch are not
-            batch.waiting -= 1
-            if not batch.waiting:
+            del batch.items[call]
+            if not batch.items:
                 batch.scores.cancel()
+                self._close(batch)
         if score is None:
             raise ValueError("the server has no score for this response")
         if isinstance(score, Exception):
             raise score
         return score
 
-    async def scores_of(self, batch: Batch) -> list[RewardReturn | Exception | None]:
-        """Waits until the batch is full, or its time is over. Returns its scores."""
+    async def scores_of(self, batch: Batch) -> dict[object, RewardReturn | Exception | None]:
+        """Waits until the batch is full, or its time is over. Returns the scores of the calls that still wait."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.batch_seconds):
                 await batch.full.wait()
+        self._close(batch)
+        calls, items = list(batch.items), list(batch.items.values())
+        return dict(zip(calls, await self._scores(items), strict=True))
+
+    def _close(self, batch: Batch) -> None:
+        """Lets the next call begin another batch."""
         if self._filling is batch:
             self._filling = None
-        return await self._scores(batch.items)
 
     async def _scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
         """Returns a score, None, or an exception for each item."""
