@@ -25,7 +25,7 @@ from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
 from megagrpo.recipe.reward_functions import BUILT_IN
 from megagrpo.reward import keeper, workers
-from megagrpo.reward.executors import Inline
+from megagrpo.reward.executors import Inline, waited
 from megagrpo.reward.scorer import EXECUTORS, Scorer
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
@@ -222,6 +222,16 @@ def test_an_executor_that_answers_late_and_in_another_order_changes_no_score(mak
     monkeypatch.setitem(BUILT_IN, "strict_math", "backwards")
     with closing(Scorer(reward_of(*functions), 8, executors={"backwards": Backwards, **EXECUTORS})) as scorer:
         assert [group.scores for group in scorer.score(groups)] == expected
+
+
+def test_a_stop_while_scores_are_awaited_cancels_the_call() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    never = Future[None]()
+    with pytest.raises(KeyboardInterrupt):
+        waited(never, stop)
+    assert never.cancelled()
 
 
 def of_source(source: str, *texts: str) -> Group:

@@ -15,6 +15,7 @@ import ray
 
 from megagrpo.cluster import engines
 from megagrpo.cluster.rollouts import Rollouts
+from megagrpo.preflight import machine
 from megagrpo.preflight.machine import engine_problems
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.rollout import RolloutConfig
@@ -115,6 +116,23 @@ def test_a_kind_is_planned() -> None:
 
 def test_every_engine_that_a_recipe_may_name_has_a_kind() -> None:
     assert list(get_args(RolloutConfig.model_fields["engine"].annotation)) == list(ENGINES)
+
+
+def test_a_deterministic_embedded_engine_decodes_one_request_at_once() -> None:
+    embedded = recipe_with("rollout.requests_at_once=8")
+    assert embedded.rollout.kind.requests_at_once(embedded) == 8
+    deterministic = recipe_with("rollout.requests_at_once=8", "deterministic=true")
+    assert deterministic.rollout.kind.requests_at_once(deterministic) == 1
+
+
+def test_packages_of_an_engines_extra_are_checked_unless_another_interpreter_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(machine, "package_findings", lambda *, extras: asked.append(set(extras)) or ())
+    for override in ("rollout.engine=transformers", "rollout.engine=sglang", "rollout.sglang={python: other}"):
+        list(machine.package_problems(recipe_with("rollout.engine=sglang", override)))
+    assert ["sglang" in extras for extras in asked] == [False, True, False]
 
 
 def names_compared(tree: ast.AST) -> Iterator[int]:

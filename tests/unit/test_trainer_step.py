@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -133,6 +134,13 @@ def test_engines_are_told_whether_a_step_has_changed_weights(
     monkeypatch.setattr(run.policy, "update", skipping)
     grpo_step(run, Live(run), 1, 0.0)
     assert run.weights.changed == changed
+
+
+def test_engines_get_no_weights_of_a_step_in_which_the_run_was_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(scores=lambda prompt: [1, 0, 0, 0])
+    monkeypatch.setattr(run.stopping, "signal", signal.SIGTERM)
+    monkeypatch.setattr(run.weights, "sync", lambda *given, **how: pytest.fail("synced"))
+    Live(run).sync(1, changed=True)
 
 
 @pytest.mark.parametrize("where", ["finish", "sync"])
