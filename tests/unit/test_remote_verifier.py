@@ -129,10 +129,18 @@ def test_the_server_says_how_long_to_wait(monkeypatch):
         pauses.append(seconds)
         await sleep(0)
 
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b"wait"
+        await asyncio.Event().wait()
+
+    def slow(body: dict) -> web.Response:
+        return web.Response(status=503, body=slow_body(), headers={"Retry-After": "9"})
+
     monkeypatch.setattr(remote.asyncio, "sleep", note)
-    returned, _ = calls(["a"], status(429, **{"Retry-After": "7"}), status(429, **{"Retry-After": "999999"}), good)
+    after = (status(429, **{"Retry-After": "7"}), status(429, **{"Retry-After": "999999"}), slow)
+    returned, _ = calls(["a"], *after, good, timeout_seconds=2)
     assert returned == [1.0]
-    assert [seconds for seconds in pauses if seconds] == [7.0, remote.PAUSE_SECONDS_MAX]
+    assert [seconds for seconds in pauses if seconds] == [7.0, remote.PAUSE_SECONDS_MAX, 9.0]
 
 
 @pytest.mark.parametrize("code", [301, 400, 401, 404, 413, 422])

@@ -15,6 +15,7 @@ import pytest
 
 from megagrpo.errors import RewardError
 from megagrpo.reward import keeper, workers
+from megagrpo.reward.functions import FunctionSpec, Task
 from megagrpo.reward.scorer import Scorer, reward_problems
 from tests.unit.test_reward_scorer import ends, make_group, pids_with, reward_of
 
@@ -235,6 +236,17 @@ def test_no_process_of_a_closed_scorer_is_left(make_scorer: Callable[..., Scorer
     began = time.monotonic()
     scorer.close()
     assert all(not os.path.exists(f"/proc/{pid}") for pid in pids), time.monotonic() - began
+
+
+def test_a_cancelled_batch_ends_while_workers_start(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(45)\ndef slow(response): return 1.0\n")
+    spec, group = FunctionSpec("slow", f"{tmp_path / 'slow.py'}:slow", 1.0, {}, "test"), make_group("fine")
+    pool = workers.WorkerPool({0: spec}, workers=1, limits=workers.Limits(300.0, 1 << 32))
+    (future,) = pool.submit([(0, Task(group.prompt, group.samples))])
+    future.cancel()
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 30
 
 
 DRIVER = """
