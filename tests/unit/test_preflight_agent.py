@@ -59,7 +59,7 @@ def test_a_recipe_without_an_agent_has_nothing_to_check(tmp_path: Path) -> None:
 def test_an_agent_that_says_nothing_is_refused_by_its_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     assert main(["plan", str(run), "agent={}"]) == 2
-    assert "needed: one of tools, function," in capsys.readouterr().err
+    assert "given: none of tools, function," in capsys.readouterr().err
 
 
 def test_a_function_is_imported_where_it_will_run(function: str, tmp_path: Path) -> None:
