@@ -24,7 +24,7 @@ from megagrpo.evaluation.evaluate import comparison_table, metrics_table
 from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
 from megagrpo.evaluation.metrics import evaluation_metrics
 from megagrpo.evaluation.responses import Response, ResponseLog
-from megagrpo.preflight.preflight import check_sets
+from megagrpo.preflight.preflight import check_model, check_sets
 from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import SHARED
@@ -59,6 +59,15 @@ def test_only_what_an_evaluation_reads_is_checked(run: Path) -> None:
     ):
         with pytest.raises(PreflightError, match=said):
             check_sets(load(run, overrides))
+
+
+def test_weight_files_are_checked_unless_others_run_the_servers(run: Path) -> None:
+    for weights in (run.parent / "model").glob("*.safetensors"):
+        weights.unlink()
+    served = ["rollout.engine=external", "rollout.urls=[http://127.0.0.1:9]"]
+    check_model(load(run, served).recipe)
+    with pytest.raises(PreflightError, match="safetensors"):
+        check_model(load(run).recipe)
 
 
 def test_the_sets_of_the_page_are_a_recipes(run: Path) -> None:
