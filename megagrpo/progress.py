@@ -198,7 +198,7 @@ class Bars(Looking):
             console=Console(file=sys.stderr),
             auto_refresh=False,
             transient=True,
-            # What is printed meanwhile goes above the bars, but not into another stream.
+            # Lines printed meanwhile go above the bars; their stream stays the same.
             redirect_stdout=sys.stdout.isatty(),
         )
         live.start()

@@ -159,7 +159,7 @@ def mix(
     marks = mark(parts) if mark else [(np.zeros(len(part), bool), {}) for part in parts]
     starts = [0, *accumulate(map(len, parts))]
     kept = iter([start + np.flatnonzero(~dropped) for start, (dropped, _) in zip(starts, marks, strict=False)])
-    # Of each entry, rows in all parts together.
+    # Rows of each entry, summed over all parts.
     usable = [np.concatenate([*islice(kept, len(of_entry)), np.zeros(0, np.int64)]) for of_entry in paths]
     sizes = list(map(len, usable))
     taken = [

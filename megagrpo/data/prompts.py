@@ -39,7 +39,7 @@ CACHED_BYTES = 2**22
 Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[AnyItem]]
 """Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
 
-# What a template does with a message that it does not expect: it raises, or uses a value as what it is not.
+# A template raises at a message that it does not expect, or misreads the type of one of its values.
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
 
 Text = TypeVar("Text")

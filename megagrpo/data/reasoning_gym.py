@@ -22,7 +22,7 @@ COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 ARGUMENTS = "reasoning_gym_arguments"
 """The key of the task's arguments, if any, in extra_info, beside the entry's metadata."""
 
-# What reasoning-gym raises for a task's arguments that it does not like.
+# Errors that reasoning-gym raises for wrong arguments of a task.
 REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
 
 

@@ -135,7 +135,7 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         _require_same(directory, _settings(recipe, subject, prompts))
         log = ResponseLog(directory / "responses.jsonl")
         closing.callback(log.close)
-        # What failed, or was left out, is asked for again.
+        # Responses that failed or were left out are requested again.
         done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
         orders: Orders = {
             Order(requests, prompt=prompt): (name, prompt)

@@ -327,7 +327,7 @@ def _remove_unknown(tree: dict[str, Any], kind: type[AnyRecipe]) -> list[str]:
     for *outer, last in unknown:
         section: Any = tree
         for key in outer:
-            # Where a section may be of several kinds, the place names the kind too, which is no key.
+            # The location of a section of several kinds also names the kind, which is no key.
             if key in section if isinstance(section, dict) else isinstance(section, list):
                 section = section[key]
         if isinstance(section, dict) and section.pop(last, removed) is not removed:

@@ -51,7 +51,7 @@ class Sampled:
     all: list[Group]  # everything that was sampled, `groups` included
     rounds: int = 1  # how often prompts were sampled
     left_over: int = 0  # groups with signal in the last round beyond those wanted
-    # Of sampling in the background: its metrics, and the log of each of `all`.
+    # Set by sampling in the background: its metrics, and the log of each group of `all`.
     metrics: Mapping[str, float] = field(default_factory=dict)
     logged: Sequence[LoggedGroup] = ()
 

@@ -201,7 +201,7 @@ def _argument(what: str, value: object, hint: Any) -> object:
     Reads a list of one text as a text if the function takes one, as open-instruct does. Raises ValueError otherwise.
     """
     if hint is int:
-        # Where some rows have no number, their column holds floats.
+        # A column in which some rows lack a number holds floats.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
