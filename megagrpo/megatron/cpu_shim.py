@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import sys
+import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ def enable() -> None:
     if sys.version_info < (3, 12):
         # emerging_optimizers (Muon), which megatron.core.optimizer imports where it is installed, takes it from typing.
         typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
+    if find_spec("triton") is None:
+        _define_paged_stash()
     load_from_bytes = torch.storage._load_from_bytes
     with warnings.catch_warnings(), _absent("wandb", "torch.utils.tensorboard"):
         # Warned about many times at import: Apex has kernels for CUDA only.
@@ -66,6 +69,14 @@ def _absent(*modules: str) -> Iterator[None]:
     finally:
         for name in missing:
             del sys.modules[name]
+
+
+def _define_paged_stash() -> None:
+    """Defines a module of kernels that Megatron imports unasked: they are Triton's, which torch's CPU build lacks. A
+    recipe cannot choose them (moe_paged_stash)."""
+    kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    kernels.GLOBAL_BLOCK_SIZE, kernels.paged_stash_copy_kernel, kernels.paged_stash_pop_kernel = 1024, None, None
+    sys.modules[kernels.__name__] = kernels
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
