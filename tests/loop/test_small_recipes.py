@@ -31,9 +31,10 @@ def loss(inputs, width=1.0):
     return -inputs.advantages * ratio + (ratio - 1).square() / width
 """
 PROBLEM = re.compile(r"^ +(\S.*)\n +given:", re.MULTILINE)
+DISAGGREGATED = {"cluster.placement": "disaggregated"}  # so that an engine may have more ranks than the trainer
 ON_SGLANG = (
     {"rollout.sglang": {"disable_radix_cache": True}, "weights.pause": "in_place"},
-    {"rollout.layout.tensor": 2, "rollout.stop_token_ids": [1], "weights.transfer": "disk"},
+    {"rollout.layout.tensor": 2, "rollout.stop_token_ids": [1], "weights.transfer": "disk"} | DISAGGREGATED,
     {"rollout.engines": 2, "rollout.requests_at_once": 1, "weights.transfer": "process_group"},
     {"rollout.temperature": 0.5, "rollout.timeout_seconds": 100.0, "deterministic": True},
 )
