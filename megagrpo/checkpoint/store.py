@@ -154,7 +154,7 @@ class CheckpointStore:
             wrong = self.verify(path)
             if not wrong:
                 try:
-                    state = TrainerState.from_json((path / TRAINER).read_bytes(), str(path / TRAINER))
+                    state = TrainerState.read(path / TRAINER)
                 except CheckpointError as error:
                     problems.extend(error.problems)
                     continue
@@ -208,8 +208,8 @@ class CheckpointStore:
 
     def _evaluation(self, step: int) -> float | None:
         try:
-            state = TrainerState.from_json((self._final(step) / TRAINER).read_bytes())
-        except (OSError, CheckpointError):
+            state = TrainerState.read(self._final(step) / TRAINER)
+        except CheckpointError:
             return None
         value = (state.evaluation or {}).get(self.keep_best or "")
         return value if value is not None and not math.isnan(value) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
@@ -73,6 +74,15 @@ class TrainerState:
     def to_json(self) -> str:
         """Returns readable JSON. Raises TypeError or ValueError for what JSON cannot hold (NaN is allowed)."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def read(cls, path: Path) -> TrainerState:
+        """Reads the file of a checkpoint. Raises CheckpointError."""
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), "a file")) from error
+        return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "trainer.json") -> TrainerState:

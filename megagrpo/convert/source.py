@@ -137,7 +137,7 @@ def trainer_state(path: Path) -> TrainerState:
     """Reads the driver's state in a training checkpoint. Raises CheckpointError if the checkpoint is not whole."""
     if wrong := damage(path, checksums=False):
         raise UnusableCheckpointError([Problem(str(path), line, "a whole checkpoint") for line in wrong])
-    return TrainerState.from_json((path / TRAINER).read_bytes(), str(path / TRAINER))
+    return TrainerState.read(path / TRAINER)
 
 
 def _make_source(
@@ -190,11 +190,11 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
 
 
 def _training_source(path: Path, model: Path | None, otherwise: Path | None) -> Source:
-    recipe = trainer_state(path).recipe
-    if recipe.get("train", {}).get("lora") is not None:
+    sections = {name: part for name, part in trainer_state(path).recipe.items() if isinstance(part, dict)}
+    if sections.get("train", {}).get("lora") is not None:
         fix = f"megagrpo convert merge-lora --adapter {path} --source MODEL --output DIR"
         raise ModelError(Problem(str(path), "adapters (train.lora)", "weights of a whole model", fix))
-    trained_from = Path(str(recipe["model"]["path"])) if "model" in recipe else None
+    trained_from = Path(str(sections["model"]["path"])) if "path" in sections.get("model", {}) else None
     directory = _model_of(path, model, trained_from, otherwise)
     return _main_weights_source(path, TorchCheckpoint(path / RANK), directory)
 

@@ -247,9 +247,9 @@ def _open_parquet(path: str) -> pq.ParquetFile:
 
     try:  # without a buffer, a column of a row group is read as a whole
         file = pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
+        _raise_twice(path, list(file.schema_arrow))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error, "parquet") from None
-    _raise_twice(path, list(file.schema_arrow))
     return file
 
 
@@ -281,9 +281,9 @@ def _open_arrow(path: str) -> pa.RecordBatchReader:
         raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
     try:
         stream = pa.ipc.open_stream(arrow_source(path))
-    except (pa.ArrowException, OSError) as error:
+        _raise_twice(path, list(stream.schema))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error, "Arrow stream") from None
-    _raise_twice(path, list(stream.schema))
     return stream
 
 

@@ -40,7 +40,7 @@ Read = Callable[[Sequence[Any], PreTrainedTokenizerBase, str | None], Mixture[An
 """Reads entries of the data (EntryConfig) of a recipe: of one of its evaluation sets, or those to train on (None)."""
 
 # A template raises at a message that it does not expect, or misreads the type of one of its values.
-RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
+RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, RecursionError)
 
 Text = TypeVar("Text")
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
+import pydantic
+
 from megagrpo.errors import DataError, Problem, first_line
 from megagrpo.track.jsonl import finite
 from megagrpo.types import Group
@@ -52,6 +54,9 @@ class Response:
     """The recipe's reason to leave it out, not a failure: a judge's budget was spent, for example."""
 
 
+RESPONSE = pydantic.TypeAdapter(Response)
+
+
 def responses_of(held_out_set: str, groups: Iterable[Group]) -> list[Response]:
     """Returns the responses of scored groups, in their order."""
     return [
@@ -84,10 +89,13 @@ def to_line(response: Response) -> bytes:
 
 def from_line(line: bytes) -> Response:
     """Reads a line of to_line. Raises ValueError for anything else, such as a line that was cut off."""
-    values: Any = json.loads(line)
+    try:
+        values: Any = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("values that are nested too deeply") from error
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Response)}:
         raise ValueError("not a response of an evaluation")
-    return Response(**values)
+    return RESPONSE.validate_python(values)
 
 
 @contextmanager

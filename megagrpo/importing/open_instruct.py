@@ -80,7 +80,10 @@ def amounts(value: Any) -> list[tuple[str, int | float]]:
     pairs = []
     for name, amount in zip(listed[::2], listed[1::2], strict=True):
         if isinstance(amount, str):
-            amount = float(amount) if "." in amount else int(amount)
+            try:
+                amount = float(amount) if "." in amount else int(amount)
+            except ValueError:
+                raise NotKnownError(f"{amount!r} is no amount of the data set {name!r}") from None
         pairs.append((text(name), number(amount)))
     return pairs
 

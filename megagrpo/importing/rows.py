@@ -125,7 +125,7 @@ Table = Mapping[str, Row]
 
 
 def whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if type(value) is not int and not (type(value) is float and value.is_integer()):
         raise NotKnownError(f"{value!r} is no whole number")
     return int(value)
 

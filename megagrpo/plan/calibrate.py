@@ -116,12 +116,17 @@ def read_steps(run_directory: Path) -> list[Step]:
     path = run_directory / METRICS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
-        steps = [line for line in map(json.loads, lines) if "seconds/step" in line and "seconds/update" in line]
+        steps = [
+            {name: value for name, value in line.items() if type(value) in (int, float) and abs(value) < 1e300}
+            for line in map(json.loads, lines)
+            if "seconds/update" in line
+        ]
     except OSError as error:
         needed = f"the directory of a run: each step adds to its {METRICS_FILE}"
         raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ReportError(Problem(str(path), given=str(error), needed="lines of JSON, as a run writes them")) from error
+    steps = [step for step in steps if step.keys() >= {"seconds/step", "seconds/update"}]
     if not steps:
         raise ReportError(Problem(str(path), given="no step that trained the model", needed="a run of some steps"))
     return steps[1:] or steps
@@ -129,7 +134,7 @@ def read_steps(run_directory: Path) -> list[Step]:
 
 def _median(steps: Sequence[Step], name: str) -> float | None:
     """Returns the median of a metric; None if no step has it."""
-    values = [step[name] for step in steps if step.get(name) is not None]
+    values = [step[name] for step in steps if name in step]
     return median(values) if values else None
 
 

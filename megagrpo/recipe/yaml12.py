@@ -137,8 +137,7 @@ def _build(
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(node, path, document, where, (*above, node))
     if wrong := NO_TEXT.search(node.value):
-        needed = "text that a file's name could have"
-        document.problems.append((path, Problem(at, f"the character U+{ord(wrong[0]):04X}", needed, "remove it")))
+        document.problems.append((path, _no_text(at, wrong[0])))
         return None
     try:
         return _scalar(node.tag.removeprefix(TAG), node.value)
@@ -147,6 +146,10 @@ def _build(
         needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
         document.problems.append((path, Problem(at, given, needed, fix="remove the tag")))
         return None
+
+
+def _no_text(where: str, character: str) -> Problem:
+    return Problem(where, f"the character U+{ord(character):04X}", "text that a file's name could have", "remove it")
 
 
 def _build_mapping(
@@ -162,6 +165,10 @@ def _build_mapping(
             continue
         key = key_node.value
         here = _join(path, key)
+        if wrong := NO_TEXT.search(key):
+            at = f"{where(line)} {path}".rstrip()
+            document.problems.append((path, _no_text(at, wrong[0])))
+            continue
         if key in built:
             given = f"`{key}` a second time (the first is on line {first_lines[key]})"
             problem = Problem(f"{where(line)} {here}", given, needed="each key once", fix="remove one of them")

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from megagrpo.errors import Problem, ReportError
-from megagrpo.track.jsonl import read_json, step_entries
+from megagrpo.track.jsonl import as_number, read_json, step_entries
 
 RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
 """Responses of `megagrpo eval`: in a run's directory, in its own --output, and in one model's folder."""
@@ -115,8 +115,7 @@ def starts_of(run: RunRead) -> list[Start]:
 
 
 def _column(entries: Mapping[int, Mapping[str, Any]], steps: list[int], name: str) -> np.ndarray:
-    values = [entries[step].get(name) for step in steps]
-    return np.array([v if isinstance(v, int | float) else np.nan for v in values], np.float64)
+    return np.array([as_number(entries[step].get(name)) for step in steps], np.float64)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def _record(values: dict[str, Any]) -> MismatchRecord:
     parts: list[MismatchRecord | WorstToken] = [record, *worst]
     for part in parts:
         for field in fields(part):
-            if not isinstance(value := getattr(part, field.name), KINDS.get(str(field.type), object)):
+            value = getattr(part, field.name)
+            if not isinstance(value, KINDS.get(str(field.type), object)) or (type(value) is int and value >= 2**63):
                 raise TypeError(f"{field.name} is {brief(value)}")
     return record
 

@@ -135,6 +135,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
+def as_number(value: Any) -> float:
+    """Returns a value of a file as a float; NaN for anything but a number, and for an integer too large for a float."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 def finite(value: Any) -> Any:
     """Returns the value for JSON: NaN and infinity become null."""
     if isinstance(value, dict):
