@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
+from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.policy_losses import CovarianceLoss
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.algorithm.selection import token_draws
@@ -150,17 +150,14 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
                         importance=weights.importance and weights.importance[micro],
                         chosen=None if weights.chosen is None else weights.chosen[micro],
                     )
-                    loss = grpo_objective(inputs, settings(recipe)).loss
+                    terms = recipe.algorithm.loss, recipe.algorithm.kl
+                    loss = grpo_objective(inputs, *terms, kl_coefficient=0.0, entropy_coefficient=0.0).loss
                     total += loss.item()
                     if len(logprobs):
                         (gradient,) = torch.autograd.grad(loss, logprobs)
                         gradients[index[minibatch.first + micro].numpy()] += gradient.numpy()
             found[seed, name] = total, gradients
     return found
-
-
-def settings(recipe: Recipe) -> ObjectiveSettings:
-    return ObjectiveSettings(recipe.algorithm.loss, 0.0, "k3", False, 0.0)
 
 
 def loop(seed: int, recipe: Recipe, rows_of_minibatches: Sequence[set[int]]) -> tuple[float, np.ndarray]:
