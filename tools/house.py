@@ -30,9 +30,9 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_357,
-    ("megatron",): 4_168,
-    ("layout", "batching", "algorithm"): 2_808,
-    ("checkpoint", "convert"): 2_614,
+    ("megatron",): 4_004,
+    ("layout", "batching", "algorithm"): 2_798,
+    ("checkpoint", "convert"): 2_574,
     ("rollout",): 3_138,
     ("cluster",): 3_618,
     ("trainer", "evaluation"): 4_486,
@@ -47,7 +47,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=384),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=382),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

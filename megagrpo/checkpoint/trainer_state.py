@@ -92,8 +92,8 @@ class TrainerState:
             return pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
             wrong = [
-                Problem(f"{where}: {'.'.join(map(str, found['loc']))}", brief(found["input"]), found["msg"])
-                for found in error.errors()
+                Problem(f"{where}: {'.'.join(map(str, mistake['loc']))}", brief(mistake["input"]), mistake["msg"])
+                for mistake in error.errors()
             ]
             raise UnusableCheckpointError(wrong) from None
 

@@ -13,11 +13,12 @@ import hashlib
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -50,20 +51,26 @@ class Converted:
     """Units (layers, mostly) that an earlier attempt had already done."""
 
 
-class Target(Protocol):
+class Target(ABC):
     """The writer of a conversion's directory. Its functions raise OSError if the disk does not take it."""
 
     unit_bytes: Sequence[int]
     """Bytes of each unit. A unit is a part of the work, such as a layer, that is done again if it was not finished."""
 
+    def __init__(self, source: Source, dtype: str | None) -> None:
+        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
+        self._source, self._dtypes = source, source.dtypes_as(dtype)
+
+    @abstractmethod
     def begin(self, directory: Path) -> None:
         """Makes what must be there before the first unit, in an empty directory."""
 
+    @abstractmethod
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         """Writes unit `index` and forces it to disk. Returns what `finish` needs to know about it, as JSON values."""
 
-    def finish(self, directory: Path, written: Sequence[Any]) -> None:
-        """Completes the directory; `written` is what `write` returned for each unit."""
+    def finish(self, directory: Path, written: Sequence[Any]) -> None:  # noqa: B027
+        """Completes the directory, if units leave anything to do; `written` is what `write` returned for each unit."""
 
 
 @torch.no_grad()

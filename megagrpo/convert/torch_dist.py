@@ -75,16 +75,16 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
     storages, placements, fills = {}, [], []
     for parameter in parameters:
         wanted = parameter.stored(arch, stacked)
-        found = stored.get(wanted.name)
+        storage = stored.get(wanted.name)
         padding = 0
-        if found is not None and wanted.name in VOCABULARY and len(found.shape) == 2:
-            padding = found.shape[0] - wanted.shape[0]
-        if found is None or padding < 0 or found.shape != (wanted.shape[0] + padding, *wanted.shape[1:]):
-            given = "no such key" if found is None else str(list(found.shape))
-            fix = "give the config.json that belongs to it" if found is not None else ""
+        if storage is not None and wanted.name in VOCABULARY and len(storage.shape) == 2:
+            padding = storage.shape[0] - wanted.shape[0]
+        if storage is None or padding < 0 or storage.shape != (wanted.shape[0] + padding, *wanted.shape[1:]):
+            given = "no such key" if storage is None else str(list(storage.shape))
+            fix = "give the config.json that belongs to it" if storage is not None else ""
             problems[Problem(f"{holder}: {wanted.name}", given, f"{list(wanted.shape)} by config.json", fix)] = None
             continue
-        storages[wanted.name] = found
+        storages[wanted.name] = storage
         placements += parameter.placed(stacked)
         if padding:
             fills.append(Fill(wanted.name, (wanted.shape[0], 0), (padding, wanted.shape[1])))
@@ -100,11 +100,11 @@ def other_names(arch: Architecture) -> frozenset[str]:
 
 def chunks(written: Manifest) -> list[Chunk]:
     """Returns the parts of `written` (from `manifest`) in the order of the model."""
-    found: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
+    parts: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
     for placement in written.placements:
-        found[placement.storage, placement.at[: _indices(placement)]].append(placement)
+        parts[placement.storage, placement.at[: _indices(placement)]].append(placement)
     result = []
-    for (key, index), placements in found.items():
+    for (key, index), placements in parts.items():
         shape = written.storages[key].shape
         layer = re.match(r"decoder\.layers\.(\d+)\.", key)
         result.append(
