@@ -168,10 +168,9 @@ class TorchCheckpoint:
         for name, size in sorted(needed.items()):
             path = self.directory / name
             given = path.stat().st_size if path.is_file() else None
-            if given is None:
-                problems.append(Problem(str(path), "no such file", f"{size} bytes"))
-            elif given < size:
-                problems.append(Problem(str(path), f"{given} bytes", f"{size} bytes"))
+            if given is None or given < size:
+                shown = "no such file" if given is None else f"{given} bytes"
+                problems.append(Problem(str(path), shown, f"{size} bytes"))
         if problems:
             raise CheckpointError(problems)
 

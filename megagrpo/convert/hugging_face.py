@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,8 +32,8 @@ def to_hugging_face(
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
     that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
     """
-    target_of = partial(HuggingFaceTarget, dtype=dtype)
-    return convert(open_source(path, model), output, overwrite, ["hugging face", dtype], target_of)
+    source = open_source(path, model)
+    return convert(source, output, HuggingFaceTarget, dtype, "hugging face", overwrite=overwrite)
 
 
 class HuggingFaceTarget(Target):

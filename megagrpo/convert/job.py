@@ -75,13 +75,9 @@ class Target(ABC):
 
 @torch.no_grad()
 def convert(
-    source: Source,
-    output: Path,
-    overwrite: bool,
-    options: list[str | int | None],
-    target_of: Callable[[Source], Target],
+    source: Source, output: Path, target: type[Target], dtype: str | None, kind: str, *options: str, overwrite: bool
 ) -> Converted:
-    """Converts all of `source` to `output`. `options` are the other settings that decide its bytes.
+    """Converts all of `source` to `output`. `kind` and `options` are the other settings that decide its bytes.
 
     An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
     an earlier conversion in `output` is replaced at the very end; anything else there is refused. Raises ModelError or
@@ -89,13 +85,13 @@ def convert(
     """
     output = output.absolute()
     _check_output(output, source, overwrite)
-    target = target_of(source)
+    writer, decided = target(source, dtype), [kind, dtype, *options]
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     # Sizes and times tell whether a file of the source has changed since an earlier attempt.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    identity = json.dumps([FORMAT, options, str(source.directory), files, config])
+    identity = json.dumps([FORMAT, decided, str(source.directory), files, config])
     partial = output.with_name(f".{output.name}.partial")
-    sizes = target.unit_bytes
+    sizes = writer.unit_bytes
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial / "journal", output) as journal:
@@ -104,17 +100,17 @@ def convert(
             if not written:
                 shutil.rmtree(making, ignore_errors=True)
                 making.mkdir()
-                target.begin(making)
+                writer.begin(making)
                 journal.truncate(0)
                 _append(journal, identity, 0)
             earlier = len(written)
             title = f"{source.directory.name} to {output.name}"
             with progress(title, sum(sizes), "bytes", sum(sizes[:earlier])) as work:
                 for index in range(earlier, len(sizes)):
-                    written.append(target.write(index, making, work.advance))
+                    written.append(writer.write(index, making, work.advance))
                     _append(journal, written[-1], index + 1)
-            target.finish(making, written)
-            made_from = {"source": str(source.directory), "options": options}
+            writer.finish(making, written)
+            made_from = {"source": str(source.directory), "options": decided}
             (making / MARK).write_text(json.dumps(made_from, indent=2), encoding="utf-8")
             _sync_files(making)
             publish(making, output)

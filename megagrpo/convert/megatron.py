@@ -11,7 +11,6 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
     """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
-    target_of = partial(MegatronTarget, dtype=dtype)
-    return convert(open_source(path, model), output, overwrite, ["megatron", dtype], target_of)
+    return convert(open_source(path, model), output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
 
 
 class MegatronTarget(Target):

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -95,8 +94,8 @@ def merge_lora(
     """
     adapter = open_adapter(adapter_path)
     source = _merged_source(open_source(path, model), adapter, dtype)
-    options = ["merged", dtype, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
-    return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype))
+    options = str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)
+    return convert(source, output, HuggingFaceTarget, dtype, "merged", *options, overwrite=overwrite)
 
 
 def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:

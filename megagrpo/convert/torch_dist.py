@@ -160,17 +160,14 @@ class _Parameter:
             return self.name
         return f"decoder.layers.{self.name}" if stacked else f"decoder.layers.{self.layer}.{self.name}"
 
-    def index(self, stacked: bool) -> tuple[int, ...]:
-        layer = () if self.layer is None or not stacked else (self.layer,)
-        return layer if self.expert is None else (*layer, self.expert)
-
     def stored(self, arch: Architecture, stacked: bool) -> Storage:
         layers = () if self.layer is None or not stacked else (arch.layers,)
         experts = () if self.expert is None else (self.experts,)
         return Storage(self.key(stacked), (*layers, *experts, *self.shape), "float32")
 
     def placed(self, stacked: bool) -> list[Placement]:
-        key, index = self.key(stacked), self.index(stacked)
+        key = self.key(stacked)
+        index = [number for number in (self.layer if stacked else None, self.expert) if number is not None]
         return [
             Placement(key, (*index, *held.at), (*(None for _ in index), *held.axes), held.box)
             for held in self.placements

@@ -1,8 +1,8 @@
 """The training state of a rank at one moment, in host memory: from there files are written while training goes on.
 
     snapshot.take(state)                               # every rank; training waits for it
-    files, parts = snapshot.write(directory)           # every rank, in any thread; no rank waits for another
-    files = snapshot.finish(directory, all_parts)      # rank 0, when all have written
+    files, parts = snapshot.write(root, place)         # every rank, in any thread; no rank waits for another
+    files = snapshot.finish(root, place, all_parts)    # rank 0, when all have written
 
 Ranks that hold the same box share the work: torch's plan has one of them write it, balanced by size, and refuses boxes
 that overlap or leave gaps. The plan is made, together, for the first snapshot; every later one is the same.
@@ -102,13 +102,13 @@ class Snapshot:
             start += size
         torch.cuda.synchronize()
 
-    def write(self, directory: Path) -> tuple[tuple[SavedFile, ...], Contents]:
-        """Writes this rank's file into `directory`. Returns the file, and its contents for `finish`.
+    def write(self, root: Path, place: str) -> tuple[SavedFile, Contents]:
+        """Writes this rank's file into directory `place` of `root`. Returns the file, and its contents for `finish`.
 
         Raises CheckpointError; what the directory then holds is worthless.
         """
-        rank = dist.get_rank()
-        path = directory / f"__{rank}_0.distcp"
+        directory = root / place
+        path = directory / f"__{dist.get_rank()}_0.distcp"
         try:
             with self._writing:
                 directory.mkdir(exist_ok=True)
@@ -116,12 +116,13 @@ class Snapshot:
                     written = [file.add_object(generators_key(), self._generators)]
                     for (key, start), copy in self._copies:
                         written.append(file.add(key, start, copy.clone()))  # torch saves all memory that a view is of
-                return (describe(directory, path),), Contents(self._tensors, written)
+                return describe(root, path), Contents(self._tensors, written)
         except OSError as error:
             raise CheckpointError(_not_written(directory, error)) from error
 
-    def finish(self, directory: Path, of_ranks: Sequence[Contents]) -> tuple[SavedFile, ...]:
+    def finish(self, root: Path, place: str, of_ranks: Sequence[Contents]) -> list[SavedFile]:
         """Writes the list of contents and what is common to all ranks. Raises CheckpointError."""
+        directory = root / place
         try:
             tensors = dict(item for of_rank in of_ranks for item in of_rank.tensors.items())
             write_metadata(directory, tensors, [part for of_rank in of_ranks for part in of_rank.written])
@@ -131,7 +132,7 @@ class Snapshot:
                 os.fsync(stream.fileno())
             sync_directories([directory])
             names = (METADATA, COMMON_STATE_FNAME, MEGATRON)
-            return tuple(describe(directory, directory / name) for name in names)
+            return [describe(root, directory / name) for name in names]
         except OSError as error:
             raise CheckpointError(_not_written(directory, error)) from error
 
