@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.batching.rank_batches import (
     Microbatch,
@@ -33,6 +34,9 @@ from megagrpo.megatron.attention import PackedSequences, positions_on
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 LONGEST_MULTIPLE = 1024
 """Megatron keeps rotary tables for every length that it is told."""
+
+RowOrTokenValues = np.ndarray | Ragged
+"""float [rows of the step], one for each sample; or one for each response token."""
 
 TokenTensors = tuple[Tensor, ...]
 """For each microbatch, one number per response token on this rank: [response tokens]. Empty on ranks without logits."""
@@ -219,14 +223,14 @@ def as_tensors(
     return Batch(tuple(minibatches), tuple(zip(joined, parts, strict=True)))
 
 
-def of_tokens(batch: Batch, values: Tensor, offsets: Tensor | None) -> TokenTensors:
-    """Selects the driver's `values`, [rows] of the step or one per response token, for the batch's response tokens.
-
-    offsets: None, or int64 [rows + 1]: values[offsets[r] : offsets[r + 1]] are those of row r's response tokens.
-    """
-    if offsets is None:
-        return tuple(values[response.rows] for response in batch.responses)
-    return tuple(values[offsets[response.rows] + response.index] for response in batch.responses)
+def of_tokens(batch: Batch, values: RowOrTokenValues, device: torch.device | str) -> TokenTensors:
+    """Spreads the driver's numbers for rows or tokens of the step over the batch's response tokens, float32."""
+    flat = values.values if isinstance(values, Ragged) else values
+    on_device = torch.tensor(flat, dtype=torch.float32, device=device)  # a copy: Ray's arrays are read-only
+    if not isinstance(values, Ragged):
+        return tuple(on_device[response.rows] for response in batch.responses)
+    offsets = torch.tensor(values.offsets, device=device)
+    return tuple(on_device[offsets[response.rows] + response.index] for response in batch.responses)
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

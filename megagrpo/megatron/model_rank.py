@@ -53,6 +53,7 @@ class ModelRank:
         deadline = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, deadline)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        self.dtype: torch.dtype = getattr(torch, dtype_name(recipe, self.device.type))
         if self.device.type == "cuda" and train.recomputed.modules & COMPILED:
             process.compile_storage_sharing()
         self.policy = TrainedModel(
@@ -60,7 +61,7 @@ class ModelRank:
             train,
             self.where,
             model_directory,
-            getattr(torch, dtype_name(recipe, self.device.type)),
+            self.dtype,
             device,
             adapters=train.lora,
             seed=recipe.seed,

@@ -18,23 +18,19 @@ from torch import Tensor
 from megagrpo.algorithm.critic import value_loss
 from megagrpo.algorithm.kl import kl_estimate
 from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
-from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
-from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, TokenTensors, of_tokens
+from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, RowOrTokenValues, TokenTensors, of_tokens
 from megagrpo.megatron.metrics import CriticSums, MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.megatron.weighing import TokenWeights, weigh
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
-from megagrpo.recipe.defaults import dtype_name, train_config
+from megagrpo.recipe.defaults import train_config
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of
-
-RowOrTokenValues = np.ndarray | Ragged
-"""float [rows of the step], one for each sample; or one for each response token."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class TrainRank(ModelRank):
             train_config(self.recipe),
             self.where,
             directory,
-            getattr(torch, dtype_name(self.recipe, self.device.type)),
+            self.dtype,
             self.device.type,
         )
 
@@ -145,7 +141,7 @@ class TrainRank(ModelRank):
             _computed("old_logprobs", passes.old_logprobs)
         if self.policy.reference is not None:
             _computed("reference_logprobs", passes.reference_logprobs)
-        of_token = self.of_tokens(advantages)
+        of_token = of_tokens(self.batch, advantages, self.device)
         metrics = MetricSums(self.device, entropy=algorithm.computes_entropy)
         weighed = []
         for minibatch in minibatches:
@@ -221,7 +217,7 @@ class TrainRank(ModelRank):
         compute_values must have been called. One rank returns the metrics of all, the others None. Raises RankError as
         TrainedModel.optimizer_step does.
         """
-        values, targets = _computed("values", self.passes.values), self.of_tokens(returns)
+        values, targets = _computed("values", self.passes.values), of_tokens(self.batch, returns, self.device)
         sums, grad_norms = CriticSums(self.device), []
         for minibatch in self.batch.minibatches * self.recipe.algorithm.epochs:
             if minibatch.packed:
@@ -260,13 +256,6 @@ class TrainRank(ModelRank):
             given = f"{numbers.values[wrong[0]]} for {wrong.size} of {numbers.values.size}: {', '.join(tokens)}"
             raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", DIVERGED_FIX))
         return logprobs
-
-    def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
-        """Spreads the driver's numbers for rows or tokens of the step over the batch's response tokens, float32."""
-        flat = values.values if isinstance(values, Ragged) else values
-        on_device = torch.tensor(flat, dtype=torch.float32, device=self.device)  # a copy: Ray's arrays are read-only
-        offsets = torch.tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
-        return of_tokens(self.batch, on_device, offsets)
 
     def token_figures(self, rows: int) -> TokenFigures | None:
         """Returns the update's figures for tokens of the step's first rows; None on ranks that others answer for."""

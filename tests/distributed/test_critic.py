@@ -20,6 +20,7 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.checkpoint.store import describe
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.megatron.batch import of_tokens
 from megagrpo.megatron.metrics import CriticSums
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
@@ -159,7 +160,7 @@ def step(rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path) ->
     found = take_step(
         model,
         lambda: rank.compute_critic_gradients(
-            rank.batch.minibatches[0], rank.of_tokens(returns), CriticSums(rank.device)
+            rank.batch.minibatches[0], of_tokens(rank.batch, returns, rank.device), CriticSums(rank.device)
         ),
         lambda: rank.update_critic(returns, LR),
     )

@@ -119,9 +119,8 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
     """By seed and recipe: this rank's part of the losses' sum, and d loss / d logprob of its tokens, 0 elsewhere."""
     found = {}
     for seed in range(CUTS):
-        given = {name: torch.from_numpy(values) for name, values in numbers(seed).items()}
         batches = make_rank_batches(
-            cut(seed, given["rollout"].numpy()),
+            cut(seed, numbers(seed)["rollout"]),
             layout=rank.layout,
             minibatches=MINIBATCHES,
             tokens_per_microbatch=24,
@@ -130,7 +129,7 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
         own = batches[rank.where.data]
         whole = as_tensors(own, rank.layout, rank.where.context, rank.device, has_logits=True, at_once=1)
         offsets = torch.from_numpy(OFFSETS)
-        values = {name: of_tokens(whole, each, offsets) for name, each in given.items()}
+        values = {name: of_tokens(whole, Ragged(each, OFFSETS), rank.device) for name, each in numbers(seed).items()}
         index = [offsets[response.rows] + response.index for response in whole.responses]
         for name, recipe in recipes.items():
             total, gradients = 0.0, np.zeros(OFFSETS[-1])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import (
@@ -93,14 +94,13 @@ def branch(row: int, first: int, mask: str) -> TrainSequence:
 @pytest.mark.parametrize("context", [1, 2])
 def test_values_by_token_are_read_by_the_count_of_trained_tokens_over_gaps_and_branches(context: int) -> None:
     micro = Microbatch(tuple(branch(*each) for each in BRANCHES))
-    values = torch.tensor([20.0, 21.0, 50.0, 51.0, 52.0, 53.0, 54.0, 55.0])
-    offsets = torch.tensor([0, 0, 0, 2, 2, 2, 8])
+    values = Ragged(np.array([20.0, 21.0, *range(50, 56)]), np.array([0, 0, 0, 2, 2, 2, 8]))
     found = {}
     for rank in range(context):
         packed = pack(micro, layout=ParallelLayout(context=context), context_rank=rank, device="cpu")
         (response,) = packed.responses
         minibatch = Minibatch(0, [packed], tokens=8, rows=2, split=())
-        (of_rank,) = of_tokens(Batch((minibatch,)), values, offsets)
+        (of_rank,) = of_tokens(Batch((minibatch,)), values, "cpu")
         of_sequences = response.sequences.index.tolist(), response.numbers.tolist()
         found |= dict(zip(zip(*of_sequences, strict=True), of_rank.tolist(), strict=True))
         index = list(zip(response.rows.tolist(), response.index.tolist(), strict=True))
