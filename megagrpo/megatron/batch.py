@@ -147,7 +147,7 @@ class Minibatch:
     """One rank's part of a minibatch."""
 
     first: int  # index of its first microbatch in the batch
-    packed: Sequence[PackedTensors]
+    packed: list[PackedTensors]
     tokens: int  # response tokens over all ranks
     rows: int  # rows with response tokens over all ranks
     split: tuple[SplitRow, ...]  # those of them with several sequences
