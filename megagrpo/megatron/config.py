@@ -81,9 +81,8 @@ def transformer_config(
     fields = (
         _of_architecture(arch)
         | _of_layout(train.layout.parallel())
-        | _of_numbers(dtype)
         | _of_recomputed(train.recomputed)
-        | _of_machine(spec, device, arch)
+        | _of_machine(spec, device, arch, dtype)
         | train.megatron
         | fusions
     )
@@ -195,16 +194,6 @@ def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
-        "calculate_per_token_loss": True,
-    }
-
-
 def _of_recomputed(again: Recomputed) -> dict[str, Any]:
     if again.modules:
         return {"recompute_granularity": "selective", "recompute_modules": sorted(again.modules)}
@@ -215,9 +204,14 @@ def _of_recomputed(again: Recomputed) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again.layers}
 
 
-def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, Any]:
+def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
     cuda, fused = device != "cpu", spec == "transformer_engine"
     return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
+        "calculate_per_token_loss": True,
         "transformer_impl": spec,
         "moe_grouped_gemm": fused and arch.experts is not None,
         "apply_rope_fusion": fused and (arch.latent is None or arch.rope.yarn is not None),
