@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 
@@ -14,6 +15,10 @@ from megagrpo.algorithm.policy_losses import PolicyLossConfig, PolicyLossMethod
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.section import ByName
 from tests.rank_threads import SumOverRanks
+
+if TYPE_CHECKING:
+    from megagrpo.batching.rank_batches import TrainSequence
+    from megagrpo.megatron.batch import PackedTensors
 
 ADVANTAGES, LOSSES, AGGREGATIONS, REJECTIONS = map(
     TypeAdapter, (AdvantageConfig, PolicyLossConfig, AggregationConfig, RejectionConfig)
@@ -30,6 +35,14 @@ def loss(**settings: Any) -> PolicyLossMethod:
 
 def aggregation(**settings: Any) -> AggregationMethod:
     return AGGREGATIONS.validate_python(settings)
+
+
+def rows_of(packed: PackedTensors, sequences: tuple[TrainSequence, ...]) -> torch.Tensor:
+    """The row of each token of a microbatch of these sequences, -1 in padding."""
+    laid = packed.sequences
+    own = np.repeat(np.arange(len(laid.padded)), laid.padded // laid.context)
+    lengths, rows = np.array([(len(one.tokens), one.row) for one in sequences] + [(0, -1)]).T
+    return torch.from_numpy(np.where(laid.positions.numpy() < lengths[own], rows[own], -1))
 
 
 def names(union: Any) -> list[str]:

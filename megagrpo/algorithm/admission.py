@@ -95,7 +95,7 @@ class Admission:
         They are the oldest complete ones. It waits while fewer than `per_step` are complete, or while so many older
         ones are not complete that they could not all be trained in time afterwards.
         """
-        chosen = self._oldest_complete()
+        chosen = [admitted for admitted in self.waiting.values() if admitted.complete][: self.per_step]
         step = self.taken_steps + 1
         if len(chosen) < self.per_step or not (self.spare or self._in_time(step, chosen)):
             return None
@@ -107,10 +107,6 @@ class Admission:
     def advance(self, version: int) -> None:
         """Sets the version with which engines sample from now on."""
         self.version = version
-
-    def _oldest_complete(self) -> list[Admitted]:
-        complete = [admitted for admitted in self.waiting.values() if admitted.complete]
-        return complete[: self.per_step]
 
     def _in_time(self, step: int, chosen: Iterable[Admitted]) -> bool:
         """Returns whether all other groups can still be trained in time after this step has trained on `chosen`."""

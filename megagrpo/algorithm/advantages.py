@@ -296,10 +296,10 @@ class GdpoConfig(ScaledMethod):
     def teaches(self, inputs: AdvantageInputs) -> np.ndarray:
         """Returns bool [rows], samples above the lowest of their group in any reward that counts."""
         parts, weights = _parts(inputs)
-        found = np.zeros(len(inputs.scores), bool)
+        teaching = np.zeros(len(inputs.scores), bool)
         for scores in parts[:, weights != 0].T:
-            found |= super().teaches(replace(inputs, scores=np.where(inputs.known, scores, np.nan)))
-        return found
+            teaching |= super().teaches(replace(inputs, scores=np.where(inputs.known, scores, np.nan)))
+        return teaching
 
 
 class RemaxConfig(AdvantageMethod):
@@ -330,10 +330,7 @@ class ReinforcePlusPlusConfig(AdvantageMethod):
     """Weight of a reward one token later (gamma)."""
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
-        rewards = token_rewards(inputs)
-        returns = discounted_sums(rewards, self.discount)
-        tokens = inputs.known[returns.row_of_token].astype(np.float64)
-        of_tokens = returns.with_values(whitened(returns.values, tokens))
+        of_tokens = whitened_tokens(inputs, discounted_sums(token_rewards(inputs), self.discount))
         return Advantages(of_tokens.means(), of_tokens)
 
 
@@ -365,10 +362,9 @@ class GaeConfig(AdvantageMethod):
         following[:-1] = values.values[1:]
         following[values.offsets[1:][values.lengths > 0] - 1] = 0.0
         deltas = rewards.values + self.discount * following - values.values
-        advantages = discounted_sums(rewards.with_values(deltas), self.discount * self.trace).values
-        tokens = inputs.known[values.row_of_token].astype(np.float64)
-        of_tokens = values.with_values(whitened(advantages, tokens))
-        return Advantages(of_tokens.means(), of_tokens, values.with_values(advantages + values.values))
+        advantages = discounted_sums(rewards.with_values(deltas), self.discount * self.trace)
+        of_tokens = whitened_tokens(inputs, advantages)
+        return Advantages(of_tokens.means(), of_tokens, values.with_values(advantages.values + values.values))
 
 
 class OwnAdvantageConfig(AdvantageMethod):
@@ -385,13 +381,13 @@ class OwnAdvantageConfig(AdvantageMethod):
 
     def advantages(self, inputs: AdvantageInputs) -> Advantages:
         """Calls the function. Raises RecipeError if it does not load, fails, or does not return one number per row."""
-        found = np.asarray(self.function()(replace(inputs, scores=_penalized_scores(inputs))))
+        result = np.asarray(self.function()(replace(inputs, scores=_penalized_scores(inputs))))
         rows = len(inputs.scores)
-        if found.shape != (rows,) or found.dtype.kind not in "fiu":
-            given = f"{self.name} returned {found.dtype} {list(found.shape)}"
+        if result.shape != (rows,) or result.dtype.kind not in "fiu":
+            given = f"{self.name} returned {result.dtype} {list(result.shape)}"
             needed = f"a number for each of the {rows} rows: float64 [{rows}]"
             raise RecipeError(Problem("algorithm.advantage.name", given, needed, "return an array like inputs.scores"))
-        of_rows = np.where(inputs.known, found.astype(np.float64), 0.0)
+        of_rows = np.where(inputs.known, result.astype(np.float64), 0.0)
         if not np.isfinite(of_rows).all():
             given = f"{self.name} returned a number that is not finite for a sample with a score"
             needed = "finite advantages where inputs.scores is not NaN"
@@ -430,6 +426,11 @@ def whitened(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     centered = np.where(counted, height - np.dot(tokens, np.where(counted, height, 0.0)) / total, 0.0)
     variance = np.dot(tokens, centered**2) / (total - 1)
     return centered / np.sqrt(variance + VARIANCE_FLOOR)
+
+
+def whitened_tokens(inputs: AdvantageInputs, values: Ragged) -> Ragged:
+    """Whitens the values of the tokens of all rows that are not masked; 0 in the others."""
+    return values.with_values(whitened(values.values, inputs.known[values.row_of_token].astype(np.float64)))
 
 
 def laid_out(values: Ragged, lengths: np.ndarray, rows: np.ndarray) -> Ragged:

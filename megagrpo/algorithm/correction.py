@@ -79,6 +79,11 @@ class Rejection(Section):
         log_ratio = log_ratio.double()
         return log_ratio.exp() if self.statistic == "ratio" else divergence(log_ratio, self.statistic)
 
+    def allows(self, statistic: Tensor) -> Tensor:
+        """Returns bool, in the statistic's shape: True for values in [low, high], False for NaN."""
+        low, high = self._ends()
+        return (statistic >= low) & (statistic <= high)
+
     def _without_bound(self) -> Iterator[dict[str, object]]:
         if self.low is None and self.high is None:
             yield {"example": 2.0 if self.statistic == "ratio" else 0.1}
@@ -120,8 +125,7 @@ class TokenRejectionConfig(Rejection):
     """Each token by itself."""
 
     def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
-        statistic = self.of_tokens(log_ratio)
-        return _at_least(statistic, self.low) & _at_most(statistic, self.high)
+        return self.allows(self.of_tokens(log_ratio))
 
 
 class SequenceRejectionConfig(Rejection):
@@ -136,15 +140,14 @@ class SequenceRejectionConfig(Rejection):
     def within(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
         if self.over == "max":
             # A largest value that spans ranks, told by sums alone: none may be above `high`, and one must reach `low`.
-            statistic = self.of_tokens(log_ratio)
-            above = sequences.sum(~_at_most(statistic, self.high))
-            reach = sequences.sum(_at_least(statistic, self.low))
+            statistic, (low, high) = self.of_tokens(log_ratio), self._ends()
+            above, reach = sequences.sum(~(statistic <= high)), sequences.sum(statistic >= low)
             return sequences.of_tokens((above == 0) & (reach > 0))
         over = sequences.sum if self.over == "sum" else sequences.mean
         # The ratio is that of the response, not a sum of its tokens' ratios.
         ratio = self.statistic == "ratio"
         statistic = bounded(over(log_ratio)).exp() if ratio else over(self.of_tokens(log_ratio))
-        return sequences.of_tokens(_at_least(statistic, self.low) & _at_most(statistic, self.high))
+        return sequences.of_tokens(self.allows(statistic))
 
 
 RejectionConfig = Annotated[TokenRejectionConfig | SequenceRejectionConfig, ByName(key="level")]
@@ -271,11 +274,3 @@ def _mean_weight(
     sums = torch.stack([torch.where(kept, weights, 0.0) * counts, counts]).sum(1)
     sum_over_ranks(sums)
     return torch.where(sums[0] > 0, sums[0] / sums[1].clamp(min=1), 1.0)
-
-
-def _at_least(values: Tensor, low: float | None) -> Tensor:
-    return values >= (-math.inf if low is None else low)
-
-
-def _at_most(values: Tensor, high: float | None) -> Tensor:
-    return values <= (math.inf if high is None else high)

@@ -54,8 +54,8 @@ class CreditMethod(Section):
     def teaches(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns | None) -> np.ndarray:
         """Returns bool [rows]: rows with a turn that teaches something by AdvantageMethod.teaches."""
         fitting = _fitting(inputs, turns)
-        found = method.teaches(self.compared(inputs, fitting))
-        return np.bincount(fitting.rows[found], minlength=len(inputs.scores)) > 0
+        teaching = method.teaches(self.compared(inputs, fitting))
+        return np.bincount(fitting.rows[teaching], minlength=len(inputs.scores)) > 0
 
     def compared(self, inputs: AdvantageInputs, turns: Turns) -> AdvantageInputs:
         """Returns the inputs that the method compares: turns in place of rows."""
@@ -104,8 +104,8 @@ class DiscountedConfig(CreditMethod):
         return AdvantageInputs(values, inputs.group_ids[turns.rows], turns.tokens)
 
     def of_turns(self, method: AdvantageMethod, inputs: AdvantageInputs, turns: Turns) -> np.ndarray:
-        found = super().of_turns(method, inputs, turns)
-        return found if self.normalized == "returns" else discounted_returns(found, turns, self.discount)
+        advantages = super().of_turns(method, inputs, turns)
+        return advantages if self.normalized == "returns" else discounted_returns(advantages, turns, self.discount)
 
 
 class TurnGroupsConfig(CreditMethod):

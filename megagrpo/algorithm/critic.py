@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -32,28 +31,22 @@ class CriticConfig(Section):
     """First steps of the run in which only the critic learns. The policy's learning rate schedule begins after them."""
 
 
-@dataclass(frozen=True)
-class ValueLoss:
-    """The loss of the values and its clipping, each [tokens]. Only `loss` carries a gradient."""
-
-    loss: Tensor
-    clipped: Tensor  # bool: the clipped value is the worse one, so that this token has no gradient
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Computes max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, [tokens]; (v - R)^2 / 2 if `clip` is None.
+
+    Also returns bool [tokens]: the clipped value is the worse one, so that this token has no gradient.
 
     PPO's (arXiv:1707.06347, eq. 9) with the clipping of its reference implementation (arXiv:2005.12729, section 3):
     a value that has moved by more than `clip` towards its return since the rollout is not moved any further.
     """
     squared = (values - returns).square()
     if clip is None:
-        return ValueLoss(0.5 * squared, values.new_zeros(values.shape).bool())
+        return 0.5 * squared, values.new_zeros(values.shape).bool()
     near = values.maximum(old_values - clip).minimum(old_values + clip)
     squared_near = (near - returns).square()
     # A maximum splits the gradient of equals; inside of the range both are the same and have the whole of it.
     clipped = squared_near > squared
-    return ValueLoss(0.5 * squared_near.where(clipped, squared), clipped.detach())
+    return 0.5 * squared_near.where(clipped, squared), clipped.detach()
 
 
 def explained_variance(tokens: float, returns: tuple[float, float], residuals: tuple[float, float]) -> float:

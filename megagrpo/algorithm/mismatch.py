@@ -102,19 +102,19 @@ def worst_tokens(rows: Tensor, index: Tensor, train: Tensor, rollout: Tensor, co
 
     rows, index: int64 [tokens]; train, rollout: float32 [tokens]. Rows of NO_ROW fill up what is missing.
     """
-    found = torch.full((count, 4), float(NO_ROW), dtype=torch.float64, device=rows.device)
+    tokens = torch.full((count, 4), float(NO_ROW), dtype=torch.float64, device=rows.device)
     worst = absolute_difference_bits(train, rollout).topk(min(count, len(rows))).indices
-    found[: len(worst)] = torch.stack([each[worst].double() for each in (rows, index, train, rollout)], 1)
-    return found
+    tokens[: len(worst)] = torch.stack([each[worst].double() for each in (rows, index, train, rollout)], 1)
+    return tokens
 
 
-def merge_worst(found: Tensor, count: int) -> tuple[TokenMismatch, ...]:
+def merge_worst(candidates: Tensor, count: int) -> tuple[TokenMismatch, ...]:
     """Selects the `count` worst of several ranks' worst tokens, [any, 4] from `worst_tokens`."""
-    found = found[found[:, 0] != NO_ROW].cpu()
-    order = absolute_difference_bits(found[:, 2].float(), found[:, 3].float()).argsort(descending=True, stable=True)
+    candidates = candidates[candidates[:, 0] != NO_ROW].cpu()
+    train, rollout = candidates[:, 2].float(), candidates[:, 3].float()
+    order = absolute_difference_bits(train, rollout).argsort(descending=True, stable=True)
     return tuple(
-        TokenMismatch(int(row), int(index), train, rollout)
-        for row, index, train, rollout in found[order[:count]].tolist()
+        TokenMismatch(int(row), int(index), *logprobs) for row, index, *logprobs in candidates[order[:count]].tolist()
     )
 
 

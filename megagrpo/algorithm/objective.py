@@ -7,19 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.kl import Estimator, kl_estimate
+from megagrpo.algorithm.kl import KLConfig, kl_estimate
 from megagrpo.algorithm.policy_losses import PolicyInputs, PolicyLoss, PolicyLossMethod
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """Constants of the objective. `kl_coefficient` is that of the loss term: 0 when the penalty is in the reward."""
-
-    loss: PolicyLossMethod
-    kl_coefficient: float
-    kl_estimator: Estimator
-    kl_straight_through: bool
-    entropy_coefficient: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,31 +31,38 @@ class Objective:
     kl: Tensor | None
 
 
-def grpo_objective(inputs: ObjectiveInputs, settings: ObjectiveSettings) -> Objective:
+def grpo_objective(
+    inputs: ObjectiveInputs,
+    method: PolicyLossMethod,
+    kl_settings: KLConfig,
+    *,
+    kl_coefficient: float,
+    entropy_coefficient: float,
+) -> Objective:
     """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy) over tokens.
 
+    kl_coefficient: this step's, of the loss term; 0 when the penalty is in the reward.
     GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
     reported. Raises ValueError if kl_coefficient needs them and they are not, or an entropy bonus has no entropies.
     """
-    if settings.kl_coefficient and inputs.reference_logprobs is None:
+    if kl_coefficient and inputs.reference_logprobs is None:
         raise ValueError("a KL term without reference logprobs")
     used = inputs.weights != 0
     # NaN in a token that a correction left out, times a weight of 0, would still be NaN: in the loss and its gradient.
     old = inputs.old_logprobs
     inputs = replace(inputs, old_logprobs=torch.where(used | old.isfinite(), old, inputs.logprobs.detach()))
-    policy = settings.loss.of_tokens(inputs)
+    policy = method.of_tokens(inputs)
     per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
     policy_term = torch.where(used, inputs.weights * per_token.detach(), 0.0)
     kl = None
     if inputs.reference_logprobs is not None:
-        kl = kl_estimate(
-            inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.kl_straight_through
-        )
-        if settings.kl_coefficient:
-            per_token = per_token + settings.kl_coefficient * kl
-    if settings.entropy_coefficient:
+        straight_through = kl_settings.straight_through
+        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, kl_settings.estimator, straight_through)
+        if kl_coefficient:
+            per_token = per_token + kl_coefficient * kl
+    if entropy_coefficient:
         if inputs.entropy is None:
             raise ValueError("an entropy bonus without entropies")
-        per_token = per_token - settings.entropy_coefficient * inputs.entropy
+        per_token = per_token - entropy_coefficient * inputs.entropy
     loss = torch.where(used, inputs.weights * per_token, 0.0).sum()
     return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

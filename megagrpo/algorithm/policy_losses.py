@@ -135,8 +135,8 @@ class GspoConfig(ClippedLoss):
 
     def of_tokens(self, inputs: PolicyInputs) -> PolicyLoss:
         mean = inputs.sequences.mean(inputs.logprobs - inputs.old_logprobs)
-        own = bounded(inputs.sequences.of_tokens(mean)).to(inputs.logprobs.dtype)
-        return self.clipped((own + _gradient_of(inputs.logprobs)).exp(), inputs, None)
+        of_token = bounded(inputs.sequences.of_tokens(mean)).to(inputs.logprobs.dtype)
+        return self.clipped((of_token + _gradient_of(inputs.logprobs)).exp(), inputs, None)
 
 
 class CispoConfig(ClippedLoss):
@@ -175,8 +175,8 @@ class GmpoConfig(PolicyLossMethod):
         clipped_high = (inputs.advantages > 0) & (log_ratio > self.clip_high)
         clipped = log_ratio.masked_fill(clipped_low, -self.clip_low).masked_fill(clipped_high, self.clip_high)
         mean = inputs.sequences.of_tokens(inputs.sequences.mean(clipped)).to(log_ratio.dtype)
-        own = _gradient_of(inputs.logprobs).masked_fill(clipped_low | clipped_high, 0.0)
-        return PolicyLoss(-(mean + own).exp() * inputs.advantages, log_ratio.exp(), clipped_low, clipped_high)
+        of_token = _gradient_of(inputs.logprobs).masked_fill(clipped_low | clipped_high, 0.0)
+        return PolicyLoss(-(mean + of_token).exp() * inputs.advantages, log_ratio.exp(), clipped_low, clipped_high)
 
 
 class SapoConfig(PolicyLossMethod):
@@ -283,10 +283,10 @@ class OwnLossConfig(PolicyLossMethod):
         """Calls the function. Raises RecipeError if it does not load, fails, or does not give one number per token."""
         from torch import Tensor
 
-        found = self.function()(inputs)
-        if isinstance(found, Tensor):
-            found = unclipped(found, inputs.log_ratio().exp())
-        parts = vars(found) if isinstance(found, PolicyLoss) else {"result": found}
+        result = self.function()(inputs)
+        if isinstance(result, Tensor):
+            result = unclipped(result, inputs.log_ratio().exp())
+        parts = vars(result) if isinstance(result, PolicyLoss) else {"result": result}
         tokens = inputs.logprobs.shape
         for part, values in parts.items():
             if not isinstance(values, Tensor) or values.shape != tokens or values.device != inputs.logprobs.device:
@@ -296,7 +296,7 @@ class OwnLossConfig(PolicyLossMethod):
                 needed = f"{each}: a tensor, or a PolicyLoss of tensors"
                 fix = "return a tensor like inputs.logprobs"
                 raise RecipeError(Problem("algorithm.loss.name", given, needed, fix))
-        return found
+        return result
 
 
 PolicyLossConfig = Annotated[

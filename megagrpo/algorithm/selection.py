@@ -89,7 +89,7 @@ def kth_smallest(bits: Tensor, wanted: int, width: int, sum_over_ranks: Callable
     bits: int32 or int64 [any number], at least 0 and below 2**width; wanted: from 1 to the number on all ranks;
     sum_over_ranks sums an int64 tensor in place. A radix selection: a histogram of 16 KiB is summed for each 11 bits.
     """
-    found = 0
+    smallest = 0
     for shift in range(-(-width // DIGIT_BITS) * DIGIT_BITS - DIGIT_BITS, -1, -DIGIT_BITS):
         digit = (bits >> shift) & ((1 << DIGIT_BITS) - 1)
         counts = torch.bincount(digit, minlength=1 << DIGIT_BITS)
@@ -98,5 +98,5 @@ def kth_smallest(bits: Tensor, wanted: int, width: int, sum_over_ranks: Callable
         chosen = int((up_to < wanted).sum())
         wanted -= int(up_to[chosen] - counts[chosen])
         bits = bits[digit == chosen]
-        found = found << DIGIT_BITS | chosen
-    return found, wanted
+        smallest = smallest << DIGIT_BITS | chosen
+    return smallest, wanted

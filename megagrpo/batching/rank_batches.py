@@ -151,8 +151,8 @@ def padded_tokens(microbatches: Sequence[Microbatch], layout: ParallelLayout, de
         multiple = lcm(multiple, TOKENS_MULTIPLE[device])
     sizes = []
     for micro in microbatches:
-        own = padded_lengths(np.array([len(s.tokens) for s in micro.sequences], dtype=np.int64), layout.context)
-        sizes.append(max(1, -(-(int(own.sum()) // layout.context) // multiple)) * multiple)
+        lengths = padded_lengths(np.array([len(s.tokens) for s in micro.sequences], dtype=np.int64), layout.context)
+        sizes.append(max(1, -(-(int(lengths.sum()) // layout.context) // multiple)) * multiple)
     if layout.pipeline > 1 and sizes and max(sizes) * len(sizes) <= (1 + ONE_SIZE_SHARE) * sum(sizes):
         return [max(sizes)] * len(sizes)
     return sizes

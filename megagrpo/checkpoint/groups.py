@@ -228,14 +228,14 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
 
 def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> AgentRun:
     """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
-    own = tuple(islice(branches, saved.branches))
-    trained = sum(int(branch.trained.sum()) for branch in own)
+    of_run = tuple(islice(branches, saved.branches))
+    trained = sum(int(branch.trained.sum()) for branch in of_run)
     if trained != tokens or sum(turn.tokens for turn in saved.turns) != tokens:
         raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
-    if any(turn.branch not in range(len(own)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
+    if any(turn.branch not in range(len(of_run)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
         raise ValueError("a turn of a branch that is not there, or with numbers below 0")
     return AgentRun(
-        branches=own,
+        branches=of_run,
         turns=saved.turns,
         messages=tuple(map(typed_json.unpacked, saved.messages)),
         reward=saved.reward,

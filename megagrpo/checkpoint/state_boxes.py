@@ -23,24 +23,18 @@ class Strided:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class BoxInRange:
-    """The place of `box` in the flat range that holds all of it. The view's axes are the box's."""
+def boxes_in_range(
+    placement: Placement, storage_shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[Box, Strided]]:
+    """Yields boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`).
 
-    box: Box
-    view: Strided
-
-
-def boxes_in_range(placement: Placement, storage_shape: Sequence[int], start: int, stop: int) -> list[BoxInRange]:
-    """Returns boxes of `placement` held by elements start .. stop of its storage (contiguous, of `storage_shape`)."""
-    found = []
+    A view's axes are its box's.
+    """
     for region in _regions(tuple(storage_shape), start, stop):
         if (part := placement.within(region)) is not None:
             view = _strided(part.at, part.local_shape, storage_shape, start)
             axes = [part.axes.index(axis) for axis in range(len(part.box.shape))]
-            strided = Strided(part.box.shape, tuple(view.strides[axis] for axis in axes), view.offset)
-            found.append(BoxInRange(part.box, strided))
-    return found
+            yield part.box, Strided(part.box.shape, tuple(view.strides[axis] for axis in axes), view.offset)
 
 
 def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:

@@ -40,6 +40,7 @@ READERS = 8
 """Files whose checksums are computed at the same time."""
 RANK = "rank"
 TRAINER = "trainer.json"
+SAVING, DELETING, REPLACED = ".saving_", ".deleting_", ".replaced_"
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -86,7 +87,7 @@ class CheckpointStore:
 
         Removes leftovers of earlier attempts first, because they take disk space.
         """
-        rank_directory = self._saving(step) / RANK
+        rank_directory = self._path(step, SAVING) / RANK
         try:
             self.remove_leftovers()
             rank_directory.mkdir(parents=True)
@@ -100,7 +101,7 @@ class CheckpointStore:
         `rank_files` are the descriptions that the ranks returned, with paths relative to the rank directory.
         Raises CheckpointError; the attempt is then removed and older checkpoints are as they were.
         """
-        saving, final = self._saving(state.step), self._final(state.step)
+        saving, final = self._path(state.step, SAVING), self._path(state.step)
         try:
             write_durably(saving / TRAINER, state.to_json())
             files = [SavedFile(f"{RANK}/{file.path}", file.size_bytes, file.blake2b) for file in rank_files]
@@ -110,14 +111,14 @@ class CheckpointStore:
                 raise CheckpointError([Problem(f"checkpoint of step {state.step}", given=line) for line in wrong])
             sync_directories([saving / RANK, saving])
             if final.exists():
-                final.rename(self._replaced(state.step))
+                final.rename(self._path(state.step, REPLACED))
             saving.rename(final)
             sync_directories([self.directory])
         except OSError as error:
             raise _not_written(state.step, self.directory, error) from error
         finally:
             shutil.rmtree(saving, ignore_errors=True)
-        shutil.rmtree(self._replaced(state.step), ignore_errors=True)
+        shutil.rmtree(self._path(state.step, REPLACED), ignore_errors=True)
         self._confirmed = False
         self._thin_out()
         return Checkpoint(final, state)
@@ -133,13 +134,13 @@ class CheckpointStore:
 
     def since_confirmed(self) -> tuple[Path | None, list[Path]]:
         """Returns the newest confirmed checkpoint, if there is one, and all that are newer."""
-        paths = [self._final(step) for step in self._steps()]
+        paths = [self._path(step) for step in self._steps()]
         confirmed = [index for index, path in enumerate(paths) if (path / CONFIRMED).exists()]
         return (paths[confirmed[-1]], paths[confirmed[-1] + 1 :]) if confirmed else (None, paths)
 
     def abandon(self, step: int) -> None:
         """Removes what an attempt to save `step` has written, after a rank failed."""
-        shutil.rmtree(self._saving(step), ignore_errors=True)
+        shutil.rmtree(self._path(step, SAVING), ignore_errors=True)
 
     def latest_complete(self, before: int | None = None) -> Checkpoint | None:
         """Returns the newest checkpoint, of a step before `before`, whose files are all as they were written; None if
@@ -147,10 +148,10 @@ class CheckpointStore:
 
         Damaged ones are passed over with a warning. If all are damaged: CheckpointError with a problem for each.
         """
-        found = [step for step in self._steps() if before is None or step < before]
+        steps = [step for step in self._steps() if before is None or step < before]
         problems: list[Problem] = []
-        for step in reversed(found):
-            path = self._final(step)
+        for step in reversed(steps):
+            path = self._path(step)
             wrong = self.verify(path)
             if not wrong:
                 try:
@@ -168,7 +169,7 @@ class CheckpointStore:
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint's directory, without a look at its files; None if there is none."""
         steps = self._steps()
-        return self._final(steps[-1]) if steps else None
+        return self._path(steps[-1]) if steps else None
 
     def best(self) -> float | None:
         """Returns the largest value of `keep_best` among the complete checkpoints; None if no checkpoint has one."""
@@ -182,17 +183,17 @@ class CheckpointStore:
         """
         if not self.directory.is_dir():
             return
-        for path in self.directory.glob(".replaced_step_*"):
-            final = self.directory / path.name.removeprefix(".replaced_")
+        for path in self.directory.glob(f"{REPLACED}step_*"):
+            final = self.directory / path.name.removeprefix(REPLACED)
             if not final.exists():
                 path.rename(final)
-        for pattern in (".saving_step_*", ".deleting_step_*", ".replaced_step_*"):
-            for path in self.directory.glob(pattern):
+        for prefix in (SAVING, DELETING, REPLACED):
+            for path in self.directory.glob(f"{prefix}step_*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _thin_out(self) -> None:
         steps = self._steps()
-        confirmed = [step for step in steps if (self._final(step) / CONFIRMED).exists()]
+        confirmed = [step for step in steps if (self._path(step) / CONFIRMED).exists()]
         kept = {*steps[-self.keep_last :], *(confirmed or steps[:1])[-1:]}
         if self.keep_best is not None:
             values = {step: value for step in steps if (value := self._evaluation(step)) is not None}
@@ -201,14 +202,14 @@ class CheckpointStore:
         for step in steps:
             if step not in kept:
                 # Renamed first: a checkpoint that is half deleted must not look like a damaged one.
-                doomed = self.directory / f".deleting_{self._final(step).name}"
+                doomed = self._path(step, DELETING)
                 with contextlib.suppress(OSError):  # tried again after the next save
-                    self._final(step).rename(doomed)
+                    self._path(step).rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _evaluation(self, step: int) -> float | None:
         try:
-            state = TrainerState.read(self._final(step) / TRAINER)
+            state = TrainerState.read(self._path(step) / TRAINER)
         except CheckpointError:
             return None
         value = (state.evaluation or {}).get(self.keep_best or "")
@@ -220,14 +221,8 @@ class CheckpointStore:
         names = [COMPLETE_NAME.fullmatch(path.name) for path in self.directory.iterdir() if (path / MANIFEST).exists()]
         return sorted(int(name[1]) for name in names if name)
 
-    def _final(self, step: int) -> Path:
-        return self.directory / f"step_{step:06d}"
-
-    def _saving(self, step: int) -> Path:
-        return self.directory / f".saving_step_{step:06d}"
-
-    def _replaced(self, step: int) -> Path:
-        return self.directory / f".replaced_step_{step:06d}"
+    def _path(self, step: int, prefix: str = "") -> Path:
+        return self.directory / f"{prefix}step_{step:06d}"
 
 
 def _not_written(step: int, directory: Path, error: OSError) -> CheckpointError:

@@ -12,7 +12,7 @@ import json
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import EnumType
 from pathlib import Path
@@ -170,10 +170,9 @@ class TorchCheckpoint:
         for name, size in sorted(needed.items()):
             path = self.directory / name
             given = path.stat().st_size if path.is_file() else None
-            if given is None:
-                problems.append(Problem(str(path), "no such file", f"{size} bytes"))
-            elif given < size:
-                problems.append(Problem(str(path), f"{given} bytes", f"{size} bytes"))
+            if given is None or given < size:
+                shown = "no such file" if given is None else f"{given} bytes"
+                problems.append(Problem(str(path), shown, f"{size} bytes"))
         if problems:
             raise CheckpointError(problems)
 
@@ -238,73 +237,56 @@ class Written:
     """A part of a tensor, or a whole object (no `start`), in a file."""
 
     key: str
-    start: tuple[int, ...] | None
-    shape: tuple[int, ...]
+    start: Sequence[int] | None
+    shape: Sequence[int]
     file: str
     offset: int
     length: int
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Written:
-        start = None if values["start"] is None else tuple(values["start"])
-        return cls(**(dict(values) | {"start": start, "shape": tuple(values["shape"])}))
 
-
-class TorchFile:
+class TorchFile(io.RawIOBase):
     """One .distcp file being written. Use it in a `with` block; it is on disk when the block ends."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> TorchFile:
-        self._stream = _Stream(self._path.open("wb"))
-        return self
+        self._path, self._file = path, path.open("wb")
+        self._failure: OSError | None = None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._stream.file.flush()
-                os.fsync(self._stream.file.fileno())
+                self._file.flush()
+                os.fsync(self._file.fileno())
         finally:
-            self._stream.file.close()
-
-    def add(self, key: str, start: tuple[int, ...], values: torch.Tensor) -> Written:
-        """Appends a part of a tensor, contiguous and alone in its memory. Raises OSError."""
-        offset = self._stream.file.tell()
-        try:
-            torch.save(values, self._stream)
-        except RuntimeError:
-            if self._stream.failure is not None:  # torch's own error does not say why
-                raise self._stream.failure from None
-            raise
-        length = self._stream.file.tell() - offset
-        return Written(key, start, tuple(values.shape), self._path.name, offset, length)
-
-    def add_object(self, key: str, value: Any) -> Written:
-        """Appends an object as Megatron stores its ShardedObjects. Raises OSError."""
-        buffer = io.BytesIO()
-        torch.save([value], buffer)
-        offset = self._stream.file.tell()
-        self._stream.file.write(buffer.getvalue())
-        return Written(key, None, (), self._path.name, offset, self._stream.file.tell() - offset)
-
-
-class _Stream(io.RawIOBase):
-    """A file that keeps the error that torch.save hides."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.failure: OSError | None = None
+            self._file.close()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        """Writes for torch.save, and keeps the error that it hides."""
         try:
-            return self.file.write(data)
+            return self._file.write(data)
         except OSError as error:
-            self.failure = error
+            self._failure = error
             raise
+
+    def add(self, key: str, start: tuple[int, ...], values: torch.Tensor) -> Written:
+        """Appends a part of a tensor, contiguous and alone in its memory. Raises OSError."""
+        return self._append(key, start, tuple(values.shape), values)
+
+    def add_object(self, key: str, value: Any) -> Written:
+        """Appends an object, in a list as Megatron stores its ShardedObjects. Raises OSError."""
+        return self._append(key, None, (), [value])
+
+    def _append(self, key: str, start: tuple[int, ...] | None, shape: tuple[int, ...], value: Any) -> Written:
+        offset = self._file.tell()
+        try:
+            torch.save(value, self)
+        except RuntimeError:
+            if self._failure is not None:  # torch's own error does not say why
+                raise self._failure from None
+            raise
+        return Written(key, start, shape, self._path.name, offset, self._file.tell() - offset)
 
 
 def write_metadata(directory: Path, tensors: Mapping[str, Storage], written: Iterable[Written]) -> None:

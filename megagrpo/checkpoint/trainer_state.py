@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 
@@ -36,7 +36,9 @@ FIXED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The driver's state after `step` steps. Plain JSON values only."""
+    """The driver's state after `step` steps. Plain JSON values only. A field that came later has a default."""
+
+    __pydantic_config__: ClassVar = pydantic.ConfigDict(extra="forbid")
 
     step: Annotated[int, pydantic.Field(ge=0, le=STEP_MAX)]
     """Steps finished; the next one is step + 1."""
@@ -89,23 +91,17 @@ class TrainerState:
         """Reads the JSON of to_json, as text or as a file's bytes. Raises CheckpointError, naming `where`, for anything
         else."""
         try:
-            values = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+            return pydantic.TypeAdapter(cls).validate_python(
+                json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+            )
+        except pydantic.ValidationError as error:
+            named = [(".".join(map(str, mistake["loc"])), mistake) for mistake in error.errors()]
+            raise UnusableCheckpointError(
+                Problem(f"{where}: {name}" if name else where, brief(mistake["input"]), mistake["msg"])
+                for name, mistake in named
+            ) from None
         except (ValueError, RecursionError) as error:
             raise UnusableCheckpointError(Problem(where, given=first_line(error), needed="JSON")) from error
-        known = {field.name for field in fields(cls)}
-        needed = {field.name for field in fields(cls) if field.default is MISSING}  # what came later has a default
-        if not isinstance(values, dict) or not needed <= set(values) <= known:
-            given = sorted(values) if isinstance(values, dict) else type(values).__name__
-            keys = f"the keys {sorted(needed)}, and of others only {sorted(known - needed)}"
-            raise UnusableCheckpointError(Problem(where, given=f"{given}", needed=keys))
-        try:
-            return pydantic.TypeAdapter(cls).validate_python(values)
-        except pydantic.ValidationError as error:
-            wrong = [
-                Problem(f"{where}: {'.'.join(map(str, found['loc']))}", brief(found["input"]), found["msg"])
-                for found in error.errors()
-            ]
-            raise UnusableCheckpointError(wrong) from None
 
 
 WRITTEN_OF_EVERY_ADVANTAGE = tuple(

@@ -130,7 +130,7 @@ class RankActor:
         return torch.cuda.max_memory_allocated()
 
     def begin_profile(self, memory: bool) -> None:
-        from megagrpo.megatron.profiler import Profiler
+        from megagrpo.megatron.process import Profiler
 
         self.profiler = Profiler(memory)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from megagrpo.convert.job import Advance, Converted, by_layer, convert
+from megagrpo.convert.job import Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import Source, open_source
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Tensor
@@ -34,25 +32,21 @@ def to_hugging_face(
     `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
     that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
     """
-    target_of = partial(HuggingFaceTarget, dtype=dtype)
-    return convert(open_source(path, model), output, overwrite, ["hugging face", dtype], target_of)
+    source = open_source(path, model)
+    return convert(source, output, HuggingFaceTarget, dtype, "hugging face", overwrite=overwrite)
 
 
-class HuggingFaceTarget:
+class HuggingFaceTarget(Target):
     """safetensors files with their index, the model's config with the dtype, its tokenizer and generation config."""
 
     def __init__(self, source: Source, dtype: str | None) -> None:
-        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
-        self._source = source
-        self._dtypes = source.dtypes_as(dtype)
+        super().__init__(source, dtype)
         self._files = checkpoint.new_files(source.architecture, self._dtypes)
         self._entries = {
             name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
         }
         self._units = by_layer(source.tensors, lambda tensor: tensor.name)
-        self.unit_bytes: Sequence[int] = [
-            sum(self._entries[tensor.name][1].bytes for tensor in unit) for unit in self._units
-        ]
+        self.unit_bytes = [sum(self._entries[tensor.name][1].bytes for tensor in unit) for unit in self._units]
 
     def begin(self, directory: Path) -> None:
         lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
@@ -72,10 +66,6 @@ class HuggingFaceTarget:
                 self._write_tensor(opened[file].fileno(), entry, tensor, advance)
             for stream in opened.values():
                 os.fsync(stream.fileno())
-        return None
-
-    def finish(self, directory: Path, written: Sequence[Any]) -> None:
-        """Does nothing: the files had their headers and full sizes from the beginning."""
 
     def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
         dtype = self._dtypes[tensor.name]

@@ -13,11 +13,12 @@ import hashlib
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -50,31 +51,33 @@ class Converted:
     """Units (layers, mostly) that an earlier attempt had already done."""
 
 
-class Target(Protocol):
+class Target(ABC):
     """The writer of a conversion's directory. Its functions raise OSError if the disk does not take it."""
 
     unit_bytes: Sequence[int]
     """Bytes of each unit. A unit is a part of the work, such as a layer, that is done again if it was not finished."""
 
+    def __init__(self, source: Source, dtype: str | None) -> None:
+        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
+        self._source, self._dtypes = source, source.dtypes_as(dtype)
+
+    @abstractmethod
     def begin(self, directory: Path) -> None:
         """Makes what must be there before the first unit, in an empty directory."""
 
+    @abstractmethod
     def write(self, index: int, directory: Path, advance: Advance) -> Any:
         """Writes unit `index` and forces it to disk. Returns what `finish` needs to know about it, as JSON values."""
 
-    def finish(self, directory: Path, written: Sequence[Any]) -> None:
-        """Completes the directory; `written` is what `write` returned for each unit."""
+    def finish(self, directory: Path, written: Sequence[Any]) -> None:  # noqa: B027
+        """Completes the directory, if units leave anything to do; `written` is what `write` returned for each unit."""
 
 
 @torch.no_grad()
 def convert(
-    source: Source,
-    output: Path,
-    overwrite: bool,
-    options: list[str | int | None],
-    target_of: Callable[[Source], Target],
+    source: Source, output: Path, target: type[Target], dtype: str | None, kind: str, *options: str, overwrite: bool
 ) -> Converted:
-    """Converts all of `source` to `output`. `options` are the other settings that decide its bytes.
+    """Converts all of `source` to `output`. `kind` and `options` are the other settings that decide its bytes.
 
     An earlier attempt at the same output from the same source is continued, any other is removed. With `overwrite`,
     an earlier conversion in `output` is replaced at the very end; anything else there is refused. Raises ModelError or
@@ -82,13 +85,13 @@ def convert(
     """
     output = output.absolute()
     _check_output(output, source, overwrite)
-    target = target_of(source)
+    writer, decided = target(source, dtype), [kind, dtype, *options]
     config = (source.model_directory / CONFIG).read_text(encoding="utf-8")
     # Sizes and times tell whether a file of the source has changed since an earlier attempt.
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    identity = json.dumps([FORMAT, options, str(source.directory), files, config])
+    identity = json.dumps([FORMAT, decided, str(source.directory), files, config])
     partial = output.with_name(f".{output.name}.partial")
-    sizes = target.unit_bytes
+    sizes = writer.unit_bytes
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial / "journal", output) as journal:
@@ -97,17 +100,17 @@ def convert(
             if not written:
                 shutil.rmtree(making, ignore_errors=True)
                 making.mkdir()
-                target.begin(making)
+                writer.begin(making)
                 journal.truncate(0)
                 _append(journal, identity, 0)
             earlier = len(written)
             title = f"{source.directory.name} to {output.name}"
             with progress(title, sum(sizes), "bytes", sum(sizes[:earlier])) as work:
                 for index in range(earlier, len(sizes)):
-                    written.append(target.write(index, making, work.advance))
+                    written.append(writer.write(index, making, work.advance))
                     _append(journal, written[-1], index + 1)
-            target.finish(making, written)
-            made_from = {"source": str(source.directory), "options": options}
+            writer.finish(making, written)
+            made_from = {"source": str(source.directory), "options": decided}
             (making / MARK).write_text(json.dumps(made_from, indent=2), encoding="utf-8")
             _sync_files(making)
             publish(making, output)

@@ -11,7 +11,6 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.convert import torch_dist
-from megagrpo.convert.job import Advance, Converted, by_layer, convert
+from megagrpo.convert.job import Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
 from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
@@ -38,20 +37,17 @@ def to_megatron(
     path: Path, output: Path, *, model: Path | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> Converted:
     """Writes a torch_dist checkpoint for Megatron-LM from the checkpoint at `path`. Arguments as in to_hugging_face."""
-    target_of = partial(MegatronTarget, dtype=dtype)
-    return convert(open_source(path, model), output, overwrite, ["megatron", dtype], target_of)
+    return convert(open_source(path, model), output, MegatronTarget, dtype, "megatron", overwrite=overwrite)
 
 
-class MegatronTarget:
+class MegatronTarget(Target):
     """One .distcp file for each layer, and one for each parameter outside of layers."""
 
     def __init__(self, source: Source, dtype: str | None) -> None:
-        """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
-        self._source = source
-        self._dtypes = source.dtypes_as(dtype)
+        super().__init__(source, dtype)
         self._manifest = torch_dist.manifest(source.architecture, self._dtypes)
         self._units = by_layer(torch_dist.chunks(self._manifest), lambda chunk: chunk.key)
-        self.unit_bytes: Sequence[int] = [
+        self.unit_bytes = [
             sum(math.prod(chunk.shape) * self._item_bytes(chunk) for chunk in unit) for unit in self._units
         ]
 
@@ -73,7 +69,7 @@ class MegatronTarget:
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
         path = directory / ITERATION
-        entries = [Written.from_json(values) for of_unit in written for values in of_unit]
+        entries = [Written(**values) for of_unit in written for values in of_unit]
         with TorchFile(path / f"__{len(self._units)}_0.distcp") as file:
             entries += [file.add_object(key, None) for key in torch_dist.extra_states(self._manifest)]
         write_metadata(path, self._manifest.storages, entries)
@@ -155,9 +151,8 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
         "rotary_base": int(rope.theta),
         "use_rope_scaling": rope.factor is not None,
+        **({} if rope.factor is None else {"rope_scaling_factor": rope.factor}),
     }
-    if rope.factor is not None:
-        arguments["rope_scaling_factor"] = rope.factor
     if yarn is not None:
         arguments |= {
             "rope_type": "yarn",

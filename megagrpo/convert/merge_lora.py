@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -95,8 +94,8 @@ def merge_lora(
     """
     adapter = open_adapter(adapter_path)
     source = _merged_source(open_source(path, model), adapter, dtype)
-    options = ["merged", dtype, str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)]
-    return convert(source, output, overwrite, options, partial(HuggingFaceTarget, dtype=dtype))
+    options = str(adapter.path), json.dumps(dict(adapter.scales), sort_keys=True)
+    return convert(source, output, HuggingFaceTarget, dtype, "merged", *options, overwrite=overwrite)
 
 
 def _merged_source(source: Source, adapter: Adapter, dtype: str | None) -> Source:
@@ -127,9 +126,8 @@ def open_adapter(path: Path) -> Adapter:
     path = path.absolute()
     if (path / ADAPTER_CONFIG).is_file():
         return _of_peft(path)
-    found = training_checkpoint(path)
-    if found is not None:
-        return _of_training(found)
+    if (checkpoint := training_checkpoint(path)) is not None:
+        return _of_training(checkpoint)
     given = "no such directory" if not path.is_dir() else "a directory with neither"
     needed = f"a PEFT adapter ({ADAPTER_CONFIG}), or a training checkpoint of megagrpo (step_*)"
     raise UnusableCheckpointError(Problem(str(path), given, needed))
@@ -142,7 +140,7 @@ def _of_peft(path: Path) -> Adapter:
     config = read_json(path / ADAPTER_CONFIG, fix="write the adapter again, with PEFT's save_pretrained")
     entries = read_header(file)
     shapes = {name: entry.shape for name, entry in entries.items()}
-    problems = _method_problems(path / ADAPTER_CONFIG, config) + _scale_problems(path / ADAPTER_CONFIG, config)
+    problems = _config_problems(path / ADAPTER_CONFIG, config)
     problems += [
         Problem(f"{file}: {name}", f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
         for name, entry in entries.items()
@@ -171,53 +169,47 @@ def _of_peft(path: Path) -> Adapter:
 
 def _of_module(config: Mapping[str, Any], patterns: str, name: str, module: str) -> Any:
     """Returns a config's value for a module: the first of its patterns that fits, as in PEFT, or the common value."""
-    own = (value for pattern, value in (config.get(patterns) or {}).items() if re.match(_of_modules(pattern), module))
-    return next(own, config.get(name))
+    fitting = (
+        value for pattern, value in (config.get(patterns) or {}).items() if re.match(_of_modules(pattern), module)
+    )
+    return next(fitting, config.get(name))
 
 
-def _method_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
-    """Returns problems of adapters with which the model is not W + s B A."""
-    fix = "merge it with PEFT (merge_and_unload), if that can"
-    problems = [
-        Problem(f"{file}: {name}", _shown(config[name]), plain, fix)
+def _config_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
+    """Returns problems of adapters with which the model is not W + s B A, or that PEFT could not read either."""
+    merge = "merge it with PEFT (merge_and_unload), if that can"
+    wrong = [
+        (name, _shown(config[name]), plain, merge)
         for name, plain in (("peft_type", "LORA"), ("bias", "none"))
         if config.get(name) not in (None, plain)
     ]
-    problems += [
-        Problem(f"{file}: {name}", _shown(config[name]), "plain LoRA: false, null or left out", fix)
-        for name in NEVER_SET
-        if config.get(name)
-    ]
-    if config.get("init_lora_weights") not in PLAIN_INITIALIZATIONS:
+    never = "plain LoRA: false, null or left out"
+    wrong += [(name, _shown(config[name]), never, merge) for name in NEVER_SET if config.get(name)]
+    if (initialization := config.get("init_lora_weights")) not in PLAIN_INITIALIZATIONS:
         needed = "an initialization that leaves the model's weights as they are: true, false, gaussian, eva, orthogonal"
         fix = "have PEFT save it as plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
-        problems.append(Problem(f"{file}: init_lora_weights", _shown(config["init_lora_weights"]), needed, fix))
-    return problems
-
-
-def _scale_problems(file: Path, config: Mapping[str, Any]) -> list[Problem]:
-    problems = []
+        wrong.append(("init_lora_weights", _shown(initialization), needed, fix))
     alphas = {"lora_alpha": config.get("lora_alpha")}
     for name in ("alpha_pattern", "rank_pattern"):
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict):
             needed = "a JSON object: a number by regular expression of modules"
-            problems.append(Problem(f"{file}: {name}", _shown(patterns), needed, "{} if all modules are alike"))
+            wrong.append((name, _shown(patterns), needed, "{} if all modules are alike"))
             continue
-        for pattern in patterns:
+        for pattern, value in patterns.items():
             try:
                 re.compile(_of_modules(pattern))
             except re.error as error:
-                given, fix = f"{_shown(pattern)}: {error}", "correct it, as PEFT has to read it too"
-                problems.append(Problem(f"{file}: {name}", given, "a regular expression", fix))
-        if name == "alpha_pattern":
-            alphas |= {f"alpha_pattern, {pattern}": alpha for pattern, alpha in patterns.items()}
-    problems += [
-        Problem(f"{file}: {where}", _shown(alpha), "a number", "what the adapter was trained with")
-        for where, alpha in alphas.items()
+                fix = "correct it, as PEFT has to read it too"
+                wrong.append((name, f"{_shown(pattern)}: {error}", "a regular expression", fix))
+            if name == "alpha_pattern":
+                alphas[f"{name}, {pattern}"] = value
+    wrong += [
+        (name, _shown(alpha), "a number", "what the adapter was trained with")
+        for name, alpha in alphas.items()
         if not isinstance(alpha, int | float) or not math.isfinite(alpha)
     ]
-    return problems
+    return [Problem(f"{file}: {name}", *rest) for name, *rest in wrong]
 
 
 def _shown(value: Any) -> str:

@@ -76,10 +76,10 @@ class Source:
                 continue
             part = placement.part(common)
             read = Placement(part.storage, (0,) * len(part.at), part.axes, common)
-            found = box_view(region(part.storage, part.at, part.local_shape), read)
-            if common == box and found.dtype == values.dtype:
-                return found.contiguous()
-            part_of(values, box.start, common).copy_(found)
+            stored = box_view(region(part.storage, part.at, part.local_shape), read)
+            if common == box and stored.dtype == values.dtype:
+                return stored.contiguous()
+            part_of(values, box.start, common).copy_(stored)
         return values
 
     def read_as(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -152,15 +152,15 @@ def _make_source(
     """Makes a Source. Raises ModelError for an unknown dtype, WeightPlanError if parts of tensors are missing."""
     check_sources(tensors_of(arch), [manifest for manifest, _ in held])
     placements: dict[str, list[tuple[Placement, RegionReader]]] = defaultdict(list)
-    found: dict[str, set[str]] = defaultdict(set)
+    stored_as: dict[str, set[str]] = defaultdict(set)
     for manifest, region in held:
         for placement in manifest.placements:
             placements[placement.box.tensor].append((placement, region))
-            found[placement.box.tensor].add(manifest.storages[placement.storage].dtype)
-    if unknown := sorted({dtype for in_tensor in found.values() for dtype in in_tensor if dtype not in ITEM_BYTES}):
+            stored_as[placement.box.tensor].add(manifest.storages[placement.storage].dtype)
+    if unknown := sorted({dtype for in_tensor in stored_as.values() for dtype in in_tensor if dtype not in ITEM_BYTES}):
         given = f"tensors in {', '.join(unknown)}"
         raise ModelError(Problem(str(directory), given, f"one of {', '.join(ITEM_BYTES)}"))
-    dtypes = {name: torch_dist.common_dtype(in_tensor) for name, in_tensor in found.items()}
+    dtypes = {name: torch_dist.common_dtype(in_tensor) for name, in_tensor in stored_as.items()}
     return Source(directory, model, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget)
 
 
@@ -204,12 +204,12 @@ def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> So
     tensors = tensors_of(arch)
     problems, storages, placements = [], {}, []
     for tensor in tensors:
-        found = stored.tensors.get(MAIN_WEIGHTS + tensor.name)
-        if found is not None and found.shape == tensor.shape:
-            storages[found.name] = found
-            placements.append(Placement.whole(tensor.box, found.name))
-        elif found is not None or tensor.trained:
-            given = "no such tensor" if found is None else str(list(found.shape))
+        storage = stored.tensors.get(MAIN_WEIGHTS + tensor.name)
+        if storage is not None and storage.shape == tensor.shape:
+            storages[storage.name] = storage
+            placements.append(Placement.whole(tensor.box, storage.name))
+        elif storage is not None or tensor.trained:
+            given = "no such tensor" if storage is None else str(list(storage.shape))
             problems.append(Problem(f"{path}: {tensor.name}", given, f"{list(tensor.shape)} by {CONFIG}"))
     if problems:
         raise ModelError(problems)
@@ -244,10 +244,10 @@ def _latest_iteration(path: Path) -> Path:
     text = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     if text != "release" and not re.fullmatch(r"\d{1,12}", text):
         raise UnusableCheckpointError(Problem(str(path / TRACKER), brief(text), "a number of an iteration, or release"))
-    found = path / (text if text == "release" else f"iter_{int(text):07d}")
-    if not (found / METADATA).is_file():
+    iteration = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not (iteration / METADATA).is_file():
         needed = f"a torch_dist checkpoint ({METADATA})"
         raise UnusableCheckpointError(
-            Problem(str(found), f"no {METADATA}", needed, "save with --ckpt-format torch_dist")
+            Problem(str(iteration), f"no {METADATA}", needed, "save with --ckpt-format torch_dist")
         )
-    return found
+    return iteration

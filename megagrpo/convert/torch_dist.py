@@ -75,16 +75,16 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
     storages, placements, fills = {}, [], []
     for parameter in parameters:
         wanted = parameter.stored(arch, stacked)
-        found = stored.get(wanted.name)
+        storage = stored.get(wanted.name)
         padding = 0
-        if found is not None and wanted.name in VOCABULARY and len(found.shape) == 2:
-            padding = found.shape[0] - wanted.shape[0]
-        if found is None or padding < 0 or found.shape != (wanted.shape[0] + padding, *wanted.shape[1:]):
-            given = "no such key" if found is None else str(list(found.shape))
-            fix = "give the config.json that belongs to it" if found is not None else ""
+        if storage is not None and wanted.name in VOCABULARY and len(storage.shape) == 2:
+            padding = storage.shape[0] - wanted.shape[0]
+        if storage is None or padding < 0 or storage.shape != (wanted.shape[0] + padding, *wanted.shape[1:]):
+            given = "no such key" if storage is None else str(list(storage.shape))
+            fix = "give the config.json that belongs to it" if storage is not None else ""
             problems[Problem(f"{holder}: {wanted.name}", given, f"{list(wanted.shape)} by config.json", fix)] = None
             continue
-        storages[wanted.name] = found
+        storages[wanted.name] = storage
         placements += parameter.placed(stacked)
         if padding:
             fills.append(Fill(wanted.name, (wanted.shape[0], 0), (padding, wanted.shape[1])))
@@ -100,11 +100,11 @@ def other_names(arch: Architecture) -> frozenset[str]:
 
 def chunks(written: Manifest) -> list[Chunk]:
     """Returns the parts of `written` (from `manifest`) in the order of the model."""
-    found: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
+    parts: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
     for placement in written.placements:
-        found[placement.storage, placement.at[: _indices(placement)]].append(placement)
+        parts[placement.storage, placement.at[: _indices(placement)]].append(placement)
     result = []
-    for (key, index), placements in found.items():
+    for (key, index), placements in parts.items():
         shape = written.storages[key].shape
         layer = re.match(r"decoder\.layers\.(\d+)\.", key)
         result.append(
@@ -160,17 +160,14 @@ class _Parameter:
             return self.name
         return f"decoder.layers.{self.name}" if stacked else f"decoder.layers.{self.layer}.{self.name}"
 
-    def index(self, stacked: bool) -> tuple[int, ...]:
-        layer = () if self.layer is None or not stacked else (self.layer,)
-        return layer if self.expert is None else (*layer, self.expert)
-
     def stored(self, arch: Architecture, stacked: bool) -> Storage:
         layers = () if self.layer is None or not stacked else (arch.layers,)
         experts = () if self.expert is None else (self.experts,)
         return Storage(self.key(stacked), (*layers, *experts, *self.shape), "float32")
 
     def placed(self, stacked: bool) -> list[Placement]:
-        key, index = self.key(stacked), self.index(stacked)
+        key = self.key(stacked)
+        index = [number for number in (self.layer if stacked else None, self.expert) if number is not None]
         return [
             Placement(key, (*index, *held.at), (*(None for _ in index), *held.axes), held.box)
             for held in self.placements

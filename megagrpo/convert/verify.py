@@ -44,7 +44,7 @@ class Comparison:
     @property
     def largest(self) -> float:
         """Returns the largest difference of two values anywhere; NaN against a number counts as infinite."""
-        return max((found.largest for found in self.differences if found.largest is not None), default=0.0)
+        return max((one.largest for one in self.differences if one.largest is not None), default=0.0)
 
 
 @torch.no_grad()

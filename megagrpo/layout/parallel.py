@@ -43,24 +43,24 @@ class ParallelLayout:
     def problems(self) -> list[str]:
         """Returns the reasons why no model can be split this way; an empty list if there are none."""
         given = [*self.sizes(), *self.stage_lengths()]
-        found = [f"{name} must be at least 1, not {size}" for name, size in given if size < 1]
-        if found:
-            return found
+        reasons = [f"{name} must be at least 1, not {size}" for name, size in given if size < 1]
+        if reasons:
+            return reasons
         group = self.ranks // self.pipeline
         if group % (self.expert * self.expert_tensor):
-            found.append(
+            reasons.append(
                 f"expert x expert_tensor = {self.expert} x {self.expert_tensor} must divide "
                 f"tensor x context x data = {group}"
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            found.append(f"virtual_pipeline = {self.virtual_pipeline} needs pipeline of at least 2")
+            reasons.append(f"virtual_pipeline = {self.virtual_pipeline} needs pipeline of at least 2")
         lengths = dict(self.stage_lengths())
         if self.pipeline == 1:
-            found += [f"{name} = {length} needs pipeline of at least 2" for name, length in lengths.items()]
+            reasons += [f"{name} = {length} needs pipeline of at least 2" for name, length in lengths.items()]
         if len(lengths) == self.pipeline == 2 and self.virtual_pipeline > 1:
             # Megatron divides by the number of stages in between (get_transformer_layer_offset).
-            found.append("last_stage_layers follows from first_stage_layers with 2 stages: give one of them")
-        return found
+            reasons.append("last_stage_layers follows from first_stage_layers with 2 stages: give one of them")
+        return reasons
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yields the parallel sizes by name."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -90,7 +89,9 @@ class PackedAttention(MegatronModule):
         Latent attention: key like query, value [tokens, heads / tensor, value_dim]; the result is like value.
         """
         query, key = self.rotated(query, key, packed_seq_params)
-        key, value = gather_context(key, value, self.context_group)
+        if self.context_group.size() > 1:  # those of all context ranks' tokens, one rank after another
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return attend(query, key, value, packed_seq_params.plan, self.scale)
 
     @cached_property
@@ -122,17 +123,6 @@ class PackedLatentAttention(PackedAttention):
         plain, rotary = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         of_all = copy_to_tensor_model_parallel_region(rotary[:, :1], self.tensor_group)
         return torch.cat([plain, of_all.expand(-1, key.shape[1], -1)], dim=-1)
-
-
-def gather_context(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gathers keys and values of the tokens of all context ranks, one rank after another."""
-    if group.size() == 1:
-        return key, value
-    both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=group)
-    key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-    return key, value
 
 
 def attend(

@@ -8,9 +8,9 @@ padded_tokens says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.algorithm.sequences import Sequences
 from megagrpo.batching.rank_batches import (
     Microbatch,
@@ -30,10 +31,12 @@ from megagrpo.batching.rank_batches import (
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedSequences, positions_on
 
-NO_ROW = -1
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 LONGEST_MULTIPLE = 1024
 """Megatron keeps rotary tables for every length that it is told."""
+
+RowOrTokenValues = np.ndarray | Ragged
+"""float [rows of the step], one for each sample; or one for each response token."""
 
 TokenTensors = tuple[Tensor, ...]
 """For each microbatch, one number per response token on this rank: [response tokens]. Empty on ranks without logits."""
@@ -43,38 +46,28 @@ TokenTensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class PackedTensors:
-    """One microbatch on one context rank. `tokens` below is the number of tokens on this rank, padding included.
-
-    Position t predicts token t + 1 of its sequence: `labels`, `mask` and `rollout_logprobs` describe the predicted
-    token.
-    """
-
-    tokens: Tensor  # int64 [1, tokens], 0 in padding
-    labels: Tensor  # int64 [tokens], 0 where there is no next token
-    mask: Tensor  # bool [tokens], the next token is trained on
-    rollout_logprobs: Tensor  # float32 [tokens], 0 where mask is False
-    rows: Tensor  # int64 [tokens], row of the sequence in the step, NO_ROW in padding
-    positions: Tensor  # int64 [tokens], index in the sequence of the predicting token
-    own: Tensor  # int64 [tokens], index of the sequence in the microbatch, 0 in padding
-    index: Tensor  # int64 [tokens], index of the next token in its row's response, 0 where mask is False
-    sequences: PackedSequences
-
-
-@dataclass(frozen=True)
 class ResponseTokens:
-    """The response tokens of one microbatch on the last pipeline stage. Every tensor is [tokens].
+    """The response tokens of one microbatch on the last pipeline stage. Every tensor is [response tokens].
 
-    A context rank has a part of each sequence.
+    A context rank has a part of each sequence. Position t predicts token t + 1, which is the response token.
     """
 
-    positions: Tensor  # int64, rows of the last stage's output
+    positions: Tensor  # int64, rows of the last stage's output, which predict the tokens
     labels: Tensor  # int64
     rows: Tensor  # int64, row of the sample in the step
     index: Tensor  # int64, index of the token in its row's response: tokens that are not trained on don't count
     numbers: Tensor  # int64, the token's place in its sequence: of a row in one sequence, it is drawn by this
     sequences: Sequences  # the microbatch's, each by itself
     rollout_logprobs: Tensor  # float32
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """One microbatch on one context rank."""
+
+    tokens: Tensor  # int64 [1, tokens on this rank], 0 in padding
+    sequences: PackedSequences
+    responses: tuple[ResponseTokens, ...]  # one; none on ranks without logits
 
 
 def pack(
@@ -84,59 +77,58 @@ def pack(
     context_rank: int,
     device: torch.device | str,
     tokens: int | None = None,
+    has_logits: bool = True,
 ) -> PackedTensors:
     """Returns the tensors of `microbatch` for one context rank. A microbatch without sequences becomes padding only.
 
     `tokens`: its size on this rank with padding, if it is not the only one (padded_tokens).
     """
     context = layout.context
-    lengths = np.array([len(s.tokens) for s in microbatch.sequences], dtype=np.int64)
+    counted = np.array([len(s.tokens) for s in microbatch.sequences], dtype=np.int64)
     (size,) = [tokens] if tokens else padded_tokens([microbatch], layout, torch.device(device).type)
-    lengths, padded = _with_padding(lengths, context, size)
+    lengths, padded = _with_padding(counted, context, size)
     sequence = np.repeat(np.arange(len(lengths)), padded // context)
     position = positions_on(padded, sequence, context, context_rank)
-
-    # Every token is looked up in the concatenated sequences; what does not exist, in the sentinel at their end.
-    flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
-    flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]])
-    flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
-    flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
-    rows = np.array([*microbatch.rows, NO_ROW], dtype=np.int64)
-    nothing = len(flat_tokens) - 1
-    start = np.cumsum(lengths) - lengths
-    real = position < lengths[sequence]
-    this = np.where(real, start[sequence] + position, nothing)
-    following = np.where(position + 1 < lengths[sequence], start[sequence] + position + 1, nothing)
-    mask = flat_mask[following].astype(bool)
 
     def tensor(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
-    positions = tensor(position)
-    offsets = tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)
+    # Every token is looked up in the concatenated sequences, padding in the 0 at their end.
+    flat_tokens = np.concatenate([*(s.tokens for s in microbatch.sequences), [0]])
+    at = (np.cumsum(lengths) - lengths)[sequence] + position
     longest = -(-int(padded.max()) // LONGEST_MULTIPLE) * LONGEST_MULTIPLE
     if longest == padded.sum():  # Megatron takes a table of as many rows as tokens for one of all sequences end to end
         longest += LONGEST_MULTIPLE
-    return PackedTensors(
-        tokens=tensor(flat_tokens[this])[None],
-        labels=tensor(flat_tokens[following]),
-        mask=tensor(mask, torch.bool),
-        rollout_logprobs=tensor(np.where(mask, flat_logprobs[following], 0.0), torch.float32),
-        rows=tensor(np.where(real, rows[np.minimum(sequence, len(rows) - 1)], NO_ROW)),
-        positions=positions,
-        own=tensor(np.where(real, sequence, 0)),
-        index=tensor(np.where(mask, flat_index[following], 0)),
-        sequences=PackedSequences(
-            qkv_format="thd",
-            **dict.fromkeys(OFFSETS, offsets),
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            positions=positions,
-            padded=padded,
-            context=context,
-            context_rank=context_rank,
-        ),
+    packed = PackedSequences(
+        qkv_format="thd",
+        **dict.fromkeys(OFFSETS, tensor(np.concatenate([[0], np.cumsum(padded)]), torch.int32)),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=tensor(position),
+        padded=padded,
+        context=context,
+        context_rank=context_rank,
     )
+    responses: tuple[ResponseTokens, ...] = ()
+    if has_logits:
+        flat_mask = np.concatenate([*(s.loss_mask for s in microbatch.sequences), [False]]).astype(bool)
+        flat_logprobs = np.concatenate([*(s.rollout_logprobs for s in microbatch.sequences), [0.0]])
+        flat_index = np.concatenate([*(s.first - 1 + np.cumsum(s.loss_mask) for s in microbatch.sequences), [0]])
+        predicting = np.flatnonzero((position + 1 < lengths[sequence]) & flat_mask[np.minimum(at + 1, counted.sum())])
+        token, of = at[predicting] + 1, sequence[predicting]
+        counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
+        response = ResponseTokens(
+            positions=tensor(predicting),
+            labels=tensor(flat_tokens[token]),
+            rows=tensor(np.array(microbatch.rows, dtype=np.int64)[of]),
+            index=tensor(flat_index[token]),
+            numbers=tensor(position[predicting] + 1),
+            sequences=Sequences(tensor(of), counts, over_context_ranks),
+            rollout_logprobs=tensor(flat_logprobs[token], torch.float32),
+        )
+        responses = (response,)
+    real = position < lengths[sequence]
+    return PackedTensors(tensor(flat_tokens[np.where(real, at, counted.sum())])[None], packed, responses)
 
 
 def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,35 +139,23 @@ def _with_padding(lengths: np.ndarray, context: int, tokens: int) -> tuple[np.nd
     return lengths, padded
 
 
-def response_tokens(packed: PackedTensors, microbatch: Microbatch) -> ResponseTokens:
-    """Selects the response tokens of `packed`."""
-    positions = packed.mask.nonzero()[:, 0]
-    own, device = packed.own[positions], positions.device
-    counts = torch.tensor([float(s.loss_mask.sum()) for s in microbatch.sequences], device=device)
-    return ResponseTokens(
-        positions=positions,
-        labels=packed.labels[positions],
-        rows=packed.rows[positions],
-        index=packed.index[positions],
-        numbers=packed.positions[positions] + 1,
-        sequences=Sequences(own, counts, over_context_ranks),
-        rollout_logprobs=packed.rollout_logprobs[positions],
-    )
-
-
 # --- the batch --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One rank's part of a minibatch. `responses` has an entry for each microbatch on ranks that compute logits."""
+    """One rank's part of a minibatch."""
 
     first: int  # index of its first microbatch in the batch
     packed: list[PackedTensors]
-    responses: list[ResponseTokens]
     tokens: int  # response tokens over all ranks
     rows: int  # rows with response tokens over all ranks
     split: tuple[SplitRow, ...]  # those of them with several sequences
+
+    @property
+    def responses(self) -> list[ResponseTokens]:
+        """Returns an entry for each microbatch on ranks that compute logits."""
+        return [response for packed in self.packed for response in packed.responses]
 
     def own(self, values: TokenTensors) -> TokenTensors:
         """Returns the `values` of this minibatch's microbatches, out of those of the whole batch."""
@@ -183,20 +163,12 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
-class JoinedMicrobatch:
-    """Several of training's microbatches as one, for a pass without gradients."""
-
-    packed: PackedTensors
-    responses: list[ResponseTokens]  # one; none on ranks without logits
-    parts: range  # the batch's microbatches in it, whose response tokens lie end to end
-
-
-@dataclass(frozen=True)
 class Batch:
     """A step's work on this rank."""
 
     minibatches: tuple[Minibatch, ...] = ()
-    joined: tuple[JoinedMicrobatch, ...] = ()
+    joined: tuple[tuple[PackedTensors, range], ...] = ()
+    """Microbatches of passes without gradients: several of training's as one, and their range in the batch."""
 
     @property
     def responses(self) -> list[ResponseTokens]:
@@ -229,36 +201,36 @@ def as_tensors(
 ) -> Batch:
     """Puts a data rank's batch on `device` as tensors. Passes without gradients join up to `at_once` microbatches."""
 
-    def tensors(micros: Sequence[Microbatch]) -> Iterator[tuple[PackedTensors, list[ResponseTokens]]]:
-        for micro, size in zip(micros, padded_tokens(micros, layout, device.type), strict=True):
-            packed = pack(micro, layout=layout, context_rank=context_rank, device=device, tokens=size)
-            yield packed, [response_tokens(packed, micro)] if has_logits else []
+    def packed(micros: Sequence[Microbatch]) -> list[PackedTensors]:
+        sizes = padded_tokens(micros, layout, device.type)
+        where: dict[str, Any] = {"layout": layout, "context_rank": context_rank, "device": device}
+        return [
+            pack(micro, **where, tokens=size, has_logits=has_logits) for micro, size in zip(micros, sizes, strict=True)
+        ]
 
     minibatches: list[Minibatch] = []
-    pairs: list[tuple[PackedTensors, list[ResponseTokens]]] = []
-    for micros, tokens, rows, split in zip(batch.minibatches, batch.tokens, batch.rows, batch.split, strict=True):
-        own = list(tensors(micros))
-        responses = [response for _, found in own for response in found]
-        minibatches.append(Minibatch(len(pairs), [packed for packed, _ in own], responses, tokens, rows, split))
-        pairs += own
+    micros = [micro for minibatch in batch.minibatches for micro in minibatch]
+    first = 0
+    for part, tokens, rows, split in zip(batch.minibatches, batch.tokens, batch.rows, batch.split, strict=True):
+        minibatches.append(Minibatch(first, packed(part), tokens, rows, split))
+        first += len(part)
     if at_once == 1:
-        joined = [JoinedMicrobatch(*pair, range(i, i + 1)) for i, pair in enumerate(pairs)]
+        parts = [range(index, index + 1) for index in range(len(micros))]
+        joined = [one for minibatch in minibatches for one in minibatch.packed]
     else:
-        all_micros = list(chain(*batch.minibatches))
-        parts = joined_microbatches(len(all_micros), at_once, layout)
-        larger = [Microbatch(tuple(s for i in part for s in all_micros[i].sequences)) for part in parts]
-        joined = [JoinedMicrobatch(*pair, part) for pair, part in zip(tensors(larger), parts, strict=True)]
-    return Batch(tuple(minibatches), tuple(joined))
+        parts = joined_microbatches(len(micros), at_once, layout)
+        joined = packed([Microbatch(tuple(s for i in part for s in micros[i].sequences)) for part in parts])
+    return Batch(tuple(minibatches), tuple(zip(joined, parts, strict=True)))
 
 
-def of_tokens(batch: Batch, values: Tensor, offsets: Tensor | None) -> TokenTensors:
-    """Selects the driver's `values`, [rows] of the step or one per response token, for the batch's response tokens.
-
-    offsets: None, or int64 [rows + 1]: values[offsets[r] : offsets[r + 1]] are those of row r's response tokens.
-    """
-    if offsets is None:
-        return tuple(values[response.rows] for response in batch.responses)
-    return tuple(values[offsets[response.rows] + response.index] for response in batch.responses)
+def of_tokens(batch: Batch, values: RowOrTokenValues, device: torch.device | str) -> TokenTensors:
+    """Spreads the driver's numbers for rows or tokens of the step over the batch's response tokens, float32."""
+    flat = values.values if isinstance(values, Ragged) else values
+    on_device = torch.tensor(flat, dtype=torch.float32, device=device)  # a copy: Ray's arrays are read-only
+    if not isinstance(values, Ragged):
+        return tuple(on_device[response.rows] for response in batch.responses)
+    offsets = torch.tensor(values.offsets, device=device)
+    return tuple(on_device[offsets[response.rows] + response.index] for response in batch.responses)
 
 
 # --- sums over ranks --------------------------------------------------------------------------------------------------

@@ -81,9 +81,8 @@ def transformer_config(
     fields = (
         _of_architecture(arch)
         | _of_layout(train.layout.parallel())
-        | _of_numbers(dtype)
         | _of_recomputed(train.recomputed)
-        | _of_machine(spec, device, arch)
+        | _of_machine(spec, device, arch, dtype)
         | train.megatron
         | fusions
     )
@@ -195,16 +194,6 @@ def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def _of_numbers(dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
-        "calculate_per_token_loss": True,
-    }
-
-
 def _of_recomputed(again: Recomputed) -> dict[str, Any]:
     if again.modules:
         return {"recompute_granularity": "selective", "recompute_modules": sorted(again.modules)}
@@ -215,9 +204,14 @@ def _of_recomputed(again: Recomputed) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": again.layers}
 
 
-def _of_machine(spec: LayerSpec, device: str, arch: Architecture) -> dict[str, Any]:
+def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
     cuda, fused = device != "cpu", spec == "transformer_engine"
     return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # The loss has global denominators: gradients are summed over ranks and microbatches, and divided by nothing.
+        "calculate_per_token_loss": True,
         "transformer_impl": spec,
         "moe_grouped_gemm": fused and arch.experts is not None,
         "apply_rope_fusion": fused and (arch.latent is None or arch.rope.yarn is not None),
@@ -288,110 +282,95 @@ _OWN_STAGES = "train.layout decides which layers a stage has, and how many the f
 _NEEDS_A_CALL = "it needs a call that this trainer does not make, so it would do nothing"
 _ONE_SHAPE = "a graph has one shape, and microbatches of packed sequences differ in length"
 _WHOLE_CONTEXT = "every sequence is cut over all train.layout.context ranks"
-_NO_BUFFERS = "it needs user buffers that nothing makes here: the first product would fail"
 _PACKED = "Transformer Engine takes no packed sequences with it"
 _SCALES = "checkpoints have no scales, and microbatches any number of tokens: products in fp8 need a multiple of 8"
 _OTHER_WEIGHTS = "parameters then have other names or shapes than those that weights are loaded to and sent from"
 _MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
-ALLOWED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_dropout": ((0,), _SAME_LOGPROBS),
-    "attention_dropout": ((0,), _SAME_LOGPROBS),
-    "moe_input_jitter_eps": ((None,), _SAME_LOGPROBS),
-    "moe_router_force_load_balancing": ((False,), _SAME_LOGPROBS),
-    "moe_router_force_biased": ((None,), _SAME_LOGPROBS),
-    "moe_expert_capacity_factor": ((None,), _ISOLATED),
-    "moe_expert_rank_capacity_factor": ((None,), _ISOLATED),
-    "moe_paged_stash": ((False,), _ISOLATED),
-    "moe_token_dropping": ((False,), _ISOLATED),
-    "moe_aux_loss_coeff": ((0,), _OWN_LOSS),
-    "moe_z_loss_coeff": ((None,), _OWN_LOSS),
-    "moe_router_load_balancing_type": (("none",), _OWN_LOSS),
-    "moe_router_quantile_balancing_ema": ((0,), _OWN_LOSS),
-    "moe_router_bias_update_rate": ((0,), "only gradients change the policy: a router's bias stays as it was loaded"),
-    "moe_router_dtype": (("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
-    "calculate_per_token_loss": ((True,), _OWN_LOSS),
-    "cross_entropy_loss_fusion": ((False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),
-    "cross_entropy_fusion_impl": (("native",), "logprobs are computed by megagrpo from the logits"),
-    "variable_seq_lengths": ((True,), "microbatches of packed sequences differ in length"),
-    "moe_token_dispatcher_type": (
+_INFERENCE = "it is for inference"
+_ROWS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_dropout attention_dropout", (0,), _SAME_LOGPROBS),
+    ("moe_input_jitter_eps moe_router_force_biased", (None,), _SAME_LOGPROBS),
+    ("moe_router_force_load_balancing", (False,), _SAME_LOGPROBS),
+    ("moe_expert_capacity_factor moe_expert_rank_capacity_factor", (None,), _ISOLATED),
+    ("moe_paged_stash moe_token_dropping moe_ncclep_static_shape moe_ncclep_zero_copy", (False,), _ISOLATED),
+    ("moe_flex_dispatcher_backend", ("deepep", "hybridep"), _ISOLATED),
+    ("moe_aux_loss_coeff moe_router_quantile_balancing_ema", (0,), _OWN_LOSS),
+    ("moe_z_loss_coeff", (None,), _OWN_LOSS),
+    ("moe_router_load_balancing_type", ("none",), _OWN_LOSS),
+    ("calculate_per_token_loss", (True,), _OWN_LOSS),
+    ("moe_router_bias_update_rate", (0,), "only gradients change the policy: a router's bias stays as it was loaded"),
+    ("moe_router_dtype", ("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
+    ("cross_entropy_loss_fusion", (False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),
+    ("cross_entropy_fusion_impl", ("native",), "logprobs are computed by megagrpo from the logits"),
+    ("variable_seq_lengths", (True,), "microbatches of packed sequences differ in length"),
+    (
+        "moe_token_dispatcher_type",
         ("alltoall", "flex"),
         "the allgather one cannot take microbatches that differ in length",
     ),
-    "overlap_p2p_comm": ((), "it follows from train.layout: interleaved stages need it, others cannot have it"),
-    "batch_p2p_comm": ((), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
-    "use_ring_exchange_p2p": ((False,), "it needs a torch built with it, and fixed sequence lengths"),
-    "perform_initialization": ((True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
-    "init_model_with_meta_device": ((False,), "weights are loaded into the model as it is built"),
-    "pipeline_model_parallel_layout": ((None,), _OWN_STAGES),
-    "account_for_embedding_in_pipeline_split": ((False,), _OWN_STAGES),
-    "account_for_loss_in_pipeline_split": ((False,), _OWN_STAGES),
-    "mtp_standalone": ((False,), _OWN_STAGES),
-    "defer_embedding_wgrad_compute": ((False,), _NEEDS_A_CALL),
-    "delay_wgrad_compute": ((False,), _NEEDS_A_CALL),
-    "overlap_dispatch_backward_with_experts_wgrad": ((False,), _NEEDS_A_CALL),
-    "overlap_moe_expert_parallel_comm": ((False,), _NEEDS_A_CALL),
-    "ep_overlap_early_attn_memory_release": ((False,), _NEEDS_A_CALL),
-    "qk_clip": ((False,), _NEEDS_A_CALL),
-    "qk_clip_alpha": ((), _NEEDS_A_CALL),
-    "qk_clip_threshold": ((), _NEEDS_A_CALL),
-    "log_max_attention_logit": ((False,), _NEEDS_A_CALL),
-    "moe_enable_routing_replay": ((False,), _NEEDS_A_CALL),
-    "cuda_graph_impl": (("none",), _ONE_SHAPE),
-    "enable_cuda_graph": ((False,), _ONE_SHAPE),
-    "external_cuda_graph": ((False,), _ONE_SHAPE),
-    "hybrid_context_parallel": ((False,), _WHOLE_CONTEXT),
-    "max_seqlen_per_dp_cp_rank": ((None,), _WHOLE_CONTEXT),
-    "cp_comm_type": ((None, "p2p", "a2a"), _PACKED),
-    "hierarchical_context_parallel_sizes": ((None,), _PACKED),
-    "fused_single_qkv_rope": ((False,), "Megatron refuses it with packed sequences, in the first pass"),
-    "flash_attention_version": ((None,), "Transformer Engine 2.17 does not read the variables that it sets"),
-    "batch_invariant_mode": ((False,), "it needs flash_attention_version"),
-    "mlp_chunks_for_training": ((1,), "ranks with microbatches of other lengths would make other numbers of chunks"),
-    "moe_flex_dispatcher_backend": (("deepep", "hybridep"), _ISOLATED),
-    "moe_ncclep_static_shape": ((False,), _ISOLATED),
-    "moe_ncclep_zero_copy": ((False,), _ISOLATED),
-    "activation_func_fp8_input_store": ((False,), "gradients would be those of rounded activations"),
-    "tp_comm_overlap": ((False,), _NO_BUFFERS),
-    "fp8": ((None,), _SCALES),
-    "fp4": ((None,), _SCALES),
-    "fp8_param": ((False,), _MODELS_DTYPE),
-    "fp8_output_proj": ((False,), "logprobs are computed by megagrpo from the hidden states"),
-    "fp4_param": ((False,), _MODELS_DTYPE),
-    "fp32_residual_connection": ((False,), "layers round the residual to the model's dtype all the same"),
-    "init_method_std": ((), "all weights are loaded"),
-    "embedding_init_method_std": ((), "all weights are loaded"),
-    "flash_decode": ((False,), "it is for inference"),
-    "inference_rng_tracker": ((False,), "it is for inference"),
-    "inference_sampling_seed": ((), "it is for inference"),
-    "use_inference_optimized_layers": ((False,), "it is for inference"),
-    "inference_fuse_tp_communication": ((False,), "it is for inference"),
-    "inference_cuda_graph_scope": ((), "it is for inference"),
-    "inference_disable_triton_nvls_kernels": ((), "it is for inference"),
-    "inference_grouped_gemm_backend": ((), "it is for inference"),
-    "inference_moe_disable_fused_quant_kernels": ((), "it is for inference"),
-    "inference_moe_token_dispatcher_type": ((), "it is for inference"),
-    "moe_pad_experts_for_cuda_graph_inference": ((False,), "it is for inference"),
-    "mlp_chunks_for_prefill": ((1,), "it is for inference"),
-    "nccl_all_reduce_for_prefill": ((False,), "it is for inference"),
-} | dict.fromkeys(
+    ("overlap_p2p_comm", (), "it follows from train.layout: interleaved stages need it, others cannot have it"),
+    ("batch_p2p_comm", (), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
+    ("use_ring_exchange_p2p", (False,), "it needs a torch built with it, and fixed sequence lengths"),
+    ("perform_initialization", (True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
+    ("init_model_with_meta_device", (False,), "weights are loaded into the model as it is built"),
+    ("pipeline_model_parallel_layout", (None,), _OWN_STAGES),
+    ("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split", (False,), _OWN_STAGES),
+    ("mtp_standalone", (False,), _OWN_STAGES),
+    ("defer_embedding_wgrad_compute delay_wgrad_compute qk_clip log_max_attention_logit", (False,), _NEEDS_A_CALL),
+    ("overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm", (False,), _NEEDS_A_CALL),
+    ("ep_overlap_early_attn_memory_release moe_enable_routing_replay", (False,), _NEEDS_A_CALL),
+    ("qk_clip_alpha qk_clip_threshold", (), _NEEDS_A_CALL),
+    ("cuda_graph_impl", ("none",), _ONE_SHAPE),
+    ("enable_cuda_graph external_cuda_graph", (False,), _ONE_SHAPE),
+    ("hybrid_context_parallel", (False,), _WHOLE_CONTEXT),
+    ("max_seqlen_per_dp_cp_rank", (None,), _WHOLE_CONTEXT),
+    ("cp_comm_type", (None, "p2p", "a2a"), _PACKED),
+    ("hierarchical_context_parallel_sizes", (None,), _PACKED),
+    ("fused_single_qkv_rope", (False,), "Megatron refuses it with packed sequences, in the first pass"),
+    ("flash_attention_version", (None,), "Transformer Engine 2.17 does not read the variables that it sets"),
+    ("batch_invariant_mode", (False,), "it needs flash_attention_version"),
+    ("mlp_chunks_for_training", (1,), "ranks with microbatches of other lengths would make other numbers of chunks"),
+    ("activation_func_fp8_input_store", (False,), "gradients would be those of rounded activations"),
+    ("tp_comm_overlap", (False,), "it needs user buffers that nothing makes here: the first product would fail"),
+    ("fp8 fp4", (None,), _SCALES),
+    ("fp8_output_proj", (False,), "logprobs are computed by megagrpo from the hidden states"),
+    ("fp8_param fp4_param", (False,), _MODELS_DTYPE),
+    ("fp32_residual_connection", (False,), "layers round the residual to the model's dtype all the same"),
+    ("init_method_std embedding_init_method_std", (), "all weights are loaded"),
+    ("flash_decode inference_rng_tracker use_inference_optimized_layers", (False,), _INFERENCE),
+    ("inference_fuse_tp_communication nccl_all_reduce_for_prefill", (False,), _INFERENCE),
+    ("moe_pad_experts_for_cuda_graph_inference", (False,), _INFERENCE),
+    ("mlp_chunks_for_prefill", (1,), _INFERENCE),
+    ("inference_sampling_seed inference_cuda_graph_scope inference_moe_token_dispatcher_type", (), _INFERENCE),
+    ("inference_disable_triton_nvls_kernels inference_grouped_gemm_backend", (), _INFERENCE),
+    ("inference_moe_disable_fused_quant_kernels", (), _INFERENCE),
     (
-        "finalize_model_grads_func", "grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func", "no_sync_func",
-        "grad_sync_func", "param_sync_func", "timers", "experimental_attention_variant_loss_scale_func",
+        "finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func no_sync_func grad_sync_func "
+        "param_sync_func timers experimental_attention_variant_loss_scale_func",
+        (None,),
+        "it is set by the training rank",
     ),
-    ((None,), "it is set by the training rank"),
-) | dict.fromkeys(
-    ("masked_softmax_fusion", "attention_softmax_in_fp32", "persist_layer_norm", "memory_efficient_layer_norm",
-     "use_te_rng_tracker", "pipeline_model_parallel_comm_backend", "disable_bf16_reduced_precision_matmul"),
-    ((), "nothing reads it here"),
-) | dict.fromkeys(
-    ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert",
-     "moe_single_grouped_weight", "moe_single_grouped_bias"),
-    ((False,), _OTHER_WEIGHTS),
-) | dict.fromkeys(
-    ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size", "tensor_parallel_num_weight_shards",
-     "expert_tensor_parallel_num_weight_shards"),
-    ((None,), _OTHER_WEIGHTS),
-) | dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), ((1,), _OTHER_WEIGHTS))  # fmt: skip
+    (
+        "masked_softmax_fusion attention_softmax_in_fp32 persist_layer_norm memory_efficient_layer_norm "
+        "use_te_rng_tracker pipeline_model_parallel_comm_backend disable_bf16_reduced_precision_matmul",
+        (),
+        "nothing reads it here",
+    ),
+    (
+        "use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert "
+        "moe_single_grouped_weight moe_single_grouped_bias",
+        (False,),
+        _OTHER_WEIGHTS,
+    ),
+    (
+        "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size tensor_parallel_num_weight_shards "
+        "expert_tensor_parallel_num_weight_shards",
+        (None,),
+        _OTHER_WEIGHTS,
+    ),
+    ("gtp_weight_remat_size expert_gtp_weight_remat_size", (1,), _OTHER_WEIGHTS),
+)
+ALLOWED_VALUES = {name: (values, reason) for names, values, reason in _ROWS for name in names.split()}
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:

@@ -56,8 +56,8 @@ class OutputLayer(torch.nn.Module):
 
 def output_weight(chunk: GPTModel) -> Tensor:
     """Returns this rank's rows of the output matrix, [padded vocab / tensor, hidden]; `chunk` is the last."""
-    own: Tensor | None = chunk.output_layer.weight
-    return chunk.embedding.word_embeddings.weight if own is None else own
+    weight: Tensor | None = chunk.output_layer.weight
+    return chunk.embedding.word_embeddings.weight if weight is None else weight
 
 
 class ValueHead(torch.nn.Module):
@@ -221,15 +221,15 @@ def _sums(logits: Tensor, top: Tensor, scale: float, entropy: bool) -> tuple[Ten
 
     Op by op it reuses the memory of `logits`; compiled it leaves them alone, because writing them takes time.
     """
-    own = None if torch.compiler.is_compiling() else logits
+    memory = None if torch.compiler.is_compiling() else logits
     if scale != 1.0:
-        logits = torch.mul(logits, scale, out=own)
+        logits = torch.mul(logits, scale, out=memory)
     higher = torch.maximum(top, logits.amax(-1))
-    logits = torch.sub(logits, higher[:, None], out=own)
+    logits = torch.sub(logits, higher[:, None], out=memory)
     if not entropy:
-        return higher, torch.exp(logits, out=own).sum(-1), None
+        return higher, torch.exp(logits, out=memory).sum(-1), None
     exponentials = logits.exp()
-    return higher, exponentials.sum(-1), torch.mul(exponentials, logits, out=own).sum(-1)
+    return higher, exponentials.sum(-1), torch.mul(exponentials, logits, out=memory).sum(-1)
 
 
 def _gradient(
@@ -248,21 +248,21 @@ def _gradient(
     label_grad: logprob_grad where `column` is the label's, else 0.
     d logprob / d x_j = [j is the label] - p_j;  d entropy / d x_j = -p_j (log p_j + entropy)
     """
-    own = None if torch.compiler.is_compiling() else logits
+    memory = None if torch.compiler.is_compiling() else logits
     if scale != 1.0:
-        logits = torch.mul(logits, scale, out=own)
-    log_p = torch.sub(logits, normalizer[:, None], out=own)
+        logits = torch.mul(logits, scale, out=memory)
+    log_p = torch.sub(logits, normalizer[:, None], out=memory)
     factor = -logprob_grad[:, None]
     if entropy_grad is not None:
         factor = (log_p + entropies[:, None]).mul_(-entropy_grad[:, None]).add_(factor)
-    gradient = torch.mul(torch.exp(log_p, out=own), factor, out=own)
-    if own is None:
+    gradient = torch.mul(torch.exp(log_p, out=memory), factor, out=memory)
+    if memory is None:
         is_label = torch.arange(gradient.shape[1], device=gradient.device) == column
         gradient = gradient + torch.where(is_label, label_grad[:, None], 0.0)
     else:
         gradient.scatter_add_(1, column, label_grad[:, None])
     if scale != 1.0:
-        gradient = torch.mul(gradient, scale, out=own)
+        gradient = torch.mul(gradient, scale, out=memory)
     return gradient.to(dtype)
 
 

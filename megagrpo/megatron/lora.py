@@ -120,11 +120,11 @@ class Adapters:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the storages of `manifest`: the adapters' weights themselves, not copies."""
-        found = {}
+        weights = {}
         for layer in self._layers.values():
-            found[layer.held.a] = layer.lora_A.data
-            found[layer.held.b] = layer.lora_B.data
-        return found
+            weights[layer.held.a] = layer.lora_A.data
+            weights[layer.held.b] = layer.lora_B.data
+        return weights
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the model's weights by storage, with merged copies of those that have adapters."""

@@ -1,4 +1,4 @@
-"""Metrics of a policy update: sums on every rank, reduced once, then means."""
+"""Metrics of an update, of the policy or of the critic: sums on every rank, reduced once, then means."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megagrpo.algorithm.correction import correction_of
+from megagrpo.algorithm.critic import explained_variance
 from megagrpo.algorithm.mismatch import (
     Mismatch,
     absolute_difference_bits,
@@ -22,9 +23,9 @@ from megagrpo.algorithm.mismatch import (
     worst_tokens,
 )
 from megagrpo.algorithm.objective import Objective, ObjectiveInputs
-from megagrpo.megatron.batch import Batch, sum_over_ranks
+from megagrpo.megatron.batch import Batch, TokenTensors, sum_over_ranks
 from megagrpo.megatron.weighing import whole_rows
-from megagrpo.rank_results import StepMetrics
+from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 
 class MetricSums:
@@ -84,6 +85,41 @@ class MetricSums:
         )
 
 
+class CriticSums:
+    """Sums over this rank's tokens, kept on its device so that no microbatch waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._trained = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, clipped: Tensor) -> None:
+        """Adds one microbatch that was trained on. loss, clipped: [tokens]."""
+        per_token = torch.stack([loss.detach(), clipped.float(), torch.ones_like(loss)])
+        self._trained += per_token.sum(1, dtype=torch.float64)
+
+    def reduce(self, values: TokenTensors, returns: TokenTensors, grad_norms: Sequence[float]) -> CriticMetrics:
+        """Computes means over all ranks' tokens. Collective over the ranks that hold them.
+
+        values: the critic's before its update; returns: what it learns to predict; both for the whole batch.
+        """
+        seen = torch.zeros(6, dtype=torch.float64, device=self._trained.device)
+        for before, target in zip(values, returns, strict=True):
+            v, r = before.double(), target.double()
+            seen += torch.stack([torch.ones_like(v), v, r, r.square(), r - v, (r - v).square()]).sum(1)
+        sums = torch.cat([self._trained, seen])
+        sum_over_ranks(sums)
+        loss, clipped, trained, tokens, value, total, squares, residual, residual_squares = sums.tolist()
+        grad_norm, skipped = steps_taken(grad_norms)
+        return CriticMetrics(
+            loss=loss / max(trained, 1.0),
+            clip_fraction=clipped / max(trained, 1.0),
+            value_mean=value / max(tokens, 1.0),
+            return_mean=total / max(tokens, 1.0),
+            explained_variance=explained_variance(tokens, (total, squares), (residual, residual_squares)),
+            grad_norm=grad_norm,
+            skipped_steps=skipped,
+        )
+
+
 def steps_taken(grad_norms: Sequence[float]) -> tuple[float, int]:
     """Returns the mean norm of the optimizer steps taken (NaN if all were skipped), and the number of skipped steps."""
     taken = [norm for norm in grad_norms if math.isfinite(norm)]
@@ -108,11 +144,11 @@ def reduce_mismatch(batch: Batch, train_logprobs: Sequence[Tensor], worst: int, 
     sum_over_ranks(sums)
     bits = absolute_difference_bits(train, rollout)
     largest = torch.cat([bits, bits.new_zeros(1)]).max()
-    found = worst_tokens(rows, index, train, rollout, worst)
+    candidates = worst_tokens(rows, index, train, rollout, worst)
     if group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        of_ranks = [torch.empty_like(found) for _ in range(group.size())]
-        dist.all_gather(of_ranks, found, group=group)
-        found = torch.cat(of_ranks)
+        of_ranks = [torch.empty_like(candidates) for _ in range(group.size())]
+        dist.all_gather(of_ranks, candidates, group=group)
+        candidates = torch.cat(of_ranks)
     p99 = percentile_bits(bits, round(sums[0].item()), sum_over_ranks)
-    return mismatch_of(sums, float_of_bits(p99), float_of_bits(int(largest)), merge_worst(found, worst))
+    return mismatch_of(sums, float_of_bits(p99), float_of_bits(int(largest)), merge_worst(candidates, worst))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
     """
     output = chunk(
         input_ids=packed.tokens,
-        position_ids=packed.positions[None],
+        position_ids=packed.sequences.positions[None],
         attention_mask=None,
         packed_seq_params=packed.sequences,
     )
@@ -99,15 +98,12 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
     Weights are all parameters but the adapters', and the routers' biases, which are buffers.
     """
-    found = {}
+    weights: dict[str, torch.Tensor] = {}
     for index, chunk in enumerate(map(unwrapped, chunks)):
-        for name, parameter in chunk.named_parameters():
-            if ".adapter." not in name:
-                found[f"chunk{index}.{name}"] = parameter.data
-        for name, buffer in chunk.named_buffers():
-            if name.endswith("router.expert_bias"):
-                found[f"chunk{index}.{name}"] = buffer
-    return found
+        parameters = {name: one.data for name, one in chunk.named_parameters() if ".adapter." not in name}
+        biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+        weights |= {f"chunk{index}.{name}": tensor for name, tensor in (parameters | biases).items()}
+    return weights
 
 
 def hide_flash_attn_4() -> None:
@@ -225,8 +221,18 @@ def _run(
     config = unwrapped(chunks[0]).config
     config.variable_seq_lengths = len(sizes) > 1  # stages then tell each other the size of each
     iterators = [iter(enumerate(microbatches)) for _ in chunks]
+
+    def step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Returns a chunk's output, and the function that makes of it Megatron's triple: loss, token count, report.
+
+        The count is not used (sum_gradients).
+        """
+        index, packed = next(iterator)
+        none = torch.zeros((), dtype=torch.int, device=packed.tokens.device)
+        return output_of(chunk, packed), lambda output: (loss(index, output), none, None)
+
     get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss),
+        forward_step_func=step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
@@ -234,13 +240,3 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def _forward_step(loss: Loss, iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    index, packed = next(iterator)
-    return output_of(chunk, packed), partial(_loss_of_output, loss, index)
-
-
-def _loss_of_output(loss: Loss, index: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Returns Megatron's triple: loss, token count, report. The count is not used (sum_gradients)."""
-    return loss(index, hidden), torch.zeros((), dtype=torch.int, device=hidden.device), None

@@ -6,7 +6,6 @@ Every method is collective: all ranks call the same ones in the same order. It k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,6 +53,7 @@ class ModelRank:
         deadline = max(cluster.start_timeout_seconds, cluster.step_timeout_seconds)
         process.start_parallel(self.layout, recipe.seed, deadline)
         self.device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        self.dtype: torch.dtype = getattr(torch, dtype_name(recipe, self.device.type))
         if self.device.type == "cuda" and train.recomputed.modules & COMPILED:
             process.compile_storage_sharing()
         self.policy = TrainedModel(
@@ -61,7 +61,7 @@ class ModelRank:
             train,
             self.where,
             model_directory,
-            getattr(torch, dtype_name(recipe, self.device.type)),
+            self.dtype,
             device,
             adapters=train.lora,
             seed=recipe.seed,
@@ -168,19 +168,14 @@ class ModelRank:
 
         Not collective, and for any thread: training goes on meanwhile. Raises CheckpointError.
         """
-        files: list[SavedFile] = []
-        contents = {}
-        for name, model in self.models.items():
-            written, contents[name] = model.snapshot.write(directory / PLACES[name])
-            files += in_directory(PLACES[name], written)
-        return tuple(files), contents
+        written = {name: model.snapshot.write(directory, PLACES[name]) for name, model in self.models.items()}
+        return tuple(file for file, _ in written.values()), {name: contents for name, (_, contents) in written.items()}
 
     def finish_snapshot(self, directory: Path, of_ranks: Sequence[Mapping[str, Contents]]) -> tuple[SavedFile, ...]:
         """Writes the lists of contents, when every rank has written; one rank does. Raises CheckpointError."""
         files: list[SavedFile] = []
         for name, model in self.models.items():
-            written = model.snapshot.finish(directory / PLACES[name], [contents[name] for contents in of_ranks])
-            files += in_directory(PLACES[name], written)
+            files += model.snapshot.finish(directory, PLACES[name], [contents[name] for contents in of_ranks])
         return tuple(files)
 
     def load(self, directory: Path) -> None:
@@ -206,7 +201,3 @@ class ModelRank:
 
     def close(self) -> None:
         process.stop()
-
-
-def in_directory(place: str, files: Iterable[SavedFile]) -> list[SavedFile]:
-    return [replace(file, path=(Path(place) / file.path).as_posix()) for file in files]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,13 +23,8 @@ from megagrpo.megatron.state import MAIN, MOMENTS, parameters_of, parts_of
 Part = Literal["parameters", "gradients", "optimizer", "reference"]
 
 
-@dataclass(frozen=True)
-class _Released:
-    """An emptied storage, its size, and its content (None: zeros)."""
-
-    storage: torch.UntypedStorage
-    size_bytes: int
-    content: torch.Tensor | None
+_Released = tuple[torch.UntypedStorage, int, torch.Tensor | None]
+"""An emptied storage, its size in bytes, and its content (None: zeros)."""
 
 
 class HostMemory:
@@ -80,8 +74,7 @@ class Offload:
                 if total and (part not in self._host or len(self._host[part].bytes) < total):
                     self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
                 self._released[part] = _empty(storages, self._host[part].bytes if total else None)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the engine is another process
+        torch.cuda.empty_cache()  # the engine is another process
 
     def restore(self, parts: Iterable[Part]) -> None:
         """Puts `parts` back on the device. Does nothing for parts that are there."""
@@ -139,27 +132,22 @@ def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) 
             content = host[start : start + storage.nbytes()]
             start += storage.nbytes()
             content.copy_(_bytes_of(storage), non_blocking=True)
-        released.append(_Released(storage, storage.nbytes(), content))
-    _wait_for_copies()
+        released.append((storage, storage.nbytes(), content))
+    torch.cuda.synchronize()  # until the copies are made
     for storage in storages:
         storage.resize_(0)
     return released
 
 
 def _refill(released: Sequence[_Released]) -> None:
-    for one in released:
-        one.storage.resize_(one.size_bytes)
-        if one.content is None:
-            _bytes_of(one.storage).zero_()
+    for storage, size_bytes, content in released:
+        storage.resize_(size_bytes)
+        if content is None:
+            _bytes_of(storage).zero_()
         else:
-            _bytes_of(one.storage).copy_(one.content, non_blocking=True)
-    _wait_for_copies()
+            _bytes_of(storage).copy_(content, non_blocking=True)
+    torch.cuda.synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _wait_for_copies() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

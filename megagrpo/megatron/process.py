@@ -1,4 +1,4 @@
-"""One training rank as a process: joins the other ranks, sets up Megatron's parallel state, and leaves again.
+"""One training rank as a process: it joins the others, sets up Megatron's parallel state, is profiled, and leaves.
 
 It needs no environment variables, so it works the same under Ray actors, torchrun and tests.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
+from torch._C._profiler import _ExperimentalConfig
 
 from megagrpo.errors import Problem, RankError
 from megagrpo.layout.parallel import ParallelLayout
@@ -35,7 +36,7 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
     if device == "cpu":
         _use_loopback_if_local(meeting)
     else:
-        torch.cuda.set_device(cuda_index(device))
+        torch.cuda.set_device(torch.device(device).index or 0)  # it needs an index
     try:
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
@@ -50,11 +51,6 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
         given = f"{meeting}: {error}"
         needed = f"all {ranks} ranks within {timeout_seconds:.0f} s"
         raise RankError(Problem(f"training rank {rank} could not join the other {ranks - 1}", given, needed)) from error
-
-
-def cuda_index(device: str) -> int:
-    """Returns N for cuda:N, 0 for cuda. torch.cuda.set_device needs an index."""
-    return torch.device(device).index or 0
 
 
 def start_parallel(layout: ParallelLayout, seed: int, timeout_seconds: float = 1800.0) -> None:
@@ -131,3 +127,45 @@ def _use_loopback_if_local(meeting: StoreAddress | str) -> None:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+MEMORY_EVENTS_MAX = 200_000
+"""Allocations of a snapshot: the newest. Megatron makes some thousands in a microbatch."""
+
+
+class Profiler:
+    """A recording from construction to `end`: operations of all threads of this process, and CUDA's kernels.
+    `end` reports a failure to record; the run continues."""
+
+    def __init__(self, memory: bool) -> None:
+        """Starts the profile. memory: records each block of CUDA memory and its allocation; ignored without CUDA."""
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._memory = memory and torch.cuda.is_available()
+        # The ends of a profile are two calls of an actor, which may be in other threads than what runs in between.
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
+        self._profile = torch.profiler.profile(activities=kinds, experimental_config=every_thread)
+        self._problem = ""
+        try:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS_MAX)
+            self._profile.start()
+        except RuntimeError as error:  # of CUPTI, such as under another profiler
+            self._problem = str(error)
+
+    def end(self, directory: Path, rank: int) -> str:
+        """Writes rank_0.trace.json.gz, and rank_0.memory.pickle if memory was recorded. Returns the failure, or ""."""
+        if self._problem:
+            return self._problem
+        try:
+            self._profile.stop()
+            directory.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(directory / f"rank_{rank}.trace.json.gz"))
+            if self._memory:
+                torch.cuda.memory._dump_snapshot(str(directory / f"rank_{rank}.memory.pickle"))
+        except (OSError, RuntimeError) as error:
+            return str(error)
+        finally:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        return ""

@@ -1,5 +1,8 @@
 """One training rank of GRPO or PPO: the policy, its reference, its critic, and a step's work on them.
 
+A critic is a model of its own with a value head, in the layout of the policy. It costs as much memory: weights,
+gradients and optimizer (train.offload: [critic] keeps them in host memory while engines generate).
+
 Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
 """
 
@@ -12,23 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.algorithm.critic import value_loss
 from megagrpo.algorithm.kl import kl_estimate
-from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
-from megagrpo.algorithm.ragged import Ragged
+from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
-from megagrpo.megatron.batch import Minibatch, Passes, TokenTensors, of_tokens
-from megagrpo.megatron.critic import Critic
-from megagrpo.megatron.metrics import MetricSums, reduce_mismatch
+from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, RowOrTokenValues, TokenTensors, of_tokens
+from megagrpo.megatron.metrics import CriticSums, MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.megatron.weighing import TokenWeights, weigh
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
-from megagrpo.recipe.defaults import dtype_name, train_config
+from megagrpo.recipe.defaults import train_config
 from megagrpo.recipe.schema import Recipe
-
-RowOrTokenValues = np.ndarray | Ragged
-"""float [rows of the step], one for each sample; or one for each response token."""
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import critic_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Update:
 
     minibatches: list[tuple[Minibatch, TokenWeights]]
     advantages: TokenTensors
-    settings: ObjectiveSettings
+    kl_coefficient: float
     metrics: MetricSums
     before_update: dict[int, Tensor] = field(default_factory=dict)
     """The trainer's logprobs of each microbatch before the update, [response tokens]."""
@@ -60,16 +62,21 @@ class TrainRank(ModelRank):
         if algorithm.kl.coefficient > 0:
             follows = algorithm.reference.update_every_steps is not None
             self.policy.keep_reference(algorithm.reference.share if follows else None)
-        self._critic: Critic | None = None
 
     def add_critic(self, directory: str) -> None:
-        """Builds PPO's critic and loads it from a model directory. Raises ModelError or RecipeError."""
-        settings = self.recipe.algorithm.critic
-        if settings is None:
-            raise RankError(Problem("add_critic", "algorithm.critic: null", "a critic in the recipe"))
-        dtype = getattr(torch, dtype_name(self.recipe, self.device.type))
-        self._critic = Critic(settings, train_config(self.recipe), self.where, directory, dtype, self.device)
-        self.models["critic"] = self._critic.model
+        """Builds PPO's critic and loads it from a model directory: a language model, or one with a value head.
+
+        A new head starts from zeros. So all values are 0 at first, in every layout, and advantages are those without a
+        critic, not noise. Raises ModelError or RecipeError.
+        """
+        self.models["critic"] = TrainedModel(
+            critic_of(read_architecture(directory)),
+            train_config(self.recipe),
+            self.where,
+            directory,
+            self.dtype,
+            self.device.type,
+        )
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -79,8 +86,8 @@ class TrainRank(ModelRank):
 
     def compute_old_logprobs(self) -> None:
         """Computes logprobs of the batch under the policy's current weights; they stay on this rank."""
-        found = self._compute_logprobs("policy")
-        self.passes = replace(self.passes, before_update=found, old_logprobs=found)
+        logprobs = self._compute_logprobs("policy")
+        self.passes = replace(self.passes, before_update=logprobs, old_logprobs=logprobs)
 
     def use_rollout_logprobs_as_old(self) -> None:
         """Uses the engines' logprobs as old logprobs: ratios will be relative to these."""
@@ -89,7 +96,7 @@ class TrainRank(ModelRank):
 
     def compute_reference_logprobs(self) -> None:
         """Computes logprobs of the batch under the reference; they stay on this rank."""
-        with self.policy.reference_here() as reference, reference.in_place_of(self.policy.chunks):
+        with self.policy.reference_here() as reference, reference.in_place_of_policy():
             self.passes = replace(self.passes, reference_logprobs=self._compute_logprobs("reference"))
 
     def token_kl(self) -> TokenNumbers | None:
@@ -134,14 +141,7 @@ class TrainRank(ModelRank):
             _computed("old_logprobs", passes.old_logprobs)
         if self.policy.reference is not None:
             _computed("reference_logprobs", passes.reference_logprobs)
-        settings = ObjectiveSettings(
-            loss=algorithm.loss,
-            kl_coefficient=kl_coefficient,
-            kl_estimator=algorithm.kl.estimator,
-            kl_straight_through=algorithm.kl.straight_through,
-            entropy_coefficient=algorithm.entropy_coefficient,
-        )
-        of_token = self.of_tokens(advantages)
+        of_token = of_tokens(self.batch, advantages, self.device)
         metrics = MetricSums(self.device, entropy=algorithm.computes_entropy)
         weighed = []
         for minibatch in minibatches:
@@ -149,11 +149,12 @@ class TrainRank(ModelRank):
             weights = weigh(minibatch, minibatch.own(of_token), old, self.recipe, self.recipe.seed + step)
             metrics.add_correction(weights.correction)
             weighed.append((minibatch, weights))
-        return Update(weighed, of_token, settings, metrics, dict(enumerate(passes.before_update or ())))
+        return Update(weighed, of_token, kl_coefficient, metrics, dict(enumerate(passes.before_update or ())))
 
     def compute_gradients(self, minibatch: Minibatch, weights: TokenWeights, update: Update) -> None:
         """Computes gradients of one minibatch's loss in the chunks' buffers, summed over all ranks and not clipped."""
-        computes_entropy = self.recipe.algorithm.computes_entropy
+        algorithm = self.recipe.algorithm
+        computes_entropy = algorithm.computes_entropy
 
         def loss(index: int, output: Tensor) -> Tensor:
             response, of_batch = minibatch.responses[index], minibatch.first + index
@@ -174,7 +175,13 @@ class TrainRank(ModelRank):
                 importance=None if weights.importance is None else weights.importance[index],
                 chosen=None if weights.chosen is None else weights.chosen[index],
             )
-            objective = grpo_objective(inputs, update.settings)
+            objective = grpo_objective(
+                inputs,
+                algorithm.loss,
+                algorithm.kl,
+                kl_coefficient=update.kl_coefficient,
+                entropy_coefficient=algorithm.entropy_coefficient,
+            )
             update.metrics.add(objective, inputs)
             return objective.loss
 
@@ -183,19 +190,22 @@ class TrainRank(ModelRank):
     def update_reference(self) -> None:
         """Moves the reference towards the policy by the recipe's share."""
         with self.policy.reference_here() as reference:
-            reference.follow(self.policy.chunks)
+            reference.follow()
 
     # --- the critic's part of the step --------------------------------------------------------------------------------
 
     @property
-    def critic(self) -> Critic:
-        if self._critic is None:
+    def critic(self) -> TrainedModel:
+        if "critic" not in self.models:
             raise RankError(Problem("the critic", "add_critic was not called", "a recipe with algorithm.critic"))
-        return self._critic
+        return self.models["critic"]
 
     def compute_values(self) -> None:
-        """Computes the critic's estimates for the batch; they stay on this rank."""
-        self.passes = replace(self.passes, values=self.critic.compute_values(self.batch))
+        """Computes the critic's estimates for the batch by its current weights; they stay on this rank.
+
+        The value at the position that predicts a token estimates the return from that token on, before it is chosen.
+        """
+        self.passes = replace(self.passes, values=self.critic.read_tokens(self.batch, _values_in))
 
     def token_values(self) -> TokenNumbers | None:
         """Returns the values that compute_values found."""
@@ -207,9 +217,28 @@ class TrainRank(ModelRank):
         compute_values must have been called. One rank returns the metrics of all, the others None. Raises RankError as
         TrainedModel.optimizer_step does.
         """
-        values = _computed("values", self.passes.values)
-        metrics = self.critic.update(self.batch, values, self.of_tokens(returns), self.recipe.algorithm.epochs, lr)
+        values, targets = _computed("values", self.passes.values), of_tokens(self.batch, returns, self.device)
+        sums, grad_norms = CriticSums(self.device), []
+        for minibatch in self.batch.minibatches * self.recipe.algorithm.epochs:
+            if minibatch.packed:
+                self.compute_critic_gradients(minibatch, targets, sums)
+                grad_norms.append(self.critic.optimizer_step(lr))
+        metrics = sums.reduce(values, targets, grad_norms) if self.has_logits else None
         return metrics if self.answers else None
+
+    def compute_critic_gradients(self, minibatch: Minibatch, returns: TokenTensors, sums: CriticSums) -> None:
+        """Computes gradients of a minibatch's mean loss over response tokens, on all ranks, in the critic's buffers."""
+        settings = self.recipe.algorithm.critic
+        clip = settings.value_clip if settings else None
+        old_values, targets = minibatch.own(_computed("values", self.passes.values)), minibatch.own(returns)
+
+        def loss(index: int, output: Tensor) -> Tensor:
+            new_values = _values_in(output, minibatch.responses[index])
+            by_token, clipped = value_loss(new_values, old_values[index], targets[index], clip)
+            sums.add(by_token, clipped)
+            return by_token.sum() / max(minibatch.tokens, 1)
+
+        self.critic.compute_gradients(minibatch.packed, loss)
 
     # --- numbers by token ---------------------------------------------------------------------------------------------
 
@@ -218,22 +247,15 @@ class TrainRank(ModelRank):
 
         Raises RankError, naming tokens, if one is not finite: in a KL of the reward it would only mask its sample.
         """
-        found = self.policy.read_tokens(
+        logprobs = self.policy.read_tokens(
             self.batch, lambda output, response: self.logprobs(output, response, entropy=False)[0]
         )
-        numbers = self.token_numbers(found)
+        numbers = self.token_numbers(logprobs)
         if numbers and (wrong := np.flatnonzero(~np.isfinite(numbers.values))).size:
             tokens = [f"token {numbers.index[at]} of response {numbers.rows[at]} of the step" for at in wrong[:3]]
             given = f"{numbers.values[wrong[0]]} for {wrong.size} of {numbers.values.size}: {', '.join(tokens)}"
             raise RankError(Problem(f"logprobs of the {of} are not finite", given, "numbers", DIVERGED_FIX))
-        return found
-
-    def of_tokens(self, values: RowOrTokenValues) -> TokenTensors:
-        """Spreads the driver's numbers for rows or tokens of the step over the batch's response tokens, float32."""
-        flat = values.values if isinstance(values, Ragged) else values
-        on_device = torch.tensor(flat, dtype=torch.float32, device=self.device)  # a copy: Ray's arrays are read-only
-        offsets = torch.tensor(values.offsets, device=self.device) if isinstance(values, Ragged) else None
-        return of_tokens(self.batch, on_device, offsets)
+        return logprobs
 
     def token_figures(self, rows: int) -> TokenFigures | None:
         """Returns the update's figures for tokens of the step's first rows; None on ranks that others answer for."""
@@ -246,8 +268,8 @@ class TrainRank(ModelRank):
         kept = of < rows
 
         def chosen(values: Sequence[Tensor]) -> np.ndarray:
-            found: np.ndarray = torch.cat(tuple(values))[kept].cpu().numpy()
-            return found
+            numbers: np.ndarray = torch.cat(tuple(values))[kept].cpu().numpy()
+            return numbers
 
         return TokenFigures(
             of[kept].int().cpu().numpy(),
@@ -272,3 +294,8 @@ def _computed(name: str, values: TokenTensors | None) -> TokenTensors:
     if values is None:
         raise RankError(Problem(f"compute_{name} was not called for this batch"))
     return values
+
+
+def _values_in(output: Tensor, response: ResponseTokens) -> Tensor:
+    """Selects float32 [tokens] from the critic's output [positions, 1]."""
+    return output[response.positions, 0]

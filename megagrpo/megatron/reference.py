@@ -23,7 +23,9 @@ class Reference:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], share: float | None = None) -> None:
-        self.weights: list[Tensor] = [parameter.detach().clone() for parameter in _parameters(chunks)]
+        named = parameters_of(chunks).items()  # the policy and the reference share what is not trained
+        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.weights: list[Tensor] = [parameter.detach().clone() for parameter in self._parameters.values()]
         self._share = share
         self._exact = self.weights
         if share is not None and share < 1:
@@ -40,42 +42,31 @@ class Reference:
         return self._share is not None
 
     @contextmanager
-    def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Puts the reference's weights into the chunks inside the block. Only for passes without gradients."""
-        parameters = _parameters(chunks)
-        policy = [parameter.data for parameter in parameters]
+    def in_place_of_policy(self) -> Iterator[None]:
+        """Puts the reference's weights into the policy's chunks inside the block. Only for passes without gradients."""
+        policy = [parameter.data for parameter in self._parameters.values()]
         try:
-            for parameter, weight in zip(parameters, self.weights, strict=True):
+            for parameter, weight in zip(self._parameters.values(), self.weights, strict=True):
                 parameter.data = weight
             yield
         finally:
-            for parameter, weight in zip(parameters, policy, strict=True):
+            for parameter, weight in zip(self._parameters.values(), policy, strict=True):
                 parameter.data = weight
 
-    def follow(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def follow(self) -> None:
         """Moves `share` of the way to the policy."""
         if self._share is None:
             raise ValueError("this reference stays as it is")
-        for exact, weight, parameter in zip(self._exact, self.weights, _parameters(chunks), strict=True):
+        for exact, parameter in zip(self._exact, self._parameters.values(), strict=True):
             exact.lerp_(parameter.detach().to(exact.dtype), self._share)
-            if exact is not weight:
-                weight.copy_(exact)
+        self.restored()
 
-    def named(self, chunks: Sequence[torch.nn.Module]) -> Mapping[str, Tensor]:
+    def named(self) -> Mapping[str, Tensor]:
         """Returns the reference's tensors for a checkpoint, by the parameters' names in the rank's manifest."""
-        return dict(zip(_trained(chunks), self._exact, strict=True))
+        return dict(zip(self._parameters, self._exact, strict=True))
 
     def restored(self) -> None:
-        """Updates the reference's weights in the model's dtype after a checkpoint has filled the tensors of `named`."""
+        """Updates the weights in the model's dtype after `follow` or a checkpoint changed the tensors of `named`."""
         for exact, weight in zip(self._exact, self.weights, strict=True):
             if exact is not weight:
                 weight.copy_(exact)
-
-
-def _trained(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Returns trained parameters by name in the rank's manifest. Policy and reference share all others."""
-    return {name: parameter for name, parameter in parameters_of(chunks).items() if parameter.requires_grad}
-
-
-def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    return list(_trained(chunks).values())

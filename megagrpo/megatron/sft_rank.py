@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.megatron.batch import Minibatch, ResponseTokens, sum_over_ranks
-from megagrpo.megatron.model import forward
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.rank_results import SftUpdate, TokenLoss
 
@@ -24,12 +23,9 @@ class SftRank(ModelRank):
 
     def evaluate(self) -> TokenLoss | None:
         """Returns the loss of the loaded batch on one rank, None on the others."""
-        batch, total = self._minibatch, self._zero()
-        forward(
-            self.policy.chunks,
-            batch.packed,
-            lambda index, output: total.add_(self._nats(output, batch.responses[index]).sum()),
-        )
+        total = self._zero()
+        for nats in self.policy.read_tokens(self.batch, self._nats):
+            total += nats.sum()
         return self._over_ranks(total)
 
     def compute_gradients(self) -> Tensor:

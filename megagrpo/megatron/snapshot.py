@@ -1,8 +1,8 @@
 """The training state of a rank at one moment, in host memory: from there files are written while training goes on.
 
     snapshot.take(state)                               # every rank; training waits for it
-    files, parts = snapshot.write(directory)           # every rank, in any thread; no rank waits for another
-    files = snapshot.finish(directory, all_parts)      # rank 0, when all have written
+    files, parts = snapshot.write(root, place)         # every rank, in any thread; no rank waits for another
+    files = snapshot.finish(root, place, all_parts)    # rank 0, when all have written
 
 Ranks that hold the same box share the work: torch's plan has one of them write it, balanced by size, and refuses boxes
 that overlap or leave gaps. The plan is made, together, for the first snapshot; every later one is the same.
@@ -20,28 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.checkpoint.torch_checkpoint import MEGATRON, METADATA, TorchFile, Written, write_metadata
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.megatron.offload import HostMemory
-from megagrpo.megatron.state import (
-    FORMAT,
-    TrainingState,
-    adam_steps,
-    generators,
-    generators_entry,
-    sharded_tensors,
-    views,
-)
+from megagrpo.megatron.state import FORMAT, TrainingState, adam_steps, generators, generators_key, views
 from megagrpo.weights.boxes import Storage
 from megagrpo.weights.files import sync_directories
 
@@ -63,7 +52,7 @@ class Snapshot:
     """One rank's part of a training state in host memory. The memory is kept: pinning takes longer than copying."""
 
     def __init__(self) -> None:
-        self._own: frozenset[Key] | None = None
+        self._planned: frozenset[Key] | None = None
         self._memory: HostMemory | None = None
         self._copies: list[tuple[Key, torch.Tensor]] = []
         self._generators: dict[str, Any] = {}
@@ -85,20 +74,20 @@ class Snapshot:
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of Adam steps: {sorted(steps)}")
         with self._writing:
-            if self._own is None:
-                self._own = _plan(state)
+            if self._planned is None:
+                self._planned = _plan(state)
             self._common = {"format": FORMAT, "layout": asdict(state.layout), "optimizer": state.kind}
             self._common["adam_step"] = max(steps, default=0)
             self._generators = generators()
-            own = [(key, box, view) for key, box, view in views(state) if (key, box.start) in self._own]
+            boxes = [(key, box, view) for key, box, view in views(state) if (key, box.start) in self._planned]
             self._tensors = {
                 key: Storage(key, state.shapes[box.tensor], str(view.dtype).removeprefix("torch."))
-                for key, box, view in own
+                for key, box, view in boxes
             }
-            self._copy([((key, box.start), view) for key, box, view in own])
+            self._copy([((key, box.start), view) for key, box, view in boxes])
 
-    def _copy(self, own: Sequence[tuple[Key, torch.Tensor]]) -> None:
-        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for _, view in own]
+    def _copy(self, parts: Sequence[tuple[Key, torch.Tensor]]) -> None:
+        sizes = [-(-view.nbytes // ALIGNMENT) * ALIGNMENT for _, view in parts]
         if self._memory is None:
             try:
                 self._memory = HostMemory(max(sum(sizes), 1), pinned=torch.cuda.is_available())
@@ -106,34 +95,34 @@ class Snapshot:
                 problem = Problem("host memory for a checkpoint", str(error), f"{sum(sizes)} bytes on this rank")
                 raise CheckpointError(problem) from error
         self._copies, start = [], 0
-        for (key, view), size in zip(own, sizes, strict=True):
+        for (key, view), size in zip(parts, sizes, strict=True):
             copy = self._memory.bytes[start : start + view.nbytes].view(view.dtype).view(view.shape)
             copy.copy_(view, non_blocking=True)
             self._copies.append((key, copy))
             start += size
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
-    def write(self, directory: Path) -> tuple[tuple[SavedFile, ...], Contents]:
-        """Writes this rank's file into `directory`. Returns the file, and its contents for `finish`.
+    def write(self, root: Path, place: str) -> tuple[SavedFile, Contents]:
+        """Writes this rank's file into directory `place` of `root`. Returns the file, and its contents for `finish`.
 
         Raises CheckpointError; what the directory then holds is worthless.
         """
-        rank = dist.get_rank()
-        path = directory / f"__{rank}_0.distcp"
+        directory = root / place
+        path = directory / f"__{dist.get_rank()}_0.distcp"
         try:
             with self._writing:
                 directory.mkdir(exist_ok=True)
                 with TorchFile(path) as file:
-                    written = [file.add_object(generators_entry(None).unique_key, self._generators)]
+                    written = [file.add_object(generators_key(), self._generators)]
                     for (key, start), copy in self._copies:
                         written.append(file.add(key, start, copy.clone()))  # torch saves all memory that a view is of
-                return (describe(directory, path),), Contents(self._tensors, written)
+                return describe(root, path), Contents(self._tensors, written)
         except OSError as error:
             raise CheckpointError(_not_written(directory, error)) from error
 
-    def finish(self, directory: Path, of_ranks: Sequence[Contents]) -> tuple[SavedFile, ...]:
+    def finish(self, root: Path, place: str, of_ranks: Sequence[Contents]) -> list[SavedFile]:
         """Writes the list of contents and what is common to all ranks. Raises CheckpointError."""
+        directory = root / place
         try:
             tensors = dict(item for of_rank in of_ranks for item in of_rank.tensors.items())
             write_metadata(directory, tensors, [part for of_rank in of_ranks for part in of_rank.written])
@@ -143,7 +132,7 @@ class Snapshot:
                 os.fsync(stream.fileno())
             sync_directories([directory])
             names = (METADATA, COMMON_STATE_FNAME, MEGATRON)
-            return tuple(describe(directory, directory / name) for name in names)
+            return [describe(root, directory / name) for name in names]
         except OSError as error:
             raise CheckpointError(_not_written(directory, error)) from error
 
@@ -152,14 +141,19 @@ def _plan(state: TrainingState) -> frozenset[Key]:
     """Returns key and start of each box that this rank writes. Collective."""
     ranks = _DistWrapper(None, True, 0)
 
-    def own() -> SavePlan:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(dict(sharded_tensors(state)))
-        planner.set_up_planner(mcore_to_pyt_state_dict(by_key), None, ranks.is_coordinator)
-        return planner.create_local_plan()
+    def held() -> SavePlan:
+        """Lists this rank's boxes: of any size and place, not a regular grid."""
+        items = {}
+        for key, box, view in views(state):
+            start, size = torch.Size(box.start), torch.Size(state.shapes[box.tensor])
+            chunk = ChunkStorageMetadata(start, torch.Size(box.shape))
+            data = TensorWriteData(chunk, TensorProperties(dtype=view.dtype), size)
+            items[key, box.start] = WriteItem(MetadataIndex(key, start), WriteItemType.SHARD, tensor_data=data)
+        return SavePlan(list(items.values()))
 
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
-        plan = ranks.reduce_scatter("plan", own, lambda plans: planner.create_global_plan(plans)[0])
+        plan = ranks.reduce_scatter("plan", held, lambda plans: planner.create_global_plan(plans)[0])
     except CheckpointException as error:
         causes = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
         raise CheckpointError(Problem("plan of a checkpoint", cause.splitlines()[0]) for cause in causes) from error

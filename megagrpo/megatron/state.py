@@ -24,7 +24,6 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -73,8 +72,8 @@ class TrainingState:
     @cached_property
     def by_muon(self) -> frozenset[str]:
         """Returns the names of this rank's tensors that Muon trains."""
-        own = parameters_of(self.chunks) if self.kind == "muon" else {}
-        matrices = {name for name, parameter in own.items() if is_managed_by_layer_wise_optimizer(parameter)}
+        parameters = parameters_of(self.chunks) if self.kind == "muon" else {}
+        matrices = {name for name, parameter in parameters.items() if is_managed_by_layer_wise_optimizer(parameter)}
         return frozenset(its.box.tensor for its in self.manifest.placements if its.storage in matrices)
 
     def kept_of(self, tensor: str) -> tuple[str, ...]:
@@ -105,7 +104,7 @@ def load(state: TrainingState, directory: Path) -> None:
             view.copy_(stored.read(key, box.start, box.shape))
         stored.forget()
         if same_layout:
-            (generators,) = stored.read_object(generators_entry(None).unique_key)  # Megatron saves objects in lists
+            (generators,) = stored.read_object(generators_key())  # Megatron saves objects in lists
     except CheckpointError as error:
         problems += error.problems
     _raise_everywhere(problems)
@@ -140,25 +139,9 @@ def views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Yields (key, box, view of a shard) for each box that this rank's shards hold, for each kind of state."""
     for placement, shard in _held(state):
         shape = state.manifest.storages[placement.storage].shape
-        for part in boxes_in_range(placement, shape, shard.start, shard.stop):
+        for box, view in boxes_in_range(placement, shape, shard.start, shard.stop):
             for name, flat in shard.tensors.items():
-                yield f"{name}.{part.box.tensor}", part.box, _strided(flat, part.view)
-
-
-def sharded_tensors(state: TrainingState) -> dict[str, ShardedTensor]:
-    """Returns the boxes of `views` as Megatron's tensors to be saved."""
-    return {
-        f"{key}@{box.start}": ShardedTensor(
-            key=key,
-            data=view,
-            dtype=view.dtype,
-            local_shape=box.shape,
-            global_shape=state.shapes[box.tensor],
-            global_offset=box.start,
-            axis_fragmentations=None,  # boxes of any size and place, not a regular grid
-        )
-        for key, box, view in views(state)
-    }
+                yield f"{name}.{box.tensor}", box, _strided(flat, view)
 
 
 def _strided(flat: torch.Tensor, view: Strided) -> torch.Tensor:
@@ -183,12 +166,10 @@ def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchC
     Raises the same CheckpointError on every rank if any rank cannot read the checkpoint, or if a tensor that it needs
     is missing or has another shape.
     """
-    opened: list[tuple[dict[str, Any], TorchCheckpoint]] = []
     problems: list[Problem] = []
     try:
         common = dict(torch.load(directory / COMMON_STATE_FNAME, weights_only=True))
         stored = TorchCheckpoint(directory)
-        opened.append((common, stored))
     except CheckpointError as error:
         problems += error.problems
     except (OSError, RuntimeError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
@@ -204,18 +185,18 @@ def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchC
             _raise_everywhere(problems)
         for tensor in sorted({placement.box.tensor for placement in state.manifest.placements}):
             for key in (f"{name}.{tensor}" for name in state.kept_of(tensor)):
-                found = stored.tensors[key].shape if key in stored.tensors else "nothing"
-                if found != state.shapes[tensor]:
-                    problems.append(Problem(f"{directory}: {key}", f"{found}", f"{state.shapes[tensor]}"))
+                shape = stored.tensors[key].shape if key in stored.tensors else "nothing"
+                if shape != state.shapes[tensor]:
+                    problems.append(Problem(f"{directory}: {key}", f"{shape}", f"{state.shapes[tensor]}"))
     _raise_everywhere(problems)
-    return opened[0]
+    return common, stored
 
 
 def _raise_everywhere(problems: Sequence[Problem]) -> None:
     """Raises CheckpointError with the problems of all ranks on each of them, if there are any. Collective."""
     of_ranks: list[Sequence[Problem]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, problems)
-    if different := dict.fromkeys(problem for found in of_ranks for problem in found):
+    if different := dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank):
         raise CheckpointError(different)
 
 
@@ -240,9 +221,9 @@ def _set_generators(saved: Mapping[str, Any]) -> None:
     numpy.random.set_state(saved["numpy"])
 
 
-def generators_entry(data: Any) -> ShardedObject:
-    """Returns an object of this rank alone, because no other layout can use its generators."""
-    return ShardedObject("generators", data, (dist.get_world_size(),), (dist.get_rank(),))
+def generators_key() -> str:
+    """Returns the key of this rank's generators, as Megatron names an object of one rank: no other layout uses them."""
+    return f"generators/shard_{dist.get_rank()}_{dist.get_world_size()}"
 
 
 # --- optimizers' states -----------------------------------------------------------------------------------------------

@@ -95,13 +95,10 @@ class TrainedModel:
     def broken(self) -> dict[str, str]:
         """Returns a description of each weight or adapter that is not finite, by its name in checkpoints."""
         self.offload.require(["parameters"])
-        weights = named_tensors(self.chunks)
-        found = {}
-        if names := broken_storages(weights):
-            found = broken_weights(self.manifest(), {name: weights[name] for name in names})
-        if self.adapters and (names := broken_storages(adapters := self.adapters.tensors())):
-            found |= broken_weights(self.adapters.manifest, {name: adapters[name] for name in names})
-        return found
+        broken = broken_weights(self.manifest, named_tensors(self.chunks))
+        if adapters := self.adapters:
+            broken |= broken_weights(lambda: adapters.manifest, adapters.tensors())
+        return broken
 
     @property
     def trained_adapters(self) -> Adapters:
@@ -116,17 +113,17 @@ class TrainedModel:
         `read` takes the last stage's output for a microbatch and its response tokens, and returns [response tokens].
         """
         self.offload.require(["parameters"])
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
 
         def keep(index: int, output: Tensor) -> Tensor:
-            joined = batch.joined[index]
-            values = read(output, joined.responses[0])
-            lengths = [len(batch.responses[part].rows) for part in joined.parts]
-            found.update(zip(joined.parts, values.split(lengths), strict=True))
+            joined, parts = batch.joined[index]
+            values = read(output, *joined.responses)
+            lengths = [len(batch.responses[part].rows) for part in parts]
+            results.update(zip(parts, values.split(lengths), strict=True))
             return values.sum()
 
-        forward(self.chunks, [joined.packed for joined in batch.joined], keep)
-        return tuple(found[part] for part in sorted(found))
+        forward(self.chunks, [joined for joined, _ in batch.joined], keep)
+        return tuple(results[part] for part in sorted(results))
 
     def zero_gradients(self) -> None:
         self.offload.require(["parameters", "gradients", "optimizer"])
@@ -141,8 +138,8 @@ class TrainedModel:
         """
 
         def finite_or_nan(index: int, output: Tensor) -> Tensor:
-            found = loss(index, output)
-            return found * (found.detach() * 0 + 1)  # exactly 1 for every number: no wait for the device
+            value = loss(index, output)
+            return value * (value.detach() * 0 + 1)  # exactly 1 for every number: no wait for the device
 
         self.zero_gradients()
         forward_backward(self.chunks, microbatches, finite_or_nan)
@@ -171,7 +168,7 @@ class TrainedModel:
         self.reference = Reference(self.chunks, share)
         self.offload = Offload(self.chunks, self.optimizer, self.reference.tensors)
         if self.reference.follows:
-            self._state = replace(self._state, reference=self.reference.named(self.chunks))
+            self._state = replace(self._state, reference=self.reference.named())
 
     @contextmanager
     def reference_here(self) -> Iterator[Reference]:
@@ -323,26 +320,23 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
-def broken_storages(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of tensors with a value that is NaN, infinite or beyond LARGEST.
+def broken_weights(manifest: Callable[[], Manifest], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Describes weights with a value that is NaN, infinite or beyond LARGEST, by name in the Hugging Face checkpoint.
 
-    One pass over each tensor, without a copy; one number of each goes to the host, all of them together.
+    One pass over each tensor, without a copy; one number of each goes to the host, all of them together. The manifest
+    is made only if a tensor is broken.
     """
     named = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not named:
-        return []
+        return {}
     extremes = torch.stack([torch.stack(torch.aminmax(tensor.detach())).float() for tensor in named.values()])
-    found = zip(named, extremes.tolist(), strict=True)
-    return [name for name, (low, high) in found if not -LARGEST <= low <= high <= LARGEST]
-
-
-def broken_weights(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Describes broken elements of the manifest's storages with these names, by name in the Hugging Face checkpoint."""
-    found = {}
-    for placement in manifest.placements:
-        if placement.storage in tensors:
+    ranges = zip(named, extremes.tolist(), strict=True)
+    storages = [name for name, (low, high) in ranges if not -LARGEST <= low <= high <= LARGEST]
+    broken = {}
+    for placement in manifest().placements if storages else ():
+        if placement.storage in storages:
             view = box_view(tensors[placement.storage], placement).float()
             wrong = view[~(view.abs() <= LARGEST)]
             if wrong.numel():
-                found[placement.box.tensor] = f"{wrong[0].item():g} in {wrong.numel():,} of {view.numel():,} elements"
-    return found or dict.fromkeys(tensors, "a value that is not finite, outside of every box")
+                broken[placement.box.tensor] = f"{wrong[0].item():g} in {wrong.numel():,} of {view.numel():,} elements"
+    return broken or dict.fromkeys(storages, "a value that is not finite, outside of every box")

@@ -90,9 +90,9 @@ def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], d
         count += len(response.sequences.tokens)
     empty = torch.empty(0, device=device)
     tokens = torch.cat([empty, *(response.sequences.tokens for response in responses)])
-    own = torch.cat([rows[0], *index])
+    sequence = torch.cat([rows[0], *index])
     if not split:
-        return Sequences(own, tokens, over_context_ranks)
+        return Sequences(sequence, tokens, over_context_ranks)
     ordered = sorted(split, key=lambda each: each.row)
     known = torch.tensor([each.row for each in ordered], device=device)
     row = torch.cat(rows)
@@ -105,4 +105,4 @@ def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], d
         return torch.cat([over_context_ranks(sums[:count]), of_split])
 
     of_split = torch.tensor([float(each.tokens) for each in ordered], device=device)
-    return Sequences(torch.where(known[at] == row, count + at, own), torch.cat([tokens, of_split]), over_ranks)
+    return Sequences(torch.where(known[at] == row, count + at, sequence), torch.cat([tokens, of_split]), over_ranks)

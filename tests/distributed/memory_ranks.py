@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.critic import Critic
 from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import critic_of
 
 
 def measure_all(cases: list[tuple[Path, Recipe]]) -> list[dict[str, int]]:
@@ -38,7 +38,7 @@ def measure(directory: Path, recipe: Recipe) -> dict[str, int]:
             reference = Reference(policy.chunks, algorithm.reference.share if follows else None).tensors
         critic = None
         if algorithm.critic is not None:
-            critic = Critic(algorithm.critic, train, where, directory, dtype, torch.device("cpu")).model
+            critic = TrainedModel(critic_of(read_architecture(directory)), train, where, directory, dtype, "cpu")
         found = of_model(policy) | {"reference": size(reference)}
         if critic is not None:
             found["critic"] = sum(of_model(critic).values())

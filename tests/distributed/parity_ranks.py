@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from megatron.core import parallel_state
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
-from megagrpo.megatron.batch import NO_ROW, PackedTensors, pack
+from megagrpo.megatron.batch import PackedTensors, pack
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from tests.distributed.te_ranks import build_as_on_gpus
+from tests.methods import rows_of
 
 
 def load_model(directory: Path, layout: ParallelLayout, dtype: str = "float32", **train: Any) -> TrainedModel:
@@ -68,8 +70,10 @@ def logits_of_chunks(
     model.forward(chunks, packed, keep)
     if not outputs:
         return None
-    rows, positions = (torch.cat([getattr(micro, name) for micro in packed]) for name in ("rows", "positions"))
-    real = rows != NO_ROW
+    sequences = [micro.sequences for micro in rank_sequences(layout, microbatches)]
+    rows = torch.cat([rows_of(micro, of_micro) for micro, of_micro in zip(packed, sequences, strict=True)])
+    positions = torch.cat([micro.sequences.positions for micro in packed])
+    real = rows >= 0
     return RankLogits(
         parallel_state.get_tensor_model_parallel_rank(),
         rows[real].numpy(),
@@ -95,11 +99,11 @@ def response_logprobs(
     columns = arch.padded_vocab(layout.tensor) // layout.tensor
     group = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
     first = columns * rank_grid(layout)[dist.get_rank()].tensor
-    at = packed.mask.nonzero()[:, 0]
+    (response,) = packed.responses
     return vocabulary_logprobs(
         hidden,
-        at,
-        packed.labels[at],
+        response.positions,
+        response.labels,
         output_weight(model.unwrapped(chunks[-1])),
         VocabularyShard(arch.vocab, first, group),
         temperature=1.0,
@@ -108,17 +112,17 @@ def response_logprobs(
 
 
 def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[PackedTensors]:
+    where = rank_grid(layout)[dist.get_rank()]
+    mine = rank_sequences(layout, microbatches)
+    return [pack(micro, layout=layout, context_rank=where.context, device="cpu") for micro in mine]
+
+
+def rank_sequences(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[Microbatch]:
     """Each data rank takes every data-th sequence of each microbatch. Rows count the sequences in order."""
     where = rank_grid(layout)[dist.get_rank()]
-    packed, row = [], 0
-    for sequences in microbatches:
-        rows = range(row, row + len(sequences))
-        mine = tuple(
-            train_sequence(*each) for each in list(zip(sequences, rows, strict=True))[where.data :: layout.data]
-        )
-        packed.append(pack(Microbatch(mine), layout=layout, context_rank=where.context, device="cpu"))
-        row += len(sequences)
-    return packed
+    rows = count()
+    numbered = [[train_sequence(tokens, next(rows)) for tokens in sequences] for sequences in microbatches]
+    return [Microbatch(tuple(sequences[where.data :: layout.data])) for sequences in numbered]
 
 
 def train_sequence(tokens: list[int] | np.ndarray, row: int) -> TrainSequence:

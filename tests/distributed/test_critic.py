@@ -20,7 +20,8 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence
 from megagrpo.checkpoint.store import describe
 from megagrpo.errors import RankError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.critic import CriticSums
+from megagrpo.megatron.batch import of_tokens
+from megagrpo.megatron.metrics import CriticSums
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
@@ -148,7 +149,7 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 def step(rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path) -> tuple[Any, RankStep]:
     """Values, gradients and the update of the critic; then an update of the policy. Neither changes the other."""
     rank.add_critic(directory)
-    model = rank.critic.model
+    model = rank.critic
     rank.load_batch(batch)
     rank.compute_values()
     values = rank.token_values()
@@ -158,8 +159,8 @@ def step(rank: TrainRank, batch: RankBatch, returns: Ragged, directory: Path) ->
     policy, base = copies(rank.tensors()), copies(named_tensors(rank.policy.chunks))
     found = take_step(
         model,
-        lambda: rank.critic.compute_gradients(
-            rank.batch.minibatches[0], old_values, rank.of_tokens(returns), CriticSums(rank.device)
+        lambda: rank.compute_critic_gradients(
+            rank.batch.minibatches[0], of_tokens(rank.batch, returns, rank.device), CriticSums(rank.device)
         ),
         lambda: rank.update_critic(returns, LR),
     )
@@ -220,7 +221,7 @@ def several_steps(rank: TrainRank, batch: RankBatch, returns: Ragged, directory:
     for _ in range(6):
         rank.load_batch(batch)
         rank.release(["critic", "optimizer"])
-        weights = named_tensors(rank.critic.model.chunks).values()
+        weights = named_tensors(rank.critic.chunks).values()
         assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
         with pytest.raises(RankError, match="parameters released"):
             rank.compute_values()
@@ -262,7 +263,7 @@ def save_and_continue(
     else:
         one_step()
         files = save(rank, saved)
-    return files, one_step(), states_of(rank.policy), states_of(rank.critic.model)
+    return files, one_step(), states_of(rank.policy), states_of(rank.critic)
 
 
 def test_a_critic_continues_from_a_checkpoint_in_the_same_layout_and_in_another(dense, tmp_path):

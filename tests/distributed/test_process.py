@@ -83,17 +83,15 @@ def start_alone(rank: int, store: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:3", 3)])
-def test_a_device_without_an_index_is_the_first(device: str, index: int) -> None:
-    assert process.cuda_index(device) == index
-
-
-def test_on_gpus_new_groups_do_not_split_the_communicator_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_new_groups_do_not_split_the_communicator_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, device: str, index: int
+) -> None:
     """As they would if the default group had a device of its own: every group on every rank."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: given.update(index=index))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
-    process.start(0, 128, "env://", "cuda:3", timeout_seconds=1)
-    assert (given["backend"], given["world_size"], given.get("device_id")) == ("nccl", 128, None)
+    process.start(0, 128, "env://", device, timeout_seconds=1)
+    assert (given["backend"], given["world_size"], given.get("device_id"), given["index"]) == ("nccl", 128, None, index)
 
 
 def test_a_layout_of_another_size_is_an_error() -> None:

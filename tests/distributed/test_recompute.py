@@ -42,7 +42,7 @@ def losses_and_gradients(
     packed, losses = rank_microbatches(layout, microbatches), []
 
     def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
-        value = logits_of(trained.chunks[-1], hidden)[packed[index].mask].sin().sum()
+        value = logits_of(trained.chunks[-1], hidden)[packed[index].responses[0].positions].sin().sum()
         losses.append(value.item())
         return value
 

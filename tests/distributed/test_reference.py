@@ -20,7 +20,7 @@ SHARE = 0.25
 
 def reference(rank: TrainRank) -> Parts:
     """What is in place of the trained weights when reference logprobs are computed."""
-    with rank.policy.reference.in_place_of(rank.policy.chunks):
+    with rank.policy.reference.in_place_of_policy():
         return trained_of(rank.policy)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
+from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.policy_losses import CovarianceLoss
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.algorithm.selection import token_draws
@@ -119,9 +119,8 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
     """By seed and recipe: this rank's part of the losses' sum, and d loss / d logprob of its tokens, 0 elsewhere."""
     found = {}
     for seed in range(CUTS):
-        given = {name: torch.from_numpy(values) for name, values in numbers(seed).items()}
         batches = make_rank_batches(
-            cut(seed, given["rollout"].numpy()),
+            cut(seed, numbers(seed)["rollout"]),
             layout=rank.layout,
             minibatches=MINIBATCHES,
             tokens_per_microbatch=24,
@@ -130,7 +129,7 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
         own = batches[rank.where.data]
         whole = as_tensors(own, rank.layout, rank.where.context, rank.device, has_logits=True, at_once=1)
         offsets = torch.from_numpy(OFFSETS)
-        values = {name: of_tokens(whole, each, offsets) for name, each in given.items()}
+        values = {name: of_tokens(whole, Ragged(each, OFFSETS), rank.device) for name, each in numbers(seed).items()}
         index = [offsets[response.rows] + response.index for response in whole.responses]
         for name, recipe in recipes.items():
             total, gradients = 0.0, np.zeros(OFFSETS[-1])
@@ -150,17 +149,14 @@ def losses_of_cuts(rank: TrainRank, batch: RankBatch, advantages: Any, recipes: 
                         importance=weights.importance and weights.importance[micro],
                         chosen=None if weights.chosen is None else weights.chosen[micro],
                     )
-                    loss = grpo_objective(inputs, settings(recipe)).loss
+                    terms = recipe.algorithm.loss, recipe.algorithm.kl
+                    loss = grpo_objective(inputs, *terms, kl_coefficient=0.0, entropy_coefficient=0.0).loss
                     total += loss.item()
                     if len(logprobs):
                         (gradient,) = torch.autograd.grad(loss, logprobs)
                         gradients[index[minibatch.first + micro].numpy()] += gradient.numpy()
             found[seed, name] = total, gradients
     return found
-
-
-def settings(recipe: Recipe) -> ObjectiveSettings:
-    return ObjectiveSettings(recipe.algorithm.loss, 0.0, "k3", False, 0.0)
 
 
 def loop(seed: int, recipe: Recipe, rows_of_minibatches: Sequence[set[int]]) -> tuple[float, np.ndarray]:

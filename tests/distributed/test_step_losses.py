@@ -53,11 +53,11 @@ def steps_of_variants(
         rank.recipe = recipe
         rank.load_batch(batch)
         take_old_and_reference_from_rollout(rank)
-        responses = rank.batch.minibatches[0].responses
-        for i, response in enumerate(responses):
+        packed = rank.batch.minibatches[0].packed
+        for i, response in enumerate(rank.batch.responses):
             # The engines differ from the trainer, differently for every token.
-            noise = 0.3 * ((response.rows * 7 + response.numbers * 13) % 11 - 5) / 5
-            responses[i] = replace(response, rollout_logprobs=response.rollout_logprobs + noise)
+            noisy = response.rollout_logprobs + 0.3 * ((response.rows * 7 + response.numbers * 13) % 11 - 5) / 5
+            packed[i] = replace(packed[i], responses=(replace(response, rollout_logprobs=noisy),))
         update = compute_gradients(rank, advantages, step=3)
         ((_, weights),) = update.minibatches
         loss = update.metrics._loss.item() if rank.where.tensor == 0 else 0.0

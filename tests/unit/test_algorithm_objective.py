@@ -12,18 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.kl import K3_LIMIT, KLConfig, kl_estimate
-from megagrpo.algorithm.objective import ObjectiveInputs, ObjectiveSettings, grpo_objective
+from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.optimizer import OptimizerConfig, learning_rate
 from megagrpo.algorithm.policy_losses import PpoClipConfig
 from tests.methods import sequences_of
 
-SETTINGS = ObjectiveSettings(
-    loss=PpoClipConfig(clip_low=0.2, clip_high=0.3),
-    kl_coefficient=0.05,
-    kl_estimator="k3",
-    kl_straight_through=False,
-    entropy_coefficient=0.01,
-)
+LOSS, KL = PpoClipConfig(clip_low=0.2, clip_high=0.3), KLConfig()
+COEFFICIENTS = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01}
 
 
 def random_inputs(tokens=40, seed=0):
@@ -49,10 +44,10 @@ def random_inputs(tokens=40, seed=0):
 @pytest.mark.parametrize("weighed", [True, False])
 def test_objective_is_the_weighted_sum_of_its_terms(weighed):
     inputs = random_inputs() if weighed else replace(random_inputs(), importance=None)
-    policy = SETTINGS.loss.of_tokens(inputs).loss * (inputs.importance if weighed else 1)
+    policy = LOSS.of_tokens(inputs).loss * (inputs.importance if weighed else 1)
     kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, "k3")
-    terms = policy + SETTINGS.kl_coefficient * kl - SETTINGS.entropy_coefficient * inputs.entropy
-    found = grpo_objective(inputs, SETTINGS)
+    terms = policy + 0.05 * kl - 0.01 * inputs.entropy
+    found = grpo_objective(inputs, LOSS, KL, **COEFFICIENTS)
     torch.testing.assert_close(found.loss, inputs.weights @ terms, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.policy_term, inputs.weights * policy.detach(), rtol=0, atol=1e-12)
 
@@ -61,29 +56,28 @@ def test_objective_gradients_match_finite_differences():
     inputs = random_inputs()
 
     def loss(logprobs, entropy):
-        return grpo_objective(replace(inputs, logprobs=logprobs, entropy=entropy), SETTINGS).loss
+        return grpo_objective(replace(inputs, logprobs=logprobs, entropy=entropy), LOSS, KL, **COEFFICIENTS).loss
 
     assert torch.autograd.gradcheck(loss, (inputs.logprobs, inputs.entropy), eps=1e-7, atol=1e-8)
 
 
 def test_kl_is_estimated_without_a_coefficient_and_refused_without_a_reference():
     inputs = random_inputs()
-    free = replace(SETTINGS, kl_coefficient=0.0)
-    assert grpo_objective(inputs, free).kl is not None
-    assert grpo_objective(replace(inputs, reference_logprobs=None), free).kl is None
+    free = COEFFICIENTS | {"kl_coefficient": 0.0}
+    assert grpo_objective(inputs, LOSS, KL, **free).kl is not None
+    assert grpo_objective(replace(inputs, reference_logprobs=None), LOSS, KL, **free).kl is None
     with pytest.raises(ValueError, match="reference"):
-        grpo_objective(replace(inputs, reference_logprobs=None), SETTINGS)
+        grpo_objective(replace(inputs, reference_logprobs=None), LOSS, KL, **COEFFICIENTS)
 
 
 def test_a_straight_through_kl_changes_the_gradient_and_not_the_value():
     inputs = random_inputs()
-    plain, straight = (grpo_objective(inputs, replace(SETTINGS, kl_straight_through=on)).loss for on in (False, True))
+    settings = [KLConfig(straight_through=on) for on in (False, True)]
+    plain, straight = (grpo_objective(inputs, LOSS, kl, **COEFFICIENTS).loss for kl in settings)
     torch.testing.assert_close(plain, straight)
     gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in (plain, straight)]
     ratio = inputs.reference_logprobs - inputs.logprobs.detach()
-    torch.testing.assert_close(
-        gradients[1] - gradients[0], inputs.weights * SETTINGS.kl_coefficient * (-ratio + torch.expm1(ratio))
-    )
+    torch.testing.assert_close(gradients[1] - gradients[0], inputs.weights * 0.05 * (-ratio + torch.expm1(ratio)))
 
 
 def test_learning_rate_warms_up_then_follows_its_schedule():
@@ -138,7 +132,9 @@ def test_a_token_that_is_left_out_reaches_neither_loss_nor_gradient_whatever_its
     without = replace(inputs, weights=weights)
     old = inputs.old_logprobs.clone()
     old[3] = rollout
-    losses = [grpo_objective(given, SETTINGS).loss for given in (without, replace(without, old_logprobs=old))]
+    losses = [
+        grpo_objective(given, LOSS, KL, **COEFFICIENTS).loss for given in (without, replace(without, old_logprobs=old))
+    ]
     assert torch.equal(losses[0], losses[1])
     gradients = [torch.autograd.grad(loss, inputs.logprobs)[0] for loss in losses]
     torch.testing.assert_close(gradients[0], gradients[1])

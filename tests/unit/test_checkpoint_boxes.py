@@ -43,12 +43,9 @@ def test_the_ranges_of_a_storage_hold_each_element_of_its_box_once_and_in_place(
     rebuilt, times = torch.full(box.shape, -1), torch.zeros(box.shape, dtype=torch.int)
     for start, stop in itertools.pairwise(cuts):
         flat = local[start:stop].clone()
-        for part in boxes_in_range(placement, shape, start, stop):
-            view = part.view
+        for part, view in boxes_in_range(placement, shape, start, stop):
             values = torch.as_strided(flat, view.shape, view.strides, view.offset)
-            into = tuple(
-                slice(a - o, a - o + n) for a, n, o in zip(part.box.start, part.box.shape, box.start, strict=True)
-            )
+            into = tuple(slice(a - o, a - o + n) for a, n, o in zip(part.start, part.shape, box.start, strict=True))
             rebuilt[into] = values
             times[into] += 1
     assert torch.equal(rebuilt, expected)
@@ -58,7 +55,7 @@ def test_the_ranges_of_a_storage_hold_each_element_of_its_box_once_and_in_place(
 def test_a_range_of_a_matrix_is_at_most_three_boxes() -> None:
     placement = Placement("s", (0, 0), (0, 1), Box("t", (10, 0), (6, 4)))
     parts = boxes_in_range(placement, (6, 4), 3, 22)
-    assert [(p.box.start, p.box.shape) for p in parts] == [((10, 3), (1, 1)), ((11, 0), (4, 4)), ((15, 0), (1, 2))]
+    assert [(box.start, box.shape) for box, _ in parts] == [((10, 3), (1, 1)), ((11, 0), (4, 4)), ((15, 0), (1, 2))]
 
 
 def test_padding_is_found_in_the_range_that_holds_it() -> None:

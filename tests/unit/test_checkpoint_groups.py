@@ -29,16 +29,7 @@ from tests.agent_runs import calculator_run
 from tests.small_disk import small_disk
 from tests.unit.test_fuzz import damaged, mutated
 
-NAMES = [
-    "offsets",
-    "prompt_offsets",
-    "branch_offsets",
-    "tokens",
-    "versions",
-    "logprobs",
-    "branch_tokens",
-    "branch_trained",
-]
+NAMES = [name for name in groups_file.DTYPES if name != "json"]
 fuzz = settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
 
 OF_PARQUET = {

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.algorithm.ragged import Ragged
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import (
@@ -19,8 +20,9 @@ from megagrpo.megatron.attention import (
     inverse_frequencies,
     rotate,
 )
-from megagrpo.megatron.batch import NO_ROW, Batch, Minibatch, PackedTensors, of_tokens, pack, response_tokens
+from megagrpo.megatron.batch import Batch, Minibatch, PackedTensors, of_tokens, pack
 from megagrpo.weights.families.architecture import Rope
+from tests.methods import rows_of
 
 lengths_of_sequences = st.lists(st.integers(1, 90), max_size=20)
 layouts = st.builds(ParallelLayout, tensor=st.sampled_from([1, 2, 3, 4]), context=st.sampled_from([1, 2, 4]))
@@ -60,19 +62,21 @@ def test_every_token_is_on_one_rank_with_its_successor_as_label(lengths: list[in
     sequences = microbatch(lengths).sequences
     found = set()
     for part in packed:
-        for token, label, mask, logprob, row, position in zip(
-            part.tokens[0].tolist(), part.labels.tolist(), part.mask.tolist(), part.rollout_logprobs.tolist(),
-            part.rows.tolist(), part.positions.tolist(), strict=True,
-        ):  # fmt: skip
-            if row == NO_ROW:
-                assert (token, label, mask, logprob) == (0, 0, False, 0.0)
+        (response,) = part.responses
+        of_response = (response.rows, response.numbers, response.labels, response.rollout_logprobs)
+        predicted = dict(zip(response.positions.tolist(), torch.stack(of_response, 1).tolist(), strict=True))
+        places = rows_of(part, sequences).tolist(), part.sequences.positions.tolist()
+        for at, (token, row, position) in enumerate(zip(part.tokens[0].tolist(), *places, strict=True)):
+            if row < 0:
+                assert token == 0
+                assert at not in predicted
                 continue
             sequence = sequences[row - 100]
             assert token == sequence.tokens[position]
-            last = position + 1 == len(sequence.tokens)
-            assert label == (0 if last else sequence.tokens[position + 1])
-            assert mask == (not last and bool(sequence.loss_mask[position + 1]))
-            assert logprob == (sequence.rollout_logprobs[position + 1] if mask else 0.0)
+            following, wanted = position + 1, None
+            if following < len(sequence.tokens) and sequence.loss_mask[following]:
+                wanted = [row, following, sequence.tokens[following], sequence.rollout_logprobs[following]]
+            assert predicted.get(at) == wanted
             assert (row, position) not in found
             found.add((row, position))
     assert len(found) == sum(lengths)
@@ -90,15 +94,14 @@ def branch(row: int, first: int, mask: str) -> TrainSequence:
 @pytest.mark.parametrize("context", [1, 2])
 def test_values_by_token_are_read_by_the_count_of_trained_tokens_over_gaps_and_branches(context: int) -> None:
     micro = Microbatch(tuple(branch(*each) for each in BRANCHES))
-    values = torch.tensor([20.0, 21.0, 50.0, 51.0, 52.0, 53.0, 54.0, 55.0])
-    offsets = torch.tensor([0, 0, 0, 2, 2, 2, 8])
+    values = Ragged(np.array([20.0, 21.0, *range(50, 56)]), np.array([0, 0, 0, 2, 2, 2, 8]))
     found = {}
     for rank in range(context):
         packed = pack(micro, layout=ParallelLayout(context=context), context_rank=rank, device="cpu")
-        response = response_tokens(packed, micro)
-        minibatch = Minibatch(0, [packed], [response], tokens=8, rows=2, split=())
-        (of_rank,) = of_tokens(Batch((minibatch,)), values, offsets)
-        of_sequences = response.sequences.index.tolist(), (packed.positions[response.positions] + 1).tolist()
+        (response,) = packed.responses
+        minibatch = Minibatch(0, [packed], tokens=8, rows=2, split=())
+        (of_rank,) = of_tokens(Batch((minibatch,)), values, "cpu")
+        of_sequences = response.sequences.index.tolist(), response.numbers.tolist()
         found |= dict(zip(zip(*of_sequences, strict=True), of_rank.tolist(), strict=True))
         index = list(zip(response.rows.tolist(), response.index.tolist(), strict=True))
         assert len(set(index)) == len(index), "two tokens would be drawn alike"
@@ -134,28 +137,29 @@ def test_attention_over_buckets_is_attention_of_each_sequence(lengths: list[int]
     torch.manual_seed(len(lengths))
     heads, groups, head_dim = 4, 2, 6
     packed = all_ranks(lengths, ParallelLayout(context=context))
+    places = [(rows_of(part, microbatch(lengths).sequences), part.sequences.positions) for part in packed]
     whole = [[torch.randn(n, h, head_dim) for h in (heads, groups, groups)] for n in lengths]
     parts = []
-    for part in packed:
+    for part, of_part in zip(packed, places, strict=True):
         # Padding holds anything.
         local = [torch.randn(part.tokens.shape[1], h, head_dim) for h in (heads, groups, groups)]
-        for token, (row, position) in enumerate(zip(part.rows.tolist(), part.positions.tolist(), strict=True)):
-            if row != NO_ROW:
+        for token, (row, position) in enumerate(zip(*map(torch.Tensor.tolist, of_part), strict=True)):
+            if row >= 0:
                 for tensor, of_sequence in zip(local, whole[row - 100], strict=True):
                     tensor[token] = of_sequence[position]
         parts.append(local)
     key, value = (torch.cat([part[i] for part in parts]).requires_grad_() for i in (1, 2))
-    for part, (query, _, _) in zip(packed, parts, strict=True):
+    for part, (rows, positions), (query, _, _) in zip(packed, places, parts, strict=True):
         query.requires_grad_()
         output = attend(query, key, value, part.sequences.plan, scale=None)
         for row in range(len(lengths)):
             q, k, v = (x.transpose(0, 1)[None] for x in whole[row])
             expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-            of_row = part.rows == 100 + row
-            torch.testing.assert_close(output[of_row], expected[part.positions[of_row]], rtol=1e-5, atol=1e-5)
+            of_row = rows == 100 + row
+            torch.testing.assert_close(output[of_row], expected[positions[of_row]], rtol=1e-5, atol=1e-5)
         # Padding has no influence: neither on the output nor, through it, on the gradients.
-        gradients = torch.autograd.grad(output[part.rows != NO_ROW].sum(), [query, key, value])
-        padding = torch.cat([p.rows for p in packed]) == NO_ROW
+        gradients = torch.autograd.grad(output[rows >= 0].sum(), [query, key, value])
+        padding = torch.cat([of_rank for of_rank, _ in places]) < 0
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
         assert gradients[1][padding].abs().sum() == 0
         assert gradients[2][padding].abs().sum() == 0
