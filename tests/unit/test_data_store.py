@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from examples.demo.model import make_tokenizer
-from megagrpo.data.cursor import Cursor, fingerprint
+from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import load_examples
-from megagrpo.data.mixture import Mixture
+from megagrpo.data.mixture import Mixture, fingerprint
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import ConversationFileConfig, DataFileConfig
