@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.errors import RecipeError
-from megagrpo.plan import candidates
+from megagrpo.plan import search as searching
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.schedules import ASYNC, steady_seconds
@@ -117,17 +117,17 @@ def test_a_repeatable_run_is_not_told_to_sample_all_the_time() -> None:
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
     of = recipe(SMALL, rollout__prompts_per_step=8)  # each estimate plays all responses of its steps
-    model = architecture(of)
+    case = planned(of)
     every = (
-        candidates.placed({**layout, **saving, **engine}, colocated=gpus == 2)
+        searching.placed({**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
-        for layout in candidates.layouts(of, model, gpus)
-        for saving in candidates.savings(of, model, layout)
-        for engine in candidates.engines(of, model, gpus, colocated=gpus == 2)
+        for layout in searching.layouts(case, gpus)
+        for saving in searching.savings(case, layout)
+        for engine in searching.engines(case, gpus, colocated=gpus == 2)
     )
     best = float("inf")
     for values in every:
-        candidate = planned(candidates.changed(of, values))
+        candidate = planned(searching.changed(of, values))
         if legal(candidate) and lacking_bytes(candidate.memory, candidate.card_bytes, SPARE) == 0:
             best = min(best, candidate.estimate.time.seconds)
     assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
@@ -173,9 +173,9 @@ def test_searches_need_a_kind_of_gpu() -> None:
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
     of = recipe()
-    assert candidates.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
-    assert candidates.engine_gpus(of, 8) == list(range(1, 8))
-    values = candidates.placed(
+    assert searching.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
+    assert searching.engine_gpus(of, 8) == list(range(1, 8))
+    values = searching.placed(
         {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False
     )
     assert values["train.offload"] == []
@@ -186,7 +186,7 @@ def test_the_last_of_uneven_stages_is_the_shortest() -> None:
     of = recipe({"model.path": ON_2048["model.path"]})
     lengths = {
         values["train.layout.pipeline"]: values["train.layout.last_stage_layers"]
-        for values in candidates.layouts(of, architecture(of), 128)
+        for values in searching.layouts(planned(of), 128)
         if values["train.layout.virtual_pipeline"] == 1
     }
     assert (lengths[1], lengths[2], lengths[4], lengths[8], lengths[16], lengths[32]) == (None, 30, 13, 5, 1, None)
