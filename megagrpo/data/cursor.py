@@ -62,9 +62,9 @@ class Cursor(Generic[AnyItem]):
         taken: list[AnyItem] = []
         while len(taken) < count:
             ahead = self._order[self.position :]
-            found = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
-            taken += [self._prompts[i] for i in ahead[found]]
-            self.position += int(found[-1]) + 1 if len(taken) == count else len(ahead)
+            drawable = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
+            taken += [self._prompts[i] for i in ahead[drawable]]
+            self.position += int(drawable[-1]) + 1 if len(taken) == count else len(ahead)
             if self.position == len(self):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._order_of(self.epoch)

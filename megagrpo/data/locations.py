@@ -132,8 +132,8 @@ def size_and_version(path: str) -> tuple[int, str]:
     if is_task(path):
         return 0, package_version()
     if not is_remote(path):
-        found = os.stat(path)
-        return found.st_size, f"{found.st_mtime_ns}"
+        status = os.stat(path)
+        return status.st_size, f"{status.st_mtime_ns}"
     with _reaching(path):
         filesystem, inner = _filesystem(path)
         info = filesystem.info(inner)
@@ -176,8 +176,8 @@ def _glob(pattern: str) -> Iterator[str]:
         return
     for top in glob.iglob(head) if head else ["."]:
         for folder, _ in _walk(top):
-            found = _glob(os.path.join(glob.escape(folder), rest))
-            yield from found if head else (name.removeprefix("./") for name in found)
+            names = _glob(os.path.join(glob.escape(folder), rest))
+            yield from names if head else (name.removeprefix("./") for name in names)
 
 
 def _fitting(pattern: str) -> Iterator[str]:
@@ -193,8 +193,8 @@ def _once(names: Iterable[str]) -> list[str]:
     """Returns the names, sorted. Of several paths through links to the same folder, keeps the shortest."""
     by_place: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (len(name), name)):
-        folder, own = os.path.split(name)
-        by_place.setdefault(os.path.join(os.path.realpath(folder), own), name)
+        folder, base = os.path.split(name)
+        by_place.setdefault(os.path.join(os.path.realpath(folder), base), name)
     return sorted(by_place.values())
 
 
@@ -217,13 +217,13 @@ def _remote_files(path: str) -> list[str]:
             return _folder_files(filesystem.unstrip_protocol(folder), below, _bytes_of)
 
         if glob.has_magic(path):
-            found: set[str] = set()
+            names: set[str] = set()
             for name in filesystem.glob(inner):
                 if filesystem.isdir(name):
-                    found.update(of_folder(name))
+                    names.update(of_folder(name))
                 elif _is_data(name):
-                    found.add(filesystem.unstrip_protocol(name))
-            return _some(path, sorted(found))
+                    names.add(filesystem.unstrip_protocol(name))
+            return _some(path, sorted(names))
         if filesystem.isdir(inner):
             return _some(path, of_folder(inner))
         if filesystem.exists(inner):
@@ -232,8 +232,8 @@ def _remote_files(path: str) -> list[str]:
 
 
 def _is_data(name: str) -> bool:
-    own = posixpath.basename(name)
-    return bool(suffix_of(own)) and own not in NOT_DATA and not own.startswith((".", "_"))
+    base = posixpath.basename(name)
+    return bool(suffix_of(base)) and base not in NOT_DATA and not base.startswith((".", "_"))
 
 
 def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -> list[str]:
@@ -243,13 +243,13 @@ def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -
         posixpath.basename(name): name for name in below if posixpath.dirname(name).rstrip("/") == folder.rstrip("/")
     }
     if "dataset_dict.json" in by_name:
-        splits = _listed(by_name["dataset_dict.json"], read, lambda found: list(map(str, found["splits"])))
+        splits = _listed(by_name["dataset_dict.json"], read, lambda content: list(map(str, content["splits"])))
         given = f"a folder of several splits: {', '.join(splits)}"
         fix = f"write {folder.rstrip('/')}/{splits[0] if splits else 'SPLIT'}"
         raise DataError(Problem(folder, given, needed="the folder of one split", fix=fix))
     if "state.json" in by_name:
         listed = _listed(
-            by_name["state.json"], read, lambda found: [str(each["filename"]) for each in found.get("_data_files", ())]
+            by_name["state.json"], read, lambda content: [str(of["filename"]) for of in content.get("_data_files", ())]
         )
         if absent := [name for name in listed if name not in by_name]:
             given = f"no file {', '.join(absent[:3])}{f' and {len(absent) - 3} more' * (len(absent) > 3)}"
