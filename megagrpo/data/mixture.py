@@ -101,15 +101,6 @@ class Mixed(Sequence[AnyItem]):
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._parts[part].item(row - self._starts[part])
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Sequence)
-            and len(self) == len(other)
-            and all(a == b for a, b in zip(self, other, strict=True))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
     def facts(self, of: Callable[[Stored[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
         """Yields a fact of each item, in order. `of` yields those of a part; every pass calls it for its parts."""
         passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
