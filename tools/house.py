@@ -37,8 +37,8 @@ BUDGETS = {
     ("cluster",): 3_618,
     ("trainer", "evaluation"): 4_486,
     ("recipe", "preflight", "doctor"): 5_764,
-    ("plan",): 5_400,
-    ("data",): 2_814,
+    ("plan",): 5_336,
+    ("data",): 2_792,
     ("reward",): 8_365,
     ("agents",): 5_280,
     ("track", "report"): 5_431,
@@ -47,8 +47,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=382),
-    "tests": Limits(lines=51_839, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=380),
+    "tests": Limits(lines=51_836, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

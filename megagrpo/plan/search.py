@@ -18,7 +18,7 @@ from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
-from megagrpo.plan.plan import Estimate, lacking_bytes
+from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.schedules import ASYNC, SYNC, ScheduleTime, Work, allowed, schedule_time, steady_seconds
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
@@ -51,13 +51,15 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that is recommended: overrides for the command line, its estimate, and the reason in a sentence.
+    """A layout that is recommended: overrides for the command line, its memory and time, and the reason in a sentence.
 
     `schedule`: the times of a split of the GPUs whose engines sample all the time.
     """
 
     overrides: tuple[str, ...]
-    estimate: Estimate
+    memory: tuple[DeviceMemory, ...]
+    time: StepTime
+    lacking_bytes: int
     reason: str
     schedule: ScheduleTime | None = None
 
@@ -87,7 +89,7 @@ class Search:
         """Returns one problem if nothing fits."""
         if self.choices:
             return ()
-        nearest = self.nearest and self.nearest.estimate.lacking_bytes
+        nearest = self.nearest and self.nearest.lacking_bytes
         lacking = f"{byte_text(nearest)} too much at least" if nearest else "none legal"
         fix = "more GPUs, larger ones, or shorter sequences"
         return (Problem(f"--search on {self.gpus} GPUs", lacking, "a layout that fits", fix),)
@@ -115,7 +117,7 @@ def search(case: Case, gpus: int | None = None) -> Search:
         best = run.fitting(candidates, SHOWN, APART, _seconds_under_schedule)
         asynchronous = _asynchronous(run, candidates)
     nearest = run.choice(run.nearest) if run.nearest and not best else None
-    choices = sorted(map(run.choice, best), key=lambda choice: choice.estimate.time.seconds)
+    choices = sorted(map(run.choice, best), key=lambda choice: choice.time.seconds)
     return Search(run.gpus, tuple(choices), tuple(asynchronous), len(sparing), run.estimated, nearest)
 
 
@@ -207,12 +209,11 @@ class _Run:
         elif isinstance(recipe, Recipe) and not asynchronous and recipe.schedule != SYNC:
             schedule, whole = schedule_time(Work.of(candidate.case, candidate.time), recipe.schedule), "all phases"
         time = replace(candidate.time, scheduled=schedule.seconds if schedule else None)
-        estimate = Estimate(candidate.memory, time, candidate.lacking)
-        reason = _reason(recipe, estimate, self.card_bytes)
+        reason = _reason(recipe, time, candidate.memory, self.card_bytes)
         if not asynchronous:
             longest = max(time.phases, key=lambda phase: phase.seconds)
             reason += f"; {longest.phase} takes {longest.seconds / time.phase_seconds:.0%} of {whole}"
-        return Choice(tuple(overrides), estimate, reason, asynchronous)
+        return Choice(tuple(overrides), candidate.memory, time, candidate.lacking, reason, asynchronous)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
@@ -307,9 +308,9 @@ def _asynchronous(run: _Run, candidates: Sequence[_Candidate]) -> list[Choice]:
     return [run.choice(of, time) for of, time in timed[:SPLITS_SHOWN]]
 
 
-def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
+def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], card: int) -> str:
     """Returns the reason for a choice: the gain of each size, and the free memory."""
-    layout, time = recipe.train.layout, estimate.time
+    layout = recipe.train.layout
     gains = {
         f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
         f"pipeline {layout.pipeline} waits {time.pipeline_bubble:.0%} of the update": layout.pipeline,
@@ -321,7 +322,7 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
     if isinstance(recipe, Recipe) and (each := recipe.rollout.devices_of_engine):
         count = recipe.rollout.engines
         parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
-    fullest = max((kind.fullest for kind in estimate.memory), key=lambda phase: phase.bytes)
+    fullest = max((kind.fullest for kind in held), key=lambda phase: phase.bytes)
     free, largest = card - fullest.bytes, fullest.largest[0]
     mostly = f", mostly {largest.name} ({byte_text(largest.bytes)})" if free < 0 else ""
     parts.append(f"{byte_text(abs(free))} {'too much' if free < 0 else 'free'} in {fullest.phase}{mostly}")
@@ -414,8 +415,7 @@ def offloads(recipe: AnyRecipe) -> list[list[str]]:
     if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
         return [[]]
     algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
-    parts += ["reference"] if algorithm.kl.coefficient > 0 else []
-    parts += ["critic"] if algorithm.critic is not None else []
+    parts += ["reference"] * (algorithm.kl.coefficient > 0) + ["critic"] * (algorithm.critic is not None)
     return [parts, []]
 
 

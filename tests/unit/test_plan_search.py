@@ -59,7 +59,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     assert found.choices
     assert found.nearest is None
     assert 10 < found.legal < found.estimated < 1500  # milliseconds each
-    seconds = [choice.estimate.time.seconds for choice in found.choices]
+    seconds = [choice.time.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     model = architecture(of)
     for choice in (*found.choices, *found.asynchronous):
@@ -68,8 +68,8 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
         assert plan_devices(chosen, "cuda").bundles == gpus
-        again = planned(chosen).estimate
-        assert again == choice.estimate
+        again = planned(chosen)
+        assert (again.memory, again.time, again.lacking_bytes) == (choice.memory, choice.time, choice.lacking_bytes)
         assert lacking_bytes(again.memory, H100.gpu.memory_bytes, SPARE) == 0
         assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
 
@@ -79,13 +79,13 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
     assert len(found.asynchronous) == SPLITS_SHOWN
     seconds = [split.schedule.seconds for split in found.asynchronous]
     assert seconds == sorted(seconds)
-    assert seconds[0] < 0.8 * found.choices[0].estimate.time.seconds
+    assert seconds[0] < 0.8 * found.choices[0].time.seconds
     for split in found.asynchronous:
         assert "cluster.placement=disaggregated" in split.overrides
         chosen = planned(applied(split.overrides, {}))
         again = {time.name: time for time in chosen.schedules}[split.schedule.name]
         assert again == split.schedule
-        bound = steady_seconds(chosen, split.estimate.time, ASYNC)
+        bound = steady_seconds(chosen, split.time, ASYNC)
         assert bound < 1.05 * split.schedule.seconds < 1.3 * bound
     assert len({split.overrides for split in found.asynchronous}) == SPLITS_SHOWN
     whole = plan({})
@@ -129,15 +129,15 @@ def test_the_best_choice_is_that_of_all_choices() -> None:
     for values in every:
         candidate = planned(searching.changed(of, values))
         if legal(candidate) and lacking_bytes(candidate.memory, candidate.card_bytes, SPARE) == 0:
-            best = min(best, candidate.estimate.time.seconds)
-    assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
+            best = min(best, candidate.time.seconds)
+    assert searched(of, 2).choices[0].time.seconds == pytest.approx(best)
 
 
 def test_what_lacks_least_is_told_if_nothing_fits() -> None:
     found = searched(recipe(cluster__gpu="RTX-4090"), 8)
     assert not found.choices
     assert found.nearest is not None
-    assert found.nearest.estimate.lacking_bytes > 0
+    assert found.nearest.lacking_bytes > 0
     assert "too much" in found.nearest.reason
 
 
