@@ -38,7 +38,7 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_486,
     ("recipe", "preflight", "doctor"): 5_764,
     ("plan",): 5_336,
-    ("data",): 2_792,
+    ("data",): 2_776,
     ("reward",): 8_365,
     ("agents",): 5_280,
     ("track", "report"): 5_431,

@@ -153,7 +153,7 @@ class _Run:
             key = tuple(str(values[path]) for path in sorted(values))
             if key in candidates:
                 continue
-            case = replace(self.case, recipe=changed(self.case.recipe, values))
+            case = replace(self.case, recipe=changed(self.case.recipe, tree_of(values)))
             if legal(case, checked=self.case.recipe):
                 # Candidates that differ only in engines or offload share their training times.
                 train = (pair for pair in values.items() if pair[0].startswith("train."))
@@ -261,7 +261,7 @@ def _first_engine(run: _Run) -> Values:
     whole = model_bytes(arch, 2, quantized=quantized).total
     last: Values = {}
     for values in engines(run.case, run.gpus, colocated=True):
-        if _splits_badly(changed(recipe, values), arch):
+        if _splits_badly(changed(recipe, tree_of(values)), arch):
             continue
         last = values
         ranks = values.get("rollout.layout.tensor", 1) * values.get("rollout.layout.pipeline", 1)
@@ -379,6 +379,7 @@ def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
 def savings(case: Case, layout: Values) -> list[Values]:
     """Returns ways to trade time for memory in a layout, the most sparing first."""
     context, given = layout["train.layout.context"], case.recipe.train.tokens_per_microbatch
+    ways = recomputes(case, layout)
     multiple = 1 if context == 1 else 2 * context
     least = -(-longest_sequence(case.recipe) // multiple) * multiple // context
     lengths = sorted({least, 2 * least, 4 * least} | ({given} if given >= least else set()))
@@ -391,7 +392,7 @@ def savings(case: Case, layout: Values) -> list[Values]:
         }
         for parts in offloads(case.recipe)
         for tokens in lengths
-        for recompute in reversed(recomputes(case, layout))
+        for recompute in reversed(ways)
     ]
 
 
@@ -465,17 +466,16 @@ def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
 def placed(values: Values, *, colocated: bool) -> Values:
     """Returns the values with the placement, and without those that only the other placement has."""
     placement = {"cluster.placement": "colocated" if colocated else "disaggregated", "cluster.engine_devices": None}
-    if colocated:
-        return {**values, **placement}
-    kept = {path: value for path, value in values.items() if not path.startswith(SGLANG)}
-    return {**kept, **placement, "train.offload": []}
+    if not colocated:
+        values = {path: value for path, value in values.items() if not path.startswith(SGLANG)} | {"train.offload": []}
+    return {**values, **placement}
 
 
-def changed(section: Kind, values: Values) -> Kind:
+def changed(section: Kind, tree: Mapping[str, Any]) -> Kind:
     """Returns a recipe with other values in some fields: itself if it has them already. Each is legal by itself; rules
     are not checked."""
     update = {}
-    for key, value in tree_of(values).items():
+    for key, value in tree.items():
         old: Any = getattr(section, key, None)
         new = changed(old, value) if isinstance(value, dict) else value
         if new is not old and new != old:
