@@ -125,7 +125,7 @@ class Cache:
                 part.replace(path)
                 note.replace(path.with_suffix(".json"))
         except OSError as error:
-            where, needed = f"{self.directory}: rows cannot be kept there", "a folder with room for the data's size"
+            where, needed = f"{self.directory}: rows cannot be kept there", "a folder to write to, with room"
             fix = "make room, or set data.cache to another folder"
             raise DataError(Problem(where, error.strerror or str(error), needed, fix)) from None
         return path
