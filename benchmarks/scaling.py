@@ -57,7 +57,7 @@ class Row:
     """With the choice's layout."""
 
     def cells(self) -> Iterator[str]:
-        time = self.choice.estimate.time
+        time = self.choice.time
         seconds = {phase.phase: phase.seconds for phase in time.phases}
         yield f"{self.gpus:,}"
         yield _layout(self.recipe)
@@ -74,7 +74,7 @@ class Row:
 
     def bottleneck(self) -> str:
         """The largest part of a step's time, which more of the same GPUs shorten least."""
-        time = self.choice.estimate.time
+        time = self.choice.time
         phase, part, seconds = max(
             ((phase.phase, name, seconds) for phase in time.phases for name, seconds in phase.parts.items()),
             key=lambda found: found[2],

@@ -176,14 +176,14 @@ def planned(engines: int, trainers: int, share: float, spread: float, *, prompts
     architecture = read_architecture(known_models()[MODEL])
     given = [f"response_tokens={share * LONGEST}", f"response_spread={spread}"]
     plan = plan_of(Recipe.model_validate(recipe), architecture, given=given)
-    assert plan.estimate is not None
-    assert plan.estimate.fits, plan.problems
+    assert plan.time is not None
+    assert plan.lacking_bytes == 0, plan.problems
     return plan
 
 
 def simulated(plan: Plan, schedule: ScheduleConfig, responses_max: int = RESPONSES_MAX) -> ScheduleTime:
-    assert plan.estimate is not None
-    return schedule_time(Work.of(plan, plan.estimate.time), schedule, responses_max=responses_max)
+    assert plan.time is not None
+    return schedule_time(Work.of(plan, plan.time), schedule, responses_max=responses_max)
 
 
 def best_split(engines: int, share: float, spread: float) -> tuple[int, Plan]:

@@ -62,7 +62,6 @@ def data_show(asked: argparse.Namespace) -> int:
 
 
 def data_check(asked: argparse.Namespace) -> int:
-    from megagrpo.data.report import line
     from megagrpo.preflight.data_check import check_recipe
     from megagrpo.preflight.preflight import tokenizer_of
     from megagrpo.recipe.load import load
@@ -72,7 +71,7 @@ def data_check(asked: argparse.Namespace) -> int:
     for section in check_recipe(recipe, tokenizer_of(recipe), asked.rows):
         print(f"{section.name}:")
         for file in section.mixture.files if section.mixture else ():
-            print(f"  {line(file, 'prompts')}")
+            print(f"  {file.text('prompts')}")
         for text in section.checked.lines():
             print(f"  {text}")
         for problem in section.checked.problems[:PROBLEMS_SHOWN]:

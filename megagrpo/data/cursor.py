@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeGuard
 
 import numpy as np
 
-from megagrpo.data.mixture import AnyItem, contents, names, permutation
+from megagrpo.data.mixture import AnyItem, fingerprint, names, permutation
 from megagrpo.errors import DataError, Problem
 
 
@@ -62,9 +62,9 @@ class Cursor(Generic[AnyItem]):
         taken: list[AnyItem] = []
         while len(taken) < count:
             ahead = self._order[self.position :]
-            found = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
-            taken += [self._prompts[i] for i in ahead[found]]
-            self.position += int(found[-1]) + 1 if len(taken) == count else len(ahead)
+            drawable = np.flatnonzero(~self._aside[ahead])[: count - len(taken)]
+            taken += [self._prompts[i] for i in ahead[drawable]]
+            self.position += int(drawable[-1]) + 1 if len(taken) == count else len(ahead)
             if self.position == len(self):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._order_of(self.epoch)
@@ -145,14 +145,6 @@ class Cursor(Generic[AnyItem]):
         if not self._shuffle:
             return np.arange(len(self))
         return permutation(len(self), self._seed, epoch)
-
-
-def fingerprint(items: Sequence[AnyItem]) -> str:
-    """Returns a hash of ids and contents, in order. Other files, rows, template or amounts change it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, content in zip(names(items), contents(items), strict=True):
-        digest.update(f"{name}\0".encode() + content)
-    return digest.hexdigest()
 
 
 def _hash(name: str) -> np.uint64:

@@ -5,7 +5,6 @@ Rows of parquet, Arrow and JSON files count from 0, as pandas shows them; lines 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -59,15 +58,6 @@ def place(path: str | Path, number: int) -> str:
     """Returns the name of one record of a file in errors."""
     lines = ".jsonl" in suffix_of(str(path))
     return f"{path} line {number}" if lines else f"{path} row {number} (counting from 0)"
-
-
-def column_problem(path: str, column: str, present: Iterable[str], documentation: str) -> Problem:
-    """Returns the problem that `column` is not in the file: the columns present, and a likely misspelling."""
-    names = list(present)
-    near = difflib.get_close_matches(column, names, n=1)
-    given = f"columns {', '.join(names) or '(none)'}"
-    fix = f"rename {near[0]!r} to {column!r}" if near else f"see {documentation}"
-    return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}", fix)
 
 
 def has_columns(path: str) -> bool:

@@ -49,15 +49,11 @@ def files_of(path: str) -> list[str]:
         return [path]
     if not path:
         raise DataError(Problem("an empty path", needed=NEEDED))
-    if is_remote(path):
-        return _remote_files(path)
-    if Path(path).is_dir():
-        return _some(path, _folder_files(path, sorted(_below(path)), _bytes_of))
-    if Path(path).exists():
-        return [path]
-    if glob.has_magic(path):
-        return _some(path, _once(_fitting(path)))
-    raise DataError(_missing(path))
+    if not is_remote(path):
+        return _files_in(_Local, path, path, os.fspath)
+    with _reaching(path):
+        filesystem, inner = _filesystem(path)
+        return _files_in(filesystem, path, inner, filesystem.unstrip_protocol)
 
 
 def path_problem(path: str) -> Problem | None:
@@ -96,7 +92,7 @@ def is_absent(path: str) -> bool:
         return False
     if is_remote(path):
         try:
-            return not _remote_files(path)
+            return not files_of(path)
         except DataError:
             return True
     if glob.has_magic(path) and not Path(path).exists():
@@ -132,8 +128,8 @@ def size_and_version(path: str) -> tuple[int, str]:
     if is_task(path):
         return 0, package_version()
     if not is_remote(path):
-        found = os.stat(path)
-        return found.st_size, f"{found.st_mtime_ns}"
+        status = os.stat(path)
+        return status.st_size, f"{status.st_mtime_ns}"
     with _reaching(path):
         filesystem, inner = _filesystem(path)
         info = filesystem.info(inner)
@@ -142,9 +138,8 @@ def size_and_version(path: str) -> tuple[int, str]:
 
 
 def _missing(path: str) -> Problem:
-    near = near_file(Path(path))
-    fix = f"did you mean {near}?" if near else "check the path; relative paths start at the working directory"
-    return Problem(path, "no such file", NEEDED, fix)
+    near, start = near_file(Path(path)), "" if is_remote(path) else "; relative paths start at the working directory"
+    return Problem(path, "no such file", NEEDED, f"did you mean {near}?" if near else f"check the path{start}")
 
 
 def _below(folder: str) -> Iterator[str]:
@@ -176,25 +171,41 @@ def _glob(pattern: str) -> Iterator[str]:
         return
     for top in glob.iglob(head) if head else ["."]:
         for folder, _ in _walk(top):
-            found = _glob(os.path.join(glob.escape(folder), rest))
-            yield from found if head else (name.removeprefix("./") for name in found)
+            names = _glob(os.path.join(glob.escape(folder), rest))
+            yield from names if head else (name.removeprefix("./") for name in names)
 
 
-def _fitting(pattern: str) -> Iterator[str]:
-    """Yields the data files that match a pattern, and those in folders that match it."""
-    for name in _glob(pattern):
-        if Path(name).is_dir():
-            yield from _folder_files(name.rstrip("/"), sorted(_below(name)), _bytes_of)
-        elif _is_data(name):
-            yield name
+class _Local:
+    """This machine's files, with the functions of a filesystem of fsspec."""
+
+    exists, isdir = os.path.exists, os.path.isdir
+    glob, find = _glob, _below
+
+
+def _files_in(filesystem: Any, path: str, inner: str, name_of: Callable[[str], str]) -> list[str]:
+    """Returns the files at `path`, which the filesystem calls `inner`. Raises DataError if there is none."""
+
+    def of_folder(folder: str) -> list[str]:
+        return _folder_files(name_of(folder), sorted(map(name_of, filesystem.find(folder))))
+
+    if glob.has_magic(path) and (is_remote(path) or not os.path.exists(path)):
+        names: list[str] = []
+        for name in filesystem.glob(inner):
+            names += of_folder(name) if filesystem.isdir(name) else [name_of(name)] if _is_data(name) else []
+        return _some(path, sorted(set(names)) if is_remote(path) else _once(names))
+    if filesystem.isdir(inner):
+        return _some(path, of_folder(inner))
+    if filesystem.exists(inner):
+        return [path]
+    raise DataError(_missing(path))
 
 
 def _once(names: Iterable[str]) -> list[str]:
     """Returns the names, sorted. Of several paths through links to the same folder, keeps the shortest."""
     by_place: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (len(name), name)):
-        folder, own = os.path.split(name)
-        by_place.setdefault(os.path.join(os.path.realpath(folder), own), name)
+        folder, base = os.path.split(name)
+        by_place.setdefault(os.path.join(os.path.realpath(folder), base), name)
     return sorted(by_place.values())
 
 
@@ -208,48 +219,25 @@ def _some(path: str, names: list[str]) -> list[str]:
     raise DataError(Problem(path, "a folder without data files", suffixes, "name another folder, or put files in it"))
 
 
-def _remote_files(path: str) -> list[str]:
-    with _reaching(path):
-        filesystem, inner = _filesystem(path)
-
-        def of_folder(folder: str) -> list[str]:
-            below = [filesystem.unstrip_protocol(name) for name in sorted(filesystem.find(folder))]
-            return _folder_files(filesystem.unstrip_protocol(folder), below, _bytes_of)
-
-        if glob.has_magic(path):
-            found: set[str] = set()
-            for name in filesystem.glob(inner):
-                if filesystem.isdir(name):
-                    found.update(of_folder(name))
-                elif _is_data(name):
-                    found.add(filesystem.unstrip_protocol(name))
-            return _some(path, sorted(found))
-        if filesystem.isdir(inner):
-            return _some(path, of_folder(inner))
-        if filesystem.exists(inner):
-            return [path]
-    raise DataError(Problem(path, "no such file", NEEDED, "check the path"))
-
-
 def _is_data(name: str) -> bool:
-    own = posixpath.basename(name)
-    return bool(suffix_of(own)) and own not in NOT_DATA and not own.startswith((".", "_"))
+    base = posixpath.basename(name)
+    return bool(suffix_of(base)) and base not in NOT_DATA and not base.startswith((".", "_"))
 
 
-def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -> list[str]:
+def _folder_files(folder: str, below: list[str]) -> list[str]:
     """Returns the data files among the sorted files below a folder, in the order of the list that `datasets` wrote, if
     there is one. Raises DataError if a listed file is missing, or if the folder has several splits."""
     by_name = {
         posixpath.basename(name): name for name in below if posixpath.dirname(name).rstrip("/") == folder.rstrip("/")
     }
     if "dataset_dict.json" in by_name:
-        splits = _listed(by_name["dataset_dict.json"], read, lambda found: list(map(str, found["splits"])))
+        splits = _listed(by_name["dataset_dict.json"], lambda content: list(map(str, content["splits"])))
         given = f"a folder of several splits: {', '.join(splits)}"
         fix = f"write {folder.rstrip('/')}/{splits[0] if splits else 'SPLIT'}"
         raise DataError(Problem(folder, given, needed="the folder of one split", fix=fix))
     if "state.json" in by_name:
         listed = _listed(
-            by_name["state.json"], read, lambda found: [str(each["filename"]) for each in found.get("_data_files", ())]
+            by_name["state.json"], lambda content: [str(of["filename"]) for of in content.get("_data_files", ())]
         )
         if absent := [name for name in listed if name not in by_name]:
             given = f"no file {', '.join(absent[:3])}{f' and {len(absent) - 3} more' * (len(absent) > 3)}"
@@ -260,18 +248,14 @@ def _folder_files(folder: str, below: list[str], read: Callable[[str], bytes]) -
     return [name for name in below if _is_data(name)]
 
 
-def _listed(path: str, read: Callable[[str], bytes], names_in: Callable[[Any], list[str]]) -> list[str]:
+def _listed(path: str, names_in: Callable[[Any], list[str]]) -> list[str]:
     """Returns the names that a file of the `datasets` package lists. Raises DataError."""
     try:
-        return names_in(json.loads(read(path)))
+        with open_file(path) as file:
+            return names_in(json.loads(file.read()))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         given = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(Problem(path, given, "a file as `datasets` writes it", "save the data set again")) from None
-
-
-def _bytes_of(path: str) -> bytes:
-    with open_file(path) as file:
-        return file.read()
 
 
 def _filesystem(path: str) -> tuple[Any, str]:

@@ -1,10 +1,12 @@
-"""A sequence of several sources, each with an amount: the rows of each that an epoch takes, and their order."""
+"""A sequence of several sources, each with an amount: the rows of each that an epoch takes, their order and counts."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 from megagrpo.data.files import row_count
 from megagrpo.data.locations import files_of, is_remote
 from megagrpo.data.store import Stored
-from megagrpo.errors import DataError, Problem
+from megagrpo.errors import DataError, MachineError, Problem
 from megagrpo.recipe.schema.data import EntryConfig
 
 Amount = int | float | Literal["all"]
@@ -40,6 +42,7 @@ AnyFact = TypeVar("AnyFact")
 Made = TypeVar("Made")
 AnyEntry = TypeVar("AnyEntry", bound=EntryConfig)
 OVERLAPS_SHOWN = 100
+COUNTS_FILE = "data.json"
 REPEATED_MAX = 1e4
 """The most times that an epoch takes a row; amounts in the recipe have the same limit."""
 
@@ -61,6 +64,13 @@ class FileCount:
     contaminated: int = 0
     overlaps: tuple[tuple[str, str], ...] = ()
     """Ids of contaminated prompts, each with the id of a held-out prompt; at most OVERLAPS_SHOWN."""
+
+    def text(self, noun: str) -> str:
+        """Returns a line with the counts."""
+        duplicates = "duplicates" + f" ({self.disagreeing} with another ground truth)" * bool(self.disagreeing)
+        named = {"over-long": self.overlong, duplicates: self.duplicates, "contaminated": self.contaminated}
+        faults = "".join(f", {count} {name}" for name, count in named.items() if count)
+        return f"{self.path}: {self.taken} {noun} of {self.rows} rows{faults}"
 
 
 Marked = tuple[np.ndarray, Mapping[str, Any]]
@@ -91,15 +101,6 @@ class Mixed(Sequence[AnyItem]):
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._parts[part].item(row - self._starts[part])
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Sequence)
-            and len(self) == len(other)
-            and all(a == b for a, b in zip(self, other, strict=True))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
     def facts(self, of: Callable[[Stored[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
         """Yields a fact of each item, in order. `of` yields those of a part; every pass calls it for its parts."""
         passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
@@ -123,9 +124,15 @@ def names(items: Sequence[AnyItem]) -> Iterator[str]:
     return items.facts(lambda part: part.names()) if isinstance(items, Mixed) else (item.id for item in items)
 
 
-def contents(items: Sequence[AnyItem]) -> Iterator[bytes]:
-    """Yields the bytes of each item that must be the same when a run resumes, in the items' order."""
-    return items.facts(lambda part: part.contents()) if isinstance(items, Mixed) else (item.content() for item in items)
+def fingerprint(items: Sequence[AnyItem]) -> str:
+    """Returns a hash of ids and contents, in order. Other files, rows, template or amounts change it."""
+    contents: Iterator[bytes] = (item.content() for item in items)
+    if isinstance(items, Mixed):
+        contents = items.facts(lambda part: part.contents())
+    digest = hashlib.blake2b(digest_size=16)
+    for name, content in zip(names(items), contents, strict=True):
+        digest.update(f"{name}\0".encode() + content)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,29 @@ class Mixture(Generic[AnyItem]):
 
     items: Sequence[AnyItem]
     files: tuple[FileCount, ...]
+
+    def lines(self, noun: str) -> Iterator[str]:
+        """Yields a line for each file, and one for each contaminated prompt that is named."""
+        for file in self.files:
+            yield file.text(noun)
+            for prompt, held_out in file.overlaps[:3]:
+                yield f"  {prompt} overlaps with {held_out}, which is evaluated on"
+            if len(file.overlaps) > 3:
+                yield f"  and more, named in {COUNTS_FILE}"
+
+
+def write_counts(mixtures: Mapping[str, Mixture[Any]], directory: Path) -> None:
+    """Writes COUNTS_FILE: by section of the recipe, the number of its items, their fingerprint, and every file with its
+    counts. Raises MachineError."""
+    report = {
+        name: {"items": len(of.items), "digest": fingerprint(of.items), "files": [asdict(file) for file in of.files]}
+        for name, of in mixtures.items()
+    }
+    try:
+        (directory / COUNTS_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        where, fix = str(directory / COUNTS_FILE), "make room, then start the same command again"
+        raise MachineError(Problem(where, error.strerror or str(error), "a file that can be written", fix)) from None
 
 
 def mix(

@@ -39,8 +39,8 @@ def words(text: str) -> list[str]:
 
 def digests(texts: Iterable[str]) -> np.ndarray:
     """Returns digests, uint64 [texts], equal for texts of the same `same_text`."""
-    found = (hashlib.blake2b(same_text(text).encode(errors="replace"), digest_size=8).digest() for text in texts)
-    return np.frombuffer(b"".join(found), np.uint64)
+    hashes = (hashlib.blake2b(same_text(text).encode(errors="replace"), digest_size=8).digest() for text in texts)
+    return np.frombuffer(b"".join(hashes), np.uint64)
 
 
 def repeated(of_parts: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -151,7 +151,7 @@ def prompt_reader(recipe: Recipe) -> Read[Prompt]:
         files: Sequence[DataFileConfig], tokenizer: PreTrainedTokenizerBase, held_out_set: str | None
     ) -> Mixture[Prompt]:
         reward = own_rewards(recipe).get(held_out_set or "", recipe.reward)
-        held_out = None if held_out_set else [file for found in recipe.eval.files_of_sets().values() for file in found]
+        held_out = None if held_out_set else [file for files in recipe.eval.files_of_sets().values() for file in files]
         return load_prompts(files, tokenizer, recipe.data, recipe.seed, reward.source_problem, held_out)
 
     return read
@@ -235,7 +235,7 @@ def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequenc
     dropped, faults = [np.zeros(len(part), bool) for part in parts], [dict[str, Any]() for _ in parts]
     if data.deduplicate:
         dropped = repeated([digests(_texts(part)) for part in parts])
-        with_truth = (map("\0".join, zip(_texts(part), _truths(part), strict=True)) for part in parts)
+        with_truth = (map("\0".join, zip(_texts(part), part.column("ground_truth"), strict=True)) for part in parts)
         again = repeated(list(map(digests, with_truth)))
         for of_part, twice, same in zip(faults, dropped, again, strict=True):
             of_part |= {"duplicates": int(twice.sum()), "disagreeing": int((twice & ~same).sum())}
@@ -253,17 +253,11 @@ def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequenc
 
 
 def _chats(part: Stored[Prompt]) -> Iterator[list[dict[str, Any]]]:
-    for batch in part.batches:
-        yield from map(typed_json.loads, batch.column("messages").to_pylist())
+    return map(typed_json.loads, part.column("messages"))
 
 
 def _texts(part: Stored[Prompt]) -> Iterator[str]:
     return ("\0".join(str(message["content"]) for message in chat) for chat in _chats(part))
-
-
-def _truths(part: Stored[Prompt]) -> Iterator[str]:
-    for batch in part.batches:
-        yield from batch.column("ground_truth").to_pylist()
 
 
 def _questions(entries: Sequence[DataFileConfig]) -> tuple[list[str], list[str]]:

@@ -40,8 +40,8 @@ class Task:
 def task_at(location: str) -> Task:
     """Returns the task that a location names, as DataFileConfig.location writes it. Raises DataError for any other."""
     try:
-        *own, seed, size, name = location.removeprefix(TASK).split("/")
-        arguments = json.loads(unquote(own[0])) if own else {}
+        *given, seed, size, name = location.removeprefix(TASK).split("/")
+        arguments = json.loads(unquote(given[0])) if given else {}
         return Task(name, int(size.removeprefix("size=")), int(seed.removeprefix("seed=")), dict(arguments), location)
     except (ValueError, TypeError, RecursionError):
         fix = "name the task by reasoning_gym in place of path"
@@ -74,7 +74,7 @@ def task_records(location: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (index, row) of every entry, with COLUMNS. Raises DataError."""
     task = task_at(location)
     dataset = _dataset(task)
-    own = {ARGUMENTS: dict(task.arguments)} if task.arguments else {}
+    arguments = {ARGUMENTS: dict(task.arguments)} if task.arguments else {}
     for index in range(task.size):
         try:
             entry = dataset[index]
@@ -87,7 +87,7 @@ def task_records(location: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 "prompt": entry["question"],
                 "ground_truth": entry["answer"] or "",  # some tasks have many right answers, and name none
                 "data_source": f"reasoning_gym/{task.name}",
-                "extra_info": {**entry["metadata"], **own},
+                "extra_info": {**entry["metadata"], **arguments},
             },
         )
 

@@ -17,11 +17,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megagrpo.data.files import Findings, Record, column_problem, columns, has_columns, place, records, row_count
+from megagrpo.data.files import Findings, Record, columns, has_columns, place, records, row_count
 from megagrpo.data.locations import path_problem
 from megagrpo.errors import DataError, Problem, brief
 from megagrpo.progress import Work, progress
@@ -35,10 +36,11 @@ AnyRow = TypeVar("AnyRow")
 @dataclass(frozen=True)
 class RowSchema(Generic[AnyRow]):
     """The conversion of one file's records into rows. `row` receives a record, its number and its place, and returns
-    the row or its problems. A record has all of `required`."""
+    the row or its problems. A record has all of `required`. `remedy` receives a missing column and those present, and
+    returns what is needed and the fix."""
 
     required: tuple[str, ...]
-    missing: Callable[[str, str, Sequence[str]], Problem]  # the file or record, a column that it lacks, those it has
+    remedy: Callable[[str, Sequence[str]], tuple[str, str]]
     row: Callable[[Record, int, str], AnyRow | list[Problem]]
 
 
@@ -51,10 +53,11 @@ def simple_schema(
 ) -> SchemaOf[AnyRow]:
     """Returns the same schema for every file, whatever other columns it has."""
 
-    def missing(path: str, column: str, present: Sequence[str]) -> Problem:
-        return column_problem(path, column, present, documentation)
+    def remedy(column: str, present: Sequence[str]) -> tuple[str, str]:
+        near = difflib.get_close_matches(column, present, n=1)
+        return f"a column {column!r}", f"rename {near[0]!r} to {column!r}" if near else f"see {documentation}"
 
-    schema = RowSchema(required, missing, row)
+    schema = RowSchema(required, remedy, row)
     return lambda present: schema
 
 
@@ -100,8 +103,9 @@ def stream(path: str, schema_of: SchemaOf[AnyRow], findings: Findings, limit: in
     present = columns(path)
     schema = schema_of(present)
     if present and (missing := [name for name in schema.required if name not in present]):
-        of = path if has_columns(path) else place(path, next(records(path))[0])
-        findings.add(schema.missing(of, name, present) for name in missing)
+        where = path if has_columns(path) else place(path, next(records(path))[0])
+        given = f"columns {', '.join(present)}"
+        findings.add(Problem(f"{where}: no column {name!r}", given, *schema.remedy(name, present)) for name in missing)
         return
     seen = 0
     for number, record in islice(records(path), limit):
@@ -183,15 +187,17 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
         two_truths = given.ground_truth is None and {"reward_model", "ground_truth"} <= set(present)
 
         def row(record: Record, number: int, where: str) -> Row | list[Problem]:
-            own = parts
+            columns_of = parts
             if two_truths and _value(record, parts["ground_truth"]) is MISSING:
-                own = parts | {"ground_truth": "ground_truth"}
-            whole = [name for part in KNOWN_COLUMNS if getattr(given, part) is None for name in _names(own[part], [])]
+                columns_of = parts | {"ground_truth": "ground_truth"}
+            whole = [
+                name for part in KNOWN_COLUMNS if getattr(given, part) is None for name in _names(columns_of[part], [])
+            ]
             said = [name for part in (*KNOWN_COLUMNS, "ability") for name in _listed(getattr(given, part))]
             taken = [*whole, *said, "extra_info", *(["ability"] if given.ability is None else [])]
-            return _row(record, number, where, own, taken)
+            return _row(record, number, where, columns_of, taken)
 
-        return RowSchema(tuple(dict.fromkeys(names)), _missing_column(parts), row)
+        return RowSchema(tuple(dict.fromkeys(names)), partial(_column_remedy, parts), row)
 
     return schema
 
@@ -243,39 +249,36 @@ def _without(record: Mapping[str, Any], taken: Sequence[str]) -> Record:
     return rest
 
 
-def _missing_column(parts: Mapping[str, Any]) -> Callable[[str, str, Sequence[str]], Problem]:
-    def missing(path: str, column: str, present: Sequence[str]) -> Problem:
-        part = next((part for part, named in parts.items() if column in _names(named, present)), column)
-        near = difflib.get_close_matches(column, present, n=1)
-        say = near[0] if near else "{value: NAME}" if part == "data_source" else "NAME"
-        if isinstance(parts.get(part), list):
-            say = f"[{', '.join(say if column in _names(name, present) else name for name in parts[part])}]"
-        fix = f"write columns: {{{part}: {say}}} beside the file's path in the recipe (docs/data.md)"
-        given = f"columns {', '.join(present) or '(none)'}"
-        return Problem(f"{path}: no column {column!r}", given, f"a column {column!r}, the row's {part}", fix)
-
-    return missing
+def _column_remedy(parts: Mapping[str, Any], column: str, present: Sequence[str]) -> tuple[str, str]:
+    """Returns the need of a missing column, and the `columns` to write in the recipe."""
+    part = next((part for part, named in parts.items() if column in _names(named, present)), column)
+    near = difflib.get_close_matches(column, present, n=1)
+    say = near[0] if near else "{value: NAME}" if part == "data_source" else "NAME"
+    if isinstance(parts.get(part), list):
+        say = f"[{', '.join(say if column in _names(name, present) else name for name in parts[part])}]"
+    fix = f"write columns: {{{part}: {say}}} beside the file's path in the recipe (docs/data.md)"
+    return f"a column {column!r}, the row's {part}", fix
 
 
 def _row(
     record: Record, number: int, where: str, parts: Mapping[str, Any], taken: Sequence[str]
 ) -> Row | list[Problem]:
     """Returns the row or its problems. extra_info gets the columns not in `taken`, unless `parts` names its columns."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems: list[Problem] = []
     for part, column in parts.items():
-        found[part] = value = _value(record, column)
+        values[part] = value = _value(record, column)
         for name in _listed(column) if value is MISSING else []:
             if _value(record, name) is MISSING:
                 needed = f"a value at {name}, the row's {part}"
                 problems.append(Problem(f"{where}: no {name!r}", f"keys {', '.join(map(str, record))}", needed))
     if problems:
         return problems
-    source, truth = found["data_source"], found["ground_truth"]
-    ability = record.get("ability") if parts["ability"] is None else found["ability"]
+    source, truth = values["data_source"], values["ground_truth"]
+    ability = record.get("ability") if parts["ability"] is None else values["ability"]
     if isinstance(source, list) and len(source) == 1:  # newer files of open-instruct: a list of verifiers
         source, truth = source[0], truth[0] if isinstance(truth, list) and len(truth) == 1 else truth
-    prompt = found["prompt"]
+    prompt = values["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = truth_text(truth)
     problems += text_problems(source, f"{where}, {_called(parts['data_source'])}")
@@ -293,7 +296,7 @@ def _row(
         problems.append(Problem(f"{where}, extra_info", given=brief(extra), needed=needed))
     if problems or text is None:
         return problems
-    others = _without(record, taken) if parts["extra_info"] is None else found["extra_info"]
+    others = _without(record, taken) if parts["extra_info"] is None else values["extra_info"]
     return Row(number, source, given_fields(messages), text, ability or "", {**others, **(extra or {})})
 
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -67,10 +67,14 @@ class Stored(Generic[AnyItem]):
         batch, at = self.batches[index], row - self.starts[index]
         return self.form.item(batch, at, f"{self.label}:{batch.column('number')[at].as_py()}")
 
+    def column(self, name: str) -> Iterator[Any]:
+        """Yields a column's values of all items."""
+        for batch in self.batches:
+            yield from batch.column(name).to_pylist()
+
     def names(self) -> Iterator[str]:
         """Yields the ids of all items."""
-        for batch in self.batches:
-            yield from (f"{self.label}:{number}" for number in batch.column("number").to_pylist())
+        return (f"{self.label}:{number}" for number in self.column("number"))
 
     def contents(self) -> Iterator[bytes]:
         """Yields the bytes that a fingerprint reads of all items."""
@@ -98,24 +102,32 @@ class Cache:
                 os.utime(self.directory / f"{key}.{suffix}")
         return stored
 
-    def begin(self) -> Path:
-        """Creates a temporary file. Raises DataError if the folder cannot be written."""
+    def write(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        schema: pa.Schema,
+        key: Callable[[], str],
+        figures: Callable[[], Mapping[str, int]],
+    ) -> Path:
+        """Writes batches under a key, with their figures beside them: both whole or not at all. Calls `key` and
+        `figures` at the end. Raises DataError if the folder cannot be written."""
+        import pyarrow as pa
+
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=self.directory)
+            with tempfile.TemporaryDirectory(prefix=".", suffix=".part", dir=self.directory) as folder:
+                part, note = Path(folder, "rows"), Path(folder, "figures")
+                with pa.OSFile(str(part), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+                    for batch in batches:
+                        writer.write_batch(batch)
+                note.write_text(json.dumps(dict(figures())), encoding="utf-8")
+                path = self.directory / f"{key()}.arrow"
+                part.replace(path)
+                note.replace(path.with_suffix(".json"))
         except OSError as error:
-            fix = "set data.cache to a folder with room for the data's size"
-            where = f"{self.directory}: rows cannot be kept there"
-            raise DataError(Problem(where, error.strerror or str(error), "a folder that can be written", fix)) from None
-        os.close(descriptor)
-        return Path(name)
-
-    def publish(self, part: Path, key: str, figures: Mapping[str, int]) -> Path:
-        """Renames a complete file to `key`, with its figures beside it."""
-        path, note = self.directory / f"{key}.arrow", part.with_suffix(".note")
-        note.write_text(json.dumps(dict(figures)), encoding="utf-8")
-        part.replace(path)
-        note.replace(path.with_suffix(".json"))
+            where, needed = f"{self.directory}: rows cannot be kept there", "a folder to write to, with room"
+            fix = "make room, or set data.cache to another folder"
+            raise DataError(Problem(where, error.strerror or str(error), needed, fix)) from None
         return path
 
 
@@ -137,7 +149,6 @@ def store(
 
     Raises DataError if the cache cannot be written.
     """
-    import pyarrow as pa
 
     batches: list[pa.RecordBatch] = []
     size = 0
@@ -150,19 +161,8 @@ def store(
     else:
         starts = [0, *accumulate(batch.num_rows for batch in batches)]
         return Stored(form, label, batches, starts, dict(figures()))
-    part = cache.begin()
-    try:
-        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_file(file, form.schema) as writer:
-            while batches:
-                writer.write_batch(batches.pop(0))
-            for batch in incoming:
-                writer.write_batch(batch)
-        path = cache.publish(part, key(), figures())
-    except OSError as error:
-        where, fix = f"{cache.directory}: rows cannot be kept there", "make room, or set data.cache to another folder"
-        raise DataError(Problem(where, str(error), "room for the data's size", fix)) from None
-    finally:
-        part.unlink(missing_ok=True)
+    unwritten = (batches.pop(0) for _ in range(len(batches)))  # their memory is free as soon as they are written
+    path = cache.write(chain(unwritten, incoming), form.schema, key, figures)
     return _mapped(path, form, label, dict(figures()))
 
 

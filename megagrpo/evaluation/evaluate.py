@@ -34,7 +34,6 @@ from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
-from megagrpo.data import report as data_report
 from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import PreflightError, Problem, RunStopped
 from megagrpo.evaluation.comparison import Comparison, Difference, compare, prompts_of_both
@@ -129,8 +128,9 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         tokenizer = load_chat_tokenizer(subject.tokenizer_directory(recipe), recipe.model.chat_template)
         read = prompt_reader(recipe)
         data = {name: read(files, tokenizer, name) for name, files in recipe.eval.files_of_sets().items()}
-        for line in data_report.lines(data, "prompts"):
-            say(line)
+        for of_set in data.values():
+            for line in of_set.lines("prompts"):
+                say(line)
         prompts = {name: of_set.items for name, of_set in data.items()}
         _require_same(directory, _settings(recipe, subject, prompts))
         log = ResponseLog(directory / "responses.jsonl")

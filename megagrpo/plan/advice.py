@@ -14,7 +14,6 @@ from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
-from megagrpo.plan.device_map import axes
 from megagrpo.plan.engine import EngineMemory, engine_memory
 from megagrpo.plan.memory import DeviceMemory, saved_bytes
 from megagrpo.plan.parameters import total_parameters
@@ -104,10 +103,10 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
 
 
 def unwise(
-    case: Case, held: Sequence[DeviceMemory], time: StepTime | None, own: ScheduleTime | None = None
+    case: Case, held: Sequence[DeviceMemory], time: StepTime | None, scheduled: ScheduleTime | None = None
 ) -> Iterator[Problem]:
     """Yields the settings that run but that the recipe's author probably does not want. `time` is None for unknown
-    GPUs; `own` is the time under the recipe's schedule, None for sync."""
+    GPUs; `scheduled` is the time under the recipe's schedule, None for sync."""
     if case.device == "cuda":
         yield from _unwise_nodes(case)
         if case.recipe.deterministic:
@@ -119,7 +118,7 @@ def unwise(
         yield from _unwise_engines(case, case.recipe)
         yield from _unwise_agent(case, case.recipe)
         if time is not None:
-            yield from _unwise_waiting(case, case.recipe, time, own)
+            yield from _unwise_waiting(case, case.recipe, time, scheduled)
     if time is not None:
         yield from _unwise_seconds(case.recipe, time)
 
@@ -127,7 +126,7 @@ def unwise(
 def _unwise_nodes(case: Case) -> Iterator[Problem]:
     per_node, devices = case.recipe.cluster.gpus_per_node, case.device_plan.bundles
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
-    for axis in axes(case):
+    for axis in case.axes:
         if axis.name in fixes and axis.nodes > 1:
             given = f"{axis.size}, whose ranks reach over {axis.nodes} nodes"
             needed = f"groups within nodes of {per_node} GPUs: they exchange activations several times a layer"
@@ -212,21 +211,21 @@ def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
         yield Problem("agent.tokens_max", given, needed, fix)
 
 
-def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, own: ScheduleTime | None) -> Iterator[Problem]:
+def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, scheduled: ScheduleTime | None) -> Iterator[Problem]:
     """Yields problems of disaggregated devices that wait for the others, and of a schedule that throws tokens away."""
     ranks, used = case.layout.ranks, len(set(chain(*case.device_plan.bundles_of_engine)))
     if used and recipe.cluster.placement == "disaggregated":
-        generating = sum(phase.seconds for phase in time.phases if phase.phase == "rollout") / time.phase_seconds
-        waiting, idle = (own.trainer_waits, own.engines_idle) if own else (generating, 1 - generating)
+        generating = time.of("rollout") / time.phase_seconds
+        waiting, idle = (scheduled.trainer_waits, scheduled.engines_idle) if scheduled else (generating, 1 - generating)
         share = (ranks * waiting + used * idle) / (ranks + used)
         if share > IDLE_MAX:
-            under = f" under {own.name}" if own else ""
+            under = f" under {scheduled.name}" if scheduled else ""
             given = f"disaggregated, {ranks} GPUs train and {used} generate: they wait {share:.0%} of the time{under}"
             fixes = [*_less_waiting(recipe), "another split (--search)"]
             yield Problem("cluster.placement", given, f"at most {IDLE_MAX:.0%}", ", or ".join(fixes))
-    if own and own.thrown_tokens:
-        shorter = f"responses that are trained on are {own.shorter:.0%} shorter than those that begin"
-        given = f"{own.name}: {own.thrown_tokens:.0%} of all tokens are thrown away, and {shorter}"
+    if scheduled and scheduled.thrown_tokens:
+        shorter = f"responses that are trained on are {scheduled.shorter:.0%} shorter than those that begin"
+        given = f"{scheduled.name}: {scheduled.thrown_tokens:.0%} of all tokens are thrown away, and {shorter}"
         step = recipe.rollout.prompts_per_step
         fix = f"carry_over: {min(recipe.prompts_at_once - step, 2 * step)}, max_staleness: 2"
         yield Problem("schedule.oversample", given, "lengths as they were sampled", fix)
@@ -371,10 +370,10 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
 
 def _models_to_come(recipe: AnyRecipe) -> int:
     """Returns how many models the run has yet to export; step exports count as one if its steps are unknown."""
-    checkpoint, there = recipe.checkpoint, list((run_directory(recipe) / "hugging_face_steps").glob("step_*"))
+    checkpoint, exported = recipe.checkpoint, list((run_directory(recipe) / "hugging_face_steps").glob("step_*"))
     every, steps = checkpoint.export_every_steps, recipe.train.total_steps
     on_the_way = 0 if every is None else 1 if steps is None else steps // every
-    return max(0, on_the_way - len(there)) + checkpoint.export_hugging_face
+    return max(0, on_the_way - len(exported)) + checkpoint.export_hugging_face
 
 
 def batch_bytes(recipe: Recipe) -> int:

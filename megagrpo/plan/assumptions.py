@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,12 +128,6 @@ class Lengths:
     sequences: float = 1.0
     """Training sequences of one rollout. Each holds the conversation up to an answer, the last one all of it."""
 
-    @cached_property
-    def _middle(self) -> float:
-        """Returns the mean of the logarithm before the cut, chosen so that the mean after the cut is `response`;
-        infinite if all responses are longest."""
-        return _middle_of(self)
-
     def _moment(self, power: int, middle: float) -> float:
         """Returns the mean of a response's length to the given power."""
         cut, spread = (math.log(self.longest) - middle) / self.spread, self.spread
@@ -144,13 +138,13 @@ class Lengths:
         """Returns the share of responses that are longer than `tokens`."""
         if not 0 < tokens < self.longest:
             return float(tokens < self.longest)
-        return _normal((self._middle - math.log(tokens)) / self.spread)
+        return _normal((_middle_of(self) - math.log(tokens)) / self.spread)
 
     def drawn(self, count: int, seed: int) -> NDArray[np.float64]:
         """Draws the tokens of `count` responses [count], the same for the same seed."""
-        if self._middle == math.inf:
+        if _middle_of(self) == math.inf:
             return np.full(count, self.longest)
-        drawn = np.random.default_rng(seed).lognormal(self._middle, self.spread, count)
+        drawn = np.random.default_rng(seed).lognormal(_middle_of(self), self.spread, count)
         return drawn.clip(min(1.0, self.longest), self.longest)
 
     @property
@@ -166,7 +160,7 @@ class Lengths:
     @property
     def response_square(self) -> float:
         """Returns the mean of a response's squared length."""
-        return self.longest**2 if self._middle == math.inf else self._moment(2, self._middle)
+        return self.longest**2 if _middle_of(self) == math.inf else self._moment(2, _middle_of(self))
 
     @property
     def sequence_square(self) -> float:
@@ -177,6 +171,8 @@ class Lengths:
 
 @lru_cache(maxsize=256)  # a search asks for each of its thousands of cases
 def _middle_of(lengths: Lengths) -> float:
+    """Returns the mean of the logarithm before the cut, chosen so that the mean after the cut is `response`; infinite
+    if all responses are longest."""
     if lengths.response > 0.999 * lengths.longest:
         return math.inf
     low = math.log(lengths.response) - lengths.spread**2 / 2 - 1

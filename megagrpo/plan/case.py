@@ -1,4 +1,5 @@
-"""The subject of a plan: a recipe and its model on machines, whose GPUs are known by their makers' data sheets."""
+"""The subject of a plan: a recipe and its model on machines, whose GPUs are known by their makers' data sheets, with a
+map of the devices: each one's rank coordinates and engines, and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from difflib import get_close_matches
 from functools import cached_property
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
 from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
@@ -106,6 +107,36 @@ def machines_of(recipe: AnyRecipe, assumptions: Assumptions) -> Machines | None:
 
 
 @dataclass(frozen=True)
+class MappedDevice:
+    """One device. `gpu` counts within its node. `rank` is None on a device of engines alone."""
+
+    device: int
+    node: int
+    gpu: int
+    rank: RankCoordinates | None
+    engines: tuple[int, ...]
+    engine_rank: int | None  # rank in these engines; None without engines
+    reward_model: str | None = None  # its name in reward.models; None on other devices
+
+    @property
+    def stage(self) -> int:
+        """Returns the pipeline stage of its rank; -1 without a rank."""
+        return -1 if self.rank is None else self.rank.pipeline
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the layout. Its groups have `size` ranks, `stride` apart; `example` is the group of rank 0, and
+    `nodes` counts the nodes of the widest group."""
+
+    name: str
+    size: int
+    stride: int
+    example: tuple[int, ...]
+    nodes: int
+
+
+@dataclass(frozen=True)
 class Case:
     """A recipe whose rules hold, with all other inputs of an estimate.
 
@@ -178,3 +209,48 @@ class Case:
     @cached_property
     def lengths(self) -> Lengths:
         return lengths_of(self.recipe, self.assumptions)
+
+    @cached_property
+    def device_map(self) -> tuple[MappedDevice, ...]:
+        """Returns every device of the device plan, in order."""
+        plan, per_node = self.device_plan, self.recipe.cluster.gpus_per_node
+        ranks = dict(zip(plan.bundle_of_rank, rank_grid(self.layout), strict=True))
+        engines: dict[int, list[int]] = {}
+        engine_rank: dict[int, int] = {}
+        for engine, bundles in enumerate(plan.bundles_of_engine):
+            for position, bundle in enumerate(bundles):
+                engines.setdefault(bundle, []).append(engine)
+                engine_rank[bundle] = position
+        names = () if isinstance(self.recipe, SftRecipe) else tuple(self.recipe.reward.models)
+        models = {at: name for name, bundles in zip(names, plan.bundles_of_model, strict=True) for at in bundles}
+        devices = []
+        for at in range(plan.bundles):
+            of_engines = tuple(engines.get(at, ())), engine_rank.get(at)
+            devices.append(MappedDevice(at, *divmod(at, per_node), ranks.get(at), *of_engines, models.get(at)))
+        return tuple(devices)
+
+    @cached_property
+    def axes(self) -> list[Axis]:
+        """Returns every axis of more than one rank; expert axes only for models with experts."""
+        layout, per_node = self.layout, self.recipe.cluster.gpus_per_node
+        strides = {
+            "tensor": (layout.tensor, 1),
+            "context": (layout.context, layout.tensor),
+            "data": (layout.data, layout.tensor * layout.context),
+            "pipeline": (layout.pipeline, layout.ranks // layout.pipeline),
+        }
+        if self.architecture.experts is not None:
+            strides |= {
+                "expert_tensor": (layout.expert_tensor, 1),
+                "expert": (layout.expert, layout.expert_tensor),
+                "expert_data": (layout.expert_data, layout.expert_tensor * layout.expert),
+            }
+        shared = []
+        for name, (size, stride) in strides.items():
+            if size > 1:
+                # Groups that begin at the same place of a node touch as many nodes.
+                blocks = range(0, layout.ranks, size * stride)
+                starts = {(first + offset) % per_node for first in blocks for offset in range(stride)}
+                nodes = max(len({(start + rank * stride) // per_node for rank in range(size)}) for start in starts)
+                shared.append(Axis(name, size, stride, tuple(range(0, size * stride, stride)), nodes))
+        return shared

@@ -75,6 +75,10 @@ class Links:
     def latency(self, link: Link) -> float:
         return self.node_latency if link == "node" else self.network_latency
 
+    def sent(self, link: Link, sent_bytes: float) -> float:
+        """Returns the seconds in which a GPU sends bytes to another one."""
+        return sent_bytes / (self.node if link == "node" else self.network) + self.latency(link)
+
 
 def gather(group: RankGroup, whole_bytes: float, operations: float, links: Links) -> float:
     """Returns the seconds of ring all-gathers of `whole_bytes` to every rank, or of reduce-scatters of as much."""
@@ -167,11 +171,11 @@ def layer_seconds(
         # Tokens go to their experts and come back; backward, their gradients do the same.
         again = passed.backward if "moe" in train.recomputed.modules else 0
         count = 2 * (passed.forward + passed.backward + again) * passed.microbatches
-        own = at_once / groups.tensor.ranks * arch.hidden * arch.experts.per_token
+        sent = at_once / groups.tensor.ranks * arch.hidden * arch.experts.per_token
         if groups.expert.ranks > 1:
-            seconds["experts"] = exchange(groups.expert, own, count, links)
+            seconds["experts"] = exchange(groups.expert, sent, count, links)
         if groups.expert_tensor.ranks > 1:
-            whole = own * groups.expert_tensor.ranks
+            whole = sent * groups.expert_tensor.ranks
             seconds["experts' tensor"] = gather(groups.expert_tensor, whole, count, links)
     return seconds
 
@@ -208,8 +212,7 @@ def stage_seconds(arch: Architecture, layout: ParallelLayout, groups: Groups, pa
     directions = min(1, passed.forward) + passed.backward  # recomputing stays in its layer
     count = directions * layout.virtual_pipeline * passed.microbatches
     at_once = passed.tokens / passed.microbatches / layout.context / layout.tensor * arch.hidden * passed.item_bytes
-    speed = links.node if groups.stages_link == "node" else links.network
-    return (at_once / speed + links.latency(groups.stages_link)) * count
+    return links.sent(groups.stages_link, at_once) * count
 
 
 def replica_seconds(
@@ -266,12 +269,12 @@ class SyncBytes:
 
 def sync_seconds(case: Case) -> Seconds:
     """Returns the seconds of a weight sync, by item. Engines get all weights, with adapters (train.lora) added."""
-    rollout, assumed, found = case.grpo.rollout, case.assumptions, _sync_bytes_of(case)
-    seconds = {"pauses and set-up": assumed.sync_seconds, "digests": found.held / assumed.digest_bytes_per_second}
+    rollout, assumed, moved = case.grpo.rollout, case.assumptions, _sync_bytes_of(case)
+    seconds = {"pauses and set-up": assumed.sync_seconds, "digests": moved.held / assumed.digest_bytes_per_second}
     links = sync_links(case)
     if not links:
-        seconds["writing to disk"] = found.model / assumed.disk_bytes_per_second
-        seconds["reading from disk"] = found.model * rollout.engines / assumed.disk_bytes_per_second
+        seconds["writing to disk"] = moved.model / assumed.disk_bytes_per_second
+        seconds["reading from disk"] = moved.model * rollout.engines / assumed.disk_bytes_per_second
         return seconds
     if rollout.quantization is not None:
         held = rank_parameters(case.architecture, case.layout, 0, case.fused_layers).total
@@ -286,19 +289,19 @@ def sync_links(case: Case) -> tuple[LinkUse, ...]:
     recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
     if recipe.transfer == "disk":
         return ()
-    found, colocated = _sync_bytes_of(case), recipe.cluster.placement == "colocated"
+    sizes, colocated = _sync_bytes_of(case), recipe.cluster.placement == "colocated"
     # An engine rank reads and writes what it holds, and a training rank what it packs.
-    packed = found.held * recipe.rollout.engines * recipe.rollout.layout.ranks / case.layout.ranks
-    copied = max(found.held, packed) if not colocated else found.held + packed
+    packed = sizes.held * recipe.rollout.engines * recipe.rollout.layout.ranks / case.layout.ranks
+    copied = max(sizes.held, packed) if not colocated else sizes.held + packed
     real, memory = Links.of(machines, assumed), machines.gpu.memory_bytes_per_second / 2
 
     def use(link: AnyLink, moved: float, seconds: float, least: float, speed: float) -> LinkUse:
         return LinkUse(link, moved, seconds / assumed.sync_efficiency, least, least / speed)
 
     return (
-        use("network", found.network, found.network / real.network, found.network, machines.network_bytes_per_second),
-        use("node", found.node, found.node / real.node, found.even_node, machines.gpu.node_bytes_per_second),
-        use("device", found.device, copied / memory, found.even_device, memory),
+        use("network", sizes.network, sizes.network / real.network, sizes.network, machines.network_bytes_per_second),
+        use("node", sizes.node, sizes.node / real.node, sizes.even_node, machines.gpu.node_bytes_per_second),
+        use("device", sizes.device, copied / memory, sizes.even_device, memory),
     )
 
 
@@ -337,19 +340,19 @@ def sync_bytes(
     near, devices = min(gpus_per_node, engine_ranks), min(gpus_per_node, layout.ranks)
     into_nodes = [0.0]
     if layout.ranks + (0 if colocated else engine_ranks) > gpus_per_node:
-        there = _stages_on(devices, layout.ranks, layout.pipeline) if colocated else 0.0
+        here = _stages_on(devices, layout.ranks, layout.pipeline) if colocated else 0.0
         wanted = _stages_on(near, engine.ranks, engine.pipeline)
         # In a stage, each node of an engine has its part, and so has each node of training ranks.
         by_node = [
             (size, max(1, parts // engine.pipeline // near), max(1, its // devices)) for size, parts, its in cuts
         ]
         into_nodes = [
-            sum(size * wanted * (1 / parts - there * _common(node, parts, node, its)) for size, parts, its in by_node)
+            sum(size * wanted * (1 / parts - here * _common(node, parts, node, its)) for size, parts, its in by_node)
             for node in range(min(ceil(engine_ranks / near), lcm(*(part for of in by_node for part in of[1:]))))
         ]
     into_device = max(into_nodes) / near
     out_of_device = sum(into_nodes) / len(into_nodes) * ceil(engine_ranks / gpus_per_node) / layout.ranks
-    own, kept = sum(size / parts for size, parts, _ in cuts), [0.0]
+    held, kept = sum(size / parts for size, parts, _ in cuts), [0.0]
     if colocated:
         kept = [
             (
@@ -360,9 +363,9 @@ def sync_bytes(
             for device in range(min(near, lcm(engine.ranks, layout.tensor, experts)))
         ]
     network, mean = max(into_device, out_of_device), sum(kept) / len(kept)
-    node, even_node = (max(0.0, own - its - into_device) for its in (min(kept), mean))
+    node, even_node = (max(0.0, held - its - into_device) for its in (min(kept), mean))
     device, even_device = (its + into_device * colocated for its in (max(kept), mean))
-    return SyncBytes(network, node, device, own, weights.total, even_node, even_device)
+    return SyncBytes(network, node, device, held, weights.total, even_node, even_device)
 
 
 def _stages_on(devices: int, ranks: int, stages: int) -> float:

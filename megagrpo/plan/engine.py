@@ -268,9 +268,7 @@ class EngineSpeed:
         links, near = Links.of(self.machines, self.assumptions), self.machines.gpus_per_node
         whole, layers = tokens * self.arch.hidden * self.item_bytes, 2 * self.arch.layers
         seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
-        own = whole / self.layout.attention_data
-        seconds += layers * gather(RankGroup(self.group, min(self.group, near)), own, 1, links)
+        of_group = whole / self.layout.attention_data
+        seconds += layers * gather(RankGroup(self.group, min(self.group, near)), of_group, 1, links)
         between: Link = "network" if self.layout.ranks > near else "node"
-        speed = links.network if between == "network" else links.node
-        hand_overs = self.layout.pipeline - 1
-        return seconds + hand_overs * (whole / speed + links.latency(between))
+        return seconds + (self.layout.pipeline - 1) * links.sent(between, whole)

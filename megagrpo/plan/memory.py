@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -145,11 +145,11 @@ def _kinds(
     devices: int, ranks: int, pipeline: int, devices_of_engine: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[int | None, int], tuple[int, ...]]:
     """Returns the devices by pipeline stage of their rank (None without a rank) and number of engines."""
-    engines, found = Counter(chain.from_iterable(devices_of_engine)), defaultdict(list)
+    engines, kinds = Counter(chain.from_iterable(devices_of_engine)), defaultdict(list)
     for device in range(devices):
         stage = device // (ranks // pipeline) if device < ranks else None  # ranks lie on the first devices, in order
-        found[stage, engines[device]].append(device)
-    return {kind: tuple(held) for kind, held in found.items()}
+        kinds[stage, engines[device]].append(device)
+    return {kind: tuple(alike) for kind, alike in kinds.items()}
 
 
 # --- training ranks --------------------------------------------------------------------------------------------------
@@ -164,37 +164,39 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     policy, *critics = _trained(case, case.layout, stage)
     trained, each = policy.trained.total, 2 if train.gradient_dtype == "bfloat16" else 4
     adapters = trained if train.lora is not None else 0
-    found = {
+    sizes = {
         "parameters": (policy.held.total + adapters + policy.padding) * item,
         "gradients": each * (trained + policy.padding),
         "optimizer": policy.optimizer_bytes(train, case.layout, item),
     }
     if isinstance(recipe, Recipe) and recipe.algorithm.kl.coefficient > 0:
         average = recipe.algorithm.reference.update_every_steps is not None and recipe.algorithm.reference.share < 1
-        found["reference"] = trained * (item + (4 if average and item < 4 else 0))  # averages are in float32 besides
+        sizes["reference"] = trained * (item + (4 if average and item < 4 else 0))  # averages are in float32 besides
     for critic in critics:
         passing = (critic.held.total + critic.padding) * (item + each)
-        found["critic"] = passing + critic.optimizer_bytes(train, case.layout, item)
-    return {name: size for name, size in found.items() if size}
+        sizes["critic"] = passing + critic.optimizer_bytes(train, case.layout, item)
+    return {name: size for name, size in sizes.items() if size}
 
 
-def _of_node(case: Case, of_rank: Callable[[int], int]) -> int:
-    """Returns the bytes on the fullest node, whose ranks take `of_rank(stage)` bytes each."""
-    fullest = max(map(of_rank, range(case.layout.pipeline)))
-    return fullest * min(case.layout.ranks, case.recipe.cluster.gpus_per_node)
-
-
-def host_bytes(case: Case) -> int:
-    """Returns the host bytes of train.offload's parts on the fullest node. Gradients take none: zeros replace them."""
-    away = set(case.recipe.train.offload) - {"gradients"}
-    return _of_node(case, lambda at: sum(size for name, size in model_parts(case, at).items() if name in away))
-
-
-def snapshot_bytes(case: Case) -> int:
-    """Returns the host bytes of checkpoint copies on the fullest node. Ranks with the same weights copy a share each,
-    with any optimizer."""
-    each = 8 if case.recipe.train.optimizer.moment_dtype == "bfloat16" else 12
-    return _of_node(case, lambda stage: saved_bytes(case, case.layout, stage, each))
+def host_bytes(case: Case) -> tuple[int, int, int]:
+    """Returns the host bytes on the fullest node: of train.offload's parts (gradients take none: zeros replace them),
+    of copies for checkpoints, and of copies of models to export during training. Ranks with the same weights copy a
+    share each."""
+    recipe, arch, layout = case.recipe, case.architecture, case.layout
+    away = set(recipe.train.offload) - {"gradients"}
+    each = 8 if recipe.train.optimizer.moment_dtype == "bfloat16" else 12
+    item_bytes = 0 if recipe.checkpoint.export_every_steps is None else case.item_bytes
+    of_stages = [
+        (
+            sum(size for name, size in model_parts(case, stage).items() if name in away),
+            saved_bytes(case, layout, stage, each),
+            item_bytes * _share(rank_parameters(arch, layout, stage, case.fused_layers), layout),
+        )
+        for stage in range(layout.pipeline)
+    ]
+    ranks = min(layout.ranks, recipe.cluster.gpus_per_node)
+    moved, saved, exported = (ranks * max(sizes) for sizes in zip(*of_stages, strict=True))
+    return moved, saved, exported
 
 
 def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> int:
@@ -208,15 +210,6 @@ def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> in
     if algorithm and algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
         total += 4 * _share(policy.trained, layout)
     return total
-
-
-def export_copy_bytes(case: Case) -> int:
-    """Returns the host bytes of the copy of a model to export during training, on the fullest node; 0 without such
-    exports. Ranks with the same weights copy a share each."""
-    if case.recipe.checkpoint.export_every_steps is None:
-        return 0
-    arch, layout, fused = case.architecture, case.layout, case.fused_layers
-    return case.item_bytes * _of_node(case, lambda at: _share(rank_parameters(arch, layout, at, fused), layout))
 
 
 def _share(trained: RankParameters, layout: ParallelLayout) -> int:
@@ -242,8 +235,8 @@ class _Trained:
     def optimizer_bytes(self, train: TrainConfig, layout: ParallelLayout, item: int) -> int:
         """Returns the bytes of Adam's two moments or Muon's one, and of float32 copies of bfloat16 weights. With the
         distributed optimizer, a data rank holds its share of Adam's, and those of its own Muon matrices."""
-        trained, own, copies = self.trained, self.by_muon, 4 if item < 4 else 0
-        by_adam = replace(trained, dense=trained.dense - own.dense, experts=trained.experts - own.experts)
+        trained, muon, copies = self.trained, self.by_muon, 4 if item < 4 else 0
+        by_adam = replace(trained, dense=trained.dense - muon.dense, experts=trained.experts - muon.experts)
         owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
         moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
         return owned * (moments + copies) + self.owned * (4 + copies)
@@ -313,7 +306,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
     batch = _batch(recipe, stage, sequences)
     sync = list(_sync_parts(case, index, sizes["parameters"]))
-    found = {}
+    parts_of = {}
     for phase in phases:
         if phase == "rollout":
             away = set(train.offload)
@@ -332,14 +325,10 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
             left = passing - (_sum(sync) if phase == "weight_sync" else 0)
             if phase in ("rollout", "weight_sync") and not away and left > 0:
                 parts.append(Part("kept by torch's allocator", left, movable))
-            parts.append(_context(layout, passing))
-        found[phase] = parts
-    return found
-
-
-def _context(layout: ParallelLayout, passing: int) -> Part:
-    nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
-    return Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing))
+            nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
+            parts.append(Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing)))
+        parts_of[phase] = parts
+    return parts_of
 
 
 def _sum(parts: Iterable[Part]) -> int:
@@ -409,8 +398,8 @@ def _sync_parts(case: Case, index: int, parameters: int) -> Iterator[Part]:
             yield Part("rows of cut blocks", rows, ("train.layout.tensor",))
 
 
-def mapping_processes(case: Case, own: int) -> int:
-    """Returns the most engine processes on a node's other GPUs that map memory of a GPU with `own` engines. A process
+def mapping_processes(case: Case, engines: int) -> int:
+    """Returns the most engine processes on a node's other GPUs that map memory of a GPU with `engines`. A process
     has a context on every GPU whose memory it maps, from its first sync on.
 
     This is a bound, since a real plan takes seconds. Engine ranks receive from training ranks and pass on to one
@@ -420,9 +409,10 @@ def mapping_processes(case: Case, own: int) -> int:
         return 0
     layout, recipe, planned = case.layout, case.recipe, case.device_plan
     processes = sum(map(len, planned.bundles_of_engine))
-    others = min(processes, max(1, own) * min(planned.bundles, recipe.cluster.gpus_per_node)) - own
+    here = max(1, engines)
+    others = min(processes, here * min(planned.bundles, recipe.cluster.gpus_per_node)) - engines
     if recipe.cluster.placement == "colocated" and layout.pipeline == layout.expert == 1:
-        others = min(others, 0 if recipe.rollout.layout.tensor == layout.tensor else (layout.tensor - 1) * max(1, own))
+        others = min(others, 0 if recipe.rollout.layout.tensor == layout.tensor else (layout.tensor - 1) * here)
     return others
 
 

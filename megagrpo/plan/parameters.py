@@ -141,7 +141,7 @@ class RankParameters:
 @lru_cache(maxsize=4096)
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
     """Returns the elements on every rank of a pipeline stage. Raises ModelError if sizes do not divide the model."""
-    outside, layers = _training_shard(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
+    outside, layers = _training_shard(arch, _cuts(layout), fused)
     held = stages(arch.layers, layout)[stage]
     dense = experts = 0
     for count, (plain, routed) in zip(layer_counts(arch, held.layers), layers, strict=True):
@@ -156,15 +156,22 @@ def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fuse
     return RankParameters(embedding, head, dense, experts)
 
 
+def _cuts(layout: ParallelLayout) -> ParallelLayout:
+    """Returns the sizes that cut a layer. All ranks have the shapes of the first, and no dtype changes a shape."""
+    return ParallelLayout(tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+
+
+def _manifest(sample: Architecture, cuts: ParallelLayout, fused: bool, rank: int = 0) -> Manifest:
+    at, side = RankCoordinates(rank, rank, 0, 0, 0, 0, rank % cuts.expert_tensor, 0), TE_SPEC if fused else LOCAL_SPEC
+    return side.manifest(sample, cuts, at, "bfloat16")
+
+
 @lru_cache(maxsize=256)
 def _training_shard(
-    arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
+    arch: Architecture, cuts: ParallelLayout, fused: bool
 ) -> tuple[dict[str, int], tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns `_shard` of a training rank. All ranks have the shapes of the first, and no dtype changes a shape."""
-    layout = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
-    side = TE_SPEC if fused else LOCAL_SPEC
-    sample, first = _sample(arch, experts=expert), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
-    return _shard(arch, side.manifest(sample, layout, first, "float32"), expert)
+    """Returns `_shard` of a training rank."""
+    return _shard(arch, _manifest(_sample(arch, experts=cuts.expert), cuts, fused), cuts.expert)
 
 
 @lru_cache(maxsize=256)
@@ -175,9 +182,7 @@ def matrices(
     have, and of routed experts."""
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     dense, experts = list[int](), list[int]()
-    sample, first = _sample(arch), RankCoordinates(0, 0, 0, 0, 0, 0, 0, 0)
-    one = ParallelLayout(tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
-    for name, storage in (TE_SPEC if fused else LOCAL_SPEC).manifest(sample, one, first, "float32").storages.items():
+    for name, storage in _manifest(_sample(arch), _cuts(layout), fused).storages.items():
         if "layers." in name and len(storage.shape) == 2:
             sparse = arch.experts is not None and not (arch.has_dense_layers and ".layers.0." in name)
             (experts if ".experts." in name else dense).extend([prod(storage.shape)] * counts[sparse])
@@ -231,15 +236,15 @@ SHARED_BY_ALL = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down"
 
 @lru_cache(maxsize=256)
 def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> WeightBytes:
-    found = {"whole": 0.0, "attention": 0.0, "mlp": 0.0}
+    shared = {"whole": 0.0, "attention": 0.0, "mlp": 0.0}
     for tensor, elements in _counted(arch):
         if tensor.expert is not None:
             continue
         each = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
         whole = "whole" if ON_EVERY_RANK.search(tensor.role) else "attention"
-        found["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * each
+        shared["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * each
     experts = expert_parameters(arch) * (BLOCK_ELEMENT_BYTES if quantized else item_bytes)
-    return WeightBytes(**found, experts=experts)
+    return WeightBytes(**shared, experts=experts)
 
 
 @lru_cache(maxsize=1024)
@@ -250,7 +255,7 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
     sample = sglang.manifest(_sample(arch, layout.tensor), one_stage, 0, "float32", device)
     outside, layers = _shard(arch, sample, layout.tensor)
     biases = arch.experts.count - layout.tensor if arch.experts and arch.experts.router else 0  # parameters in SGLang
-    found = []
+    of_stages = []
     for stage in range(layout.pipeline):
         first, last = stage == 0, stage == layout.pipeline - 1
         dense, sparse = layer_counts(arch, sglang.stage_layers(arch.layers, stage, layout.pipeline))
@@ -261,35 +266,31 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
             held += outside["model.embed_tokens.weight"] if last and not first else 0
         elif last or arch.family in sglang.HEAD_ON_EVERY_STAGE:
             held += outside["lm_head.weight"]
-        found.append(held)
-    return tuple(found)
+        of_stages.append(held)
+    return tuple(of_stages)
 
 
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
     """Returns the most elements of blocks cut between ranks that a rank of a stage fetches to quantise its own."""
     dense, sparse = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
-    lacked = _lacked_in_layers(arch, layout.tensor, layout.expert, layout.expert_tensor, fused)
+    lacked = _lacked_in_layers(arch, _cuts(layout), fused)
     return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in lacked)
 
 
 @lru_cache(maxsize=256)
-def _lacked_in_layers(
-    arch: Architecture, tensor: int, expert: int, expert_tensor: int, fused: bool
-) -> tuple[tuple[int, int], ...]:
+def _lacked_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) -> list[tuple[int, int]]:
     """Returns, by tensor rank, the elements that it lacks of blocks cut between ranks: of a layer with an MLP, and of
     one with experts."""
-    sample, side = _sample(arch, experts=expert), TE_SPEC if fused else LOCAL_SPEC
-    one = ParallelLayout(tensor=tensor, expert=expert, expert_tensor=expert_tensor)
-    shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // expert if arch.experts else 1
-    found = []
-    for rank in range(tensor):
-        where = RankCoordinates(rank, rank, 0, 0, 0, 0, rank % expert_tensor, 0)
+    sample = _sample(arch, experts=cuts.expert)
+    shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // cuts.expert if arch.experts else 1
+    lacked = []
+    for rank in range(cuts.tensor):
         layers = [0, 0]
-        for name, storage in lacking_manifest(side.manifest(sample, one, where, "bfloat16"), shapes).storages.items():
+        for name, storage in lacking_manifest(_manifest(sample, cuts, fused, rank), shapes).storages.items():
             sparse = not (arch.has_dense_layers and ".layers.0." in name)
             layers[sparse] += prod(storage.shape) * (copies if ".experts." in name else 1)
-        found.append((layers[0], layers[1]))
-    return tuple(found)
+        lacked.append((layers[0], layers[1]))
+    return lacked
 
 
 def _shard(
@@ -298,18 +299,18 @@ def _shard(
     """Returns the elements outside of layers by name, and those of one layer with an MLP and of one with experts. The
     elements of a layer are those outside and inside of routed experts. `sample` has `experts` experts in a layer."""
     outside: dict[str, int] = {}
-    found: dict[int, list[int]] = {}
+    layers: dict[int, list[int]] = {}
     for name, storage in sample.storages.items():
         layer = re.search(r"\blayers\.(\d+)\.", name)
         if layer is None:
             outside[name] = prod(storage.shape)
         elif not name.endswith("router.expert_bias"):  # no parameter of Megatron's
-            found.setdefault(int(layer[1]), [0, 0])[".experts." in name] += prod(storage.shape)
+            layers.setdefault(int(layer[1]), [0, 0])[".experts." in name] += prod(storage.shape)
     if arch.experts is None:
-        return outside, ((found[0][0], 0), (0, 0))
-    plain, routed = found[max(found)]
+        return outside, ((layers[0][0], 0), (0, 0))
+    plain, routed = layers[max(layers)]
     sparse = plain + (arch.experts.count - experts) * arch.hidden, routed * arch.experts.count // experts
-    return outside, ((found[0][0], 0) if len(found) == 2 else (0, 0), sparse)
+    return outside, ((layers[0][0], 0) if len(layers) == 2 else (0, 0), sparse)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

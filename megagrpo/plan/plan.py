@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 
-from megagrpo.errors import Problem
+from megagrpo.errors import Problem, ReportError
 from megagrpo.layout.parallel import layers_of_stages
 from megagrpo.plan.advice import disk_advice, impossible, unwise
 from megagrpo.plan.assumptions import Assumptions, assumptions_from
-from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import Case, machines_of
-from megagrpo.plan.device_map import MappedDevice, device_map
 from megagrpo.plan.memory import DeviceMemory, memory
-from megagrpo.plan.parameters import Stage, active_parameters, stages, total_parameters
-from megagrpo.plan.schedules import ScheduleTime, schedule_times
+from megagrpo.plan.parameters import Stage, active_parameters, known_models, stages, total_parameters
+from megagrpo.plan.schedules import SYNC, ScheduleTime, schedule_times
 from megagrpo.plan.time import Sampling, StepTime, step_time
 from megagrpo.plan.units import byte_text, second_text
 from megagrpo.recipe.defaults import checkpoint_directory, run_directory, total_steps
+from megagrpo.recipe.load import load_any
 from megagrpo.recipe.schema import AnyRecipe, EntryConfig, Recipe, SftRecipe
+from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 
 UNITS = {
@@ -43,6 +45,23 @@ UNITS = {
 }
 """Units of assumptions by the end of their names."""
 
+METRICS_FILE, RECIPE_FILE = "metrics.jsonl", "recipe.yaml"
+Step = Mapping[str, float]
+FACTORS = tuple(name for name in Assumptions.__dataclass_fields__ if name.endswith("_factor"))
+METRICS: Mapping[str, Mapping[str, str]] = {
+    "grpo": {
+        "prompt_tokens": "prompt_tokens/mean",
+        "response_tokens": "response_tokens/mean",
+        "longest_response_tokens": "response_tokens/max",
+        "signal_share": "groups/with_signal_share",
+        "turns": "agent/turns/mean",
+        "sequences": "agent/branches/mean",
+    },
+    "sft": {"response_tokens": "example_tokens/mean"},
+}
+"""By kind of recipe: the metric that measures an assumption. Packing is not there: with few microbatches it says
+nothing about a larger run."""
+
 
 @dataclass(frozen=True)
 class Assumed:
@@ -52,22 +71,6 @@ class Assumed:
     value: float | None
     unit: str
     origin: str
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The memory that a recipe needs and the time of its steps. `memory` has one entry for each kind of device.
-
-    `lacking_bytes`: bytes that the fullest device lacks; 0 if everything fits.
-    """
-
-    memory: tuple[DeviceMemory, ...]
-    time: StepTime
-    lacking_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        return self.lacking_bytes == 0
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,6 @@ class Plan(Case):
         return dict(_summary(self))
 
     @cached_property
-    def device_map(self) -> tuple[MappedDevice, ...]:
-        return device_map(self)
-
-    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         return stages(self.architecture.layers, self.layout)
 
@@ -101,16 +100,20 @@ class Plan(Case):
     def memory(self) -> tuple[DeviceMemory, ...]:
         return tuple(memory(self))
 
+    @property
+    def lacking_bytes(self) -> int:
+        return lacking_bytes(self.memory, self.card_bytes)
+
     @cached_property
-    def estimate(self) -> Estimate | None:
-        if self._phases is None:
-            return None
-        time = replace(self._phases, scheduled=self.own.seconds) if self.own else self._phases
-        return Estimate(self.memory, time, lacking_bytes(self.memory, self.card_bytes))
+    def time(self) -> StepTime | None:
+        """Returns the time of a step under its schedule; None without a known card or a calibrated CPU."""
+        return (
+            replace(self._phases, scheduled=self.scheduled.seconds) if self._phases and self.scheduled else self._phases
+        )
 
     @cached_property
     def _phases(self) -> StepTime | None:
-        """Returns the phases one after the other; None without a known card or a calibrated CPU."""
+        """Returns the time of a step whose phases follow one another."""
         known = self.card_bytes or (self.device == "cpu" and self.calibrated)
         return step_time(self) if known else None
 
@@ -122,16 +125,14 @@ class Plan(Case):
         return schedule_times(self, self._phases)
 
     @property
-    def own(self) -> ScheduleTime | None:
+    def scheduled(self) -> ScheduleTime | None:
         """Returns the time under the recipe's schedule; None for sync, whose phases follow one another."""
-        own = self.recipe.schedule if isinstance(self.recipe, Recipe) else None
-        return next((time for time in self.schedules[1:] if time.schedule == own), None)
+        return next((time for time in self.schedules[1:] if time.schedule == self.grpo.schedule), None)
 
     @property
     def assumed(self) -> tuple[Assumed, ...]:
-        of = self.origins
-        values = vars(self.assumptions).items()
-        return tuple(Assumed(name, value, unit_of(name), of.get(name, "default")) for name, value in values)
+        values, origins = vars(self.assumptions).items(), self.origins
+        return tuple(Assumed(name, value, unit_of(name), origins.get(name, "default")) for name, value in values)
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
@@ -140,7 +141,7 @@ class Plan(Case):
 
     @cached_property
     def unwise(self) -> tuple[Problem, ...]:
-        advice = unwise(self, self.memory, self.estimate.time if self.estimate else None, self.own)
+        advice = unwise(self, self.memory, self.time, self.scheduled)
         return (*advice, *disk_advice(self.recipe, self.architecture, self.critic))
 
 
@@ -161,21 +162,19 @@ def plan_of(
 
     Raises RecipeError for an unknown GPU or a wrong assumption, ReportError for a run without measurements.
     """
-    assumptions = assumptions_from(given)
-    origins = {}
+    assumptions, origins = assumptions_from(given), dict[str, str]()
     if assumptions.epoch_rows is None and epoch_rows is not None:
         assumptions, origins["epoch_rows"] = replace(assumptions, epoch_rows=epoch_rows), "counted"
-    case = Case(recipe, architecture, machines_of(recipe, assumptions), assumptions, critic)
+    machines = machines_of(recipe, assumptions)
+    plan = Plan(recipe, architecture, machines, assumptions, critic, unchecked=tuple(unchecked), agent=agent)
     names = {text.partition("=")[0].strip() for text in given}
     if run_directory is not None:
-        before, measured = vars(assumptions), vars(calibrated(case, run_directory))
+        before, measured = vars(assumptions), vars(calibrated(plan, run_directory))
         # A given value takes precedence over a measured one.
-        case = replace(case, assumptions=Assumptions(**(measured | {name: before[name] for name in names})))
+        assumptions = Assumptions(**(measured | {name: before[name] for name in names}))
         origins |= {name: "calibrated" for name, value in measured.items() if value != before[name]}
     origins |= dict.fromkeys(names, "given")
-    inputs = {field.name: getattr(case, field.name) for field in fields(Case)}
-    calibrates = run_directory is not None
-    return Plan(**inputs, origins=origins, calibrated=calibrates, unchecked=tuple(unchecked), agent=agent)
+    return replace(plan, assumptions=assumptions, origins=origins, calibrated=run_directory is not None)
 
 
 def lacking_bytes(held: Sequence[DeviceMemory], card_bytes: int | None, spare: float = 0.0) -> int:
@@ -188,6 +187,117 @@ def unit_of(assumption: str) -> str:
     """Returns the unit of an assumption by the end of its name: prompt_tokens are tokens."""
     ends = [end for end in UNITS if assumption == end or assumption.endswith(f"_{end}")]
     return UNITS[max(ends, key=len)]
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def calibrated(case: Case, run_directory: Path) -> Assumptions:
+    """Returns the case's assumptions with lengths, imbalance and phase factors from a run's metrics.jsonl. Each is a
+    median over the run's steps without the first.
+
+    A factor is the measured seconds of a phase over those predicted for the run's own recipe, which is beside the
+    metrics; without that file the run counts as one of the case. The run was on the case's machines if its recipe names
+    none.
+
+    Raises ReportError if the directory has no metrics of steps, or is of another kind, of CPUs where GPUs are planned
+    for, or of a model that is not there, and RecipeError if its recipe is not one of this version.
+    """
+    steps = read_steps(run_directory)
+    known = {
+        field: value for field, name in METRICS[case.recipe.kind].items() if (value := _median(steps, name)) is not None
+    }
+    if (uneven := _median(steps, "packing/imbalance")) is not None:
+        known["imbalance"] = 1 + uneven
+    known |= {name: max(1.0, known[name]) for name in ("turns", "sequences") if name in known}
+    known |= _between_turns(steps, known)
+    assumptions = replace(case.assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
+
+    ran = replace(case, assumptions=assumptions)
+    path = run_directory / RECIPE_FILE
+    if path.exists():
+        recipe = load_any(path).recipe
+        model, machines = _architecture_of_run(recipe, case, path), machines_of(recipe, assumptions)
+        ran = replace(ran, recipe=recipe, architecture=model, machines=machines or case.machines)
+    predicted = step_time(ran)
+
+    factors = {}
+    # Under other schedules seconds/rollout is what the trainer waited, not what engines took.
+    in_turn = not isinstance(ran.recipe, Recipe) or ran.recipe.schedule == SYNC
+    for phase in predicted.phases:
+        if phase.phase == "rollout" and not in_turn:
+            continue
+        seconds = _median(steps, f"seconds/{phase.phase}")
+        if phase.phase == "driver":
+            seconds = median(map(_between_phases, steps))
+        if seconds is not None and phase.seconds > 0:
+            factors[f"{phase.phase}_factor"] = seconds / phase.seconds
+    return replace(assumptions, **factors)
+
+
+def _between_turns(steps: Sequence[Step], known: Mapping[str, float]) -> dict[str, float]:
+    """Returns the tokens and seconds between two turns of a rollout; empty if the run measured none. Of the tokens that
+    the policy did not sample, each sequence has a prompt, and the rest lie between turns."""
+    given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
+    if given is None or outside is None or (gaps := known["turns"] - 1) < 1e-9:
+        return {}
+    tokens = given / known["sequences"] - known["prompt_tokens"]
+    return {"given_tokens": max(0.0, tokens / gaps), "tool_seconds": outside / gaps}
+
+
+def _architecture_of_run(ran: AnyRecipe, case: Case, path: Path) -> Architecture:
+    """Returns the model of the recipe that ran. Raises ReportError if such a run cannot calibrate the case."""
+    recipe = case.recipe
+    if ran.kind != recipe.kind:
+        raise ReportError(Problem(str(path), f"a run of kind {ran.kind}", f"one of kind {recipe.kind}, as the recipe"))
+    ran_on, planned_for = ran.cluster.device, recipe.cluster.device
+    if "cpu" in (ran_on, planned_for) and ran_on != planned_for and ran_on != "auto":
+        needed = "a run on the kind of device that is planned for: speeds of CPUs say nothing of GPUs"
+        fix = "calibrate by a run on the cluster, or give its lengths: --assume response_tokens=N"
+        raise ReportError(Problem(f"{path}: cluster.device", f"a run on {ran_on}", needed, fix))
+    if ran.model.path == recipe.model.path:
+        return case.architecture
+    directory = known_models().get(ran.model.path) or Path(ran.model.path)
+    if not (directory / "config.json").exists():
+        needed = "the run's model, or at least its config.json, where the run had it"
+        fix = "plan from the same directory on the same machine, or calibrate by a run of the same model.path"
+        raise ReportError(Problem(f"{path}: model.path", ran.model.path, needed, fix))
+    return read_architecture(directory)
+
+
+def read_steps(run_directory: Path) -> list[Step]:
+    """Returns the metrics of every step with an update. Drops the first, which compiles, allocates and connects, if
+    there are others. Raises ReportError if there is none."""
+    path = run_directory / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
+        steps = [
+            {name: value for name, value in line.items() if type(value) in (int, float) and abs(value) < 1e300}
+            for line in map(json.loads, lines)
+            if "seconds/update" in line
+        ]
+    except OSError as error:
+        needed = f"the directory of a run: each step adds to its {METRICS_FILE}"
+        raise ReportError(Problem(str(path), error.strerror or str(error), needed)) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ReportError(Problem(str(path), given=str(error), needed="lines of JSON, as a run writes them")) from error
+    steps = [step for step in steps if step.keys() >= {"seconds/step", "seconds/update"}]
+    if not steps:
+        raise ReportError(Problem(str(path), given="no step that trained the model", needed="a run of some steps"))
+    return steps[1:] or steps
+
+
+def _median(steps: Sequence[Step], name: str) -> float | None:
+    """Returns the median of a metric; None if no step has it."""
+    values = [step[name] for step in steps if name in step]
+    return median(values) if values else None
+
+
+def _between_phases(step: Step) -> float:
+    """Returns the seconds of a step outside of the phases that it names."""
+    outside = ("seconds/step", "seconds/eval", "seconds/checkpoint", "seconds/export")
+    phases = sum(value for name, value in step.items() if name.startswith("seconds/") and name not in outside)
+    return max(0.0, step["seconds/step"] - phases)
 
 
 # --- summary ---------------------------------------------------------------------------------------------------------
@@ -250,12 +360,11 @@ def _of_agent(case: Case) -> Iterator[tuple[str, str]]:
     if agent is None:
         return
     what = {
-        "tools": lambda: f"tools {', '.join(tool.name for tool in agent.tool_configs)}",
-        "function": lambda: f"{agent.function}",
-        "verifiers": lambda: f"verifiers {agent.verifiers and agent.verifiers.environment}",
-        "openenv": lambda: f"openenv {agent.openenv and agent.openenv.url}",
-        "reasoning_gym": lambda: "reasoning_gym",
-    }[agent.kind]()
+        "tools": f"tools {', '.join(tool.name for tool in agent.tool_configs)}",
+        "function": agent.function,
+        "verifiers": f"verifiers {agent.verifiers and agent.verifiers.environment}",
+        "openenv": f"openenv {agent.openenv and agent.openenv.url}",
+    }.get(agent.kind, agent.kind)
     limits = f"up to {agent.turns_max} turns and {second_text(agent.timeout_seconds)}"
     processes = f"{agent.processes} process{'es' if agent.processes > 1 else ''}"
     yield "agent", f"{what}, {limits}; {agent.rollouts_at_once} rollouts at once in {processes}"
@@ -264,10 +373,10 @@ def _of_agent(case: Case) -> Iterator[tuple[str, str]]:
     sequences = f", trained as {lengths.sequences:g} sequences" if lengths.sequences > 1 else ""
     waits = f"{second_text(case.assumptions.tool_seconds)} of tools; {lengths.sequence:.0f} tokens in all{sequences}"
     yield "turns", f"{turns} and {waits}"
-    if (turns_of := Sampling.of(case).turns) and case.machines is not None:
-        room = f"an engine's cache has room for {turns_of.cached:,.0f} of its {turns_of.conversations:,.0f} at once"
-        found = f"{turns_of.reuse:.0%} of a conversation's history is found in the cache: {room}"
-        yield "prefixes", found if turns_of.cached else "engines keep nothing: each turn reads its whole conversation"
+    if (cache := Sampling.of(case).turns) and case.machines is not None:
+        room = f"an engine's cache has room for {cache.cached:,.0f} of its {cache.conversations:,.0f} at once"
+        reuse = f"{cache.reuse:.0%} of a conversation's history is found in the cache: {room}"
+        yield "prefixes", reuse if cache.cached else "engines keep nothing: each turn reads its whole conversation"
 
 
 def _of_sft(recipe: SftRecipe, epoch_rows: float | None) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ class Work:
     def of(cls, case: Case, time: StepTime) -> Work:
         """Returns the work of a GRPO recipe whose phases take `time` one after the other. Prompts of all rounds of
         dynamic sampling begin at once."""
-        by, seconds = Sampling.of(case), {phase.phase: phase.seconds for phase in time.phases}
+        by = Sampling.of(case)
         slots, factor = max(1, int(by.at_once)), case.assumptions.rollout_factor
         return cls(
             engines=by.engines,
@@ -85,8 +85,8 @@ class Work:
             samples=by.samples,
             lengths=case.lengths,
             token_seconds=token_seconds(by, case.lengths, slots, factor),
-            train_seconds=sum(seconds[phase] for phase in TRAINER_PHASES),
-            sync_seconds=seconds["weight_sync"],
+            train_seconds=time.of(*TRAINER_PHASES),
+            sync_seconds=time.of("weight_sync"),
             pause=case.grpo.rollout.layout.pause_of(case.grpo.weights.pause),
             read_seconds=lambda *read: factor * by.engine.prefill_seconds(*read),
         )
@@ -185,9 +185,9 @@ def compared(recipe: Recipe) -> list[ScheduleConfig]:
 
 def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
     """Returns the times of the schedules that a GRPO recipe can have, its own among them; sync is the first."""
-    work, own, kinds = Work.of(case, time), case.grpo.schedule, compared(case.grpo)
-    if own not in kinds:
-        kinds.append(own)
+    work, kinds = Work.of(case, time), compared(case.grpo)
+    if case.grpo.schedule not in kinds:
+        kinds.append(case.grpo.schedule)
     return tuple(schedule_time(work, kind) for kind in kinds)
 
 
@@ -202,9 +202,7 @@ def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOf
     sampling += by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) * prompts / by.engines
     if case.grpo.weights.pause == "retract":
         sampling += by.engine.prefill_seconds(batch * underway, batch * underway**2, batch)
-    seconds = {phase.phase: phase.seconds for phase in time.phases}
-    training = sum(seconds[phase] for phase in TRAINER_PHASES)
-    return max(training, sampling * case.assumptions.rollout_factor) + seconds["weight_sync"]
+    return max(time.of(*TRAINER_PHASES), sampling * case.assumptions.rollout_factor) + time.of("weight_sync")
 
 
 def best(times: Iterable[ScheduleTime]) -> ScheduleTime:

@@ -6,39 +6,30 @@ for the best layouts, then engines for the best of those. Each round ranks by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any, TypeVar
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.plan.advice import node_problems
-from megagrpo.plan.candidates import (
-    SGLANG,
-    Values,
-    changed,
-    engine_gpus,
-    engines,
-    layouts,
-    offloads,
-    placed,
-    recomputes,
-    savings,
-    value_at,
-    value_text,
-)
+from megagrpo.plan.advice import CONTEXT_TOKENS_MIN, node_problems
+from megagrpo.plan.assumptions import longest_sequence
 from megagrpo.plan.case import Case
 from megagrpo.plan.communication import Seconds
 from megagrpo.plan.memory import DeviceMemory, memory
 from megagrpo.plan.parameters import expert_parameters, model_bytes, total_parameters
-from megagrpo.plan.plan import Estimate, lacking_bytes
+from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.schedules import ASYNC, SYNC, ScheduleTime, Work, allowed, schedule_time, steady_seconds
 from megagrpo.plan.time import StepTime, step_time, training_phases
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.model_rules import critic_problems, model_problems
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import SyncConfig
-from megagrpo.section import broken_rules
+from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
+from megagrpo.section import Section, broken_rules, tree_of
 from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.sglang import CUTS_ATTENTION_IN_GROUPS
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
 SPARE = 0.05  # of a card, for what estimates do not see
@@ -46,17 +37,29 @@ APART = (*(f"train.layout.{size}" for size in ("tensor", "pipeline", "context", 
 SPLITS_SIMULATED, SPLITS_SHOWN = 6, 3
 SPLIT = (*APART, "train.layout.data")
 ENGINE_WEIGHTS_SHARE = 0.4
+CHUNKS = (1, 2, 4)
+# Engines over nodes, if more than so many bytes of weights on each GPU: for 30B-A3B on 64 H100 and 70B on 128 they are
+# never among the fastest, and searching them takes 8 and 22 % more candidates. A pipeline makes no token faster.
+ENGINE_NODES, NODE_ENGINE_BYTES = (2, 4), 40e9
+MEMORY_SHARES = (0.5, 0.65, 0.8)
+SGLANG = "rollout.sglang"
+
+Kind = TypeVar("Kind", bound=Section)
+Values = Mapping[str, Any]
+"""Values of recipe fields by their paths, such as train.layout.tensor."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that is recommended: overrides for the command line, its estimate, and the reason in a sentence.
+    """A layout that is recommended: overrides for the command line, its memory and time, and the reason in a sentence.
 
     `schedule`: the times of a split of the GPUs whose engines sample all the time.
     """
 
     overrides: tuple[str, ...]
-    estimate: Estimate
+    memory: tuple[DeviceMemory, ...]
+    time: StepTime
+    lacking_bytes: int
     reason: str
     schedule: ScheduleTime | None = None
 
@@ -86,9 +89,8 @@ class Search:
         """Returns one problem if nothing fits."""
         if self.choices:
             return ()
-        lacking = "none legal"
-        if self.nearest:
-            lacking = f"{byte_text(self.nearest.estimate.lacking_bytes)} too much at least"
+        nearest = self.nearest and self.nearest.lacking_bytes
+        lacking = f"{byte_text(nearest)} too much at least" if nearest else "none legal"
         fix = "more GPUs, larger ones, or shorter sequences"
         return (Problem(f"--search on {self.gpus} GPUs", lacking, "a layout that fits", fix),)
 
@@ -99,7 +101,7 @@ def search(case: Case, gpus: int | None = None) -> Search:
     if case.card_bytes is None:
         field, given, fix = "cluster.gpu", "none", "cluster.gpu=H100"
         if case.device == "cpu":
-            field, given, fix = "cluster.device", "cpu", "cluster.device=cuda cluster.gpu=H100"
+            field, given, fix = "cluster.device", "cpu", f"cluster.device=cuda {fix}"
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
     in_turn = changed(case.recipe, {"schedule": SYNC}) if isinstance(case.recipe, Recipe) else case.recipe
     run = _Run(replace(case, recipe=in_turn), gpus or case.device_plan.bundles, case.card_bytes)
@@ -107,16 +109,15 @@ def search(case: Case, gpus: int | None = None) -> Search:
     best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
     asynchronous: list[Choice] = []
     if fitting:
-        kept = [found.values for found in fitting]
-        thrifty = ({**kind, **way} for kind in kept for way in savings(case.recipe, case.architecture, kind))
+        thrifty = ({**kind.values, **way} for kind in fitting for way in savings(case, kind.values))
         frugal = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
         # Rounds before have engines beside the ranks, which its own schedule may not allow.
         run.case, run.nearest = case, None
         candidates = run.candidates(_engines_of(run, frugal))
-        best = run.fitting(candidates, SHOWN, apart=APART, seconds=_ranked_by)
+        best = run.fitting(candidates, SHOWN, APART, _seconds_under_schedule)
         asynchronous = _asynchronous(run, candidates)
     nearest = run.choice(run.nearest) if run.nearest and not best else None
-    choices = sorted(map(run.choice, best), key=lambda choice: choice.estimate.time.seconds)
+    choices = sorted(map(run.choice, best), key=lambda choice: choice.time.seconds)
     return Search(run.gpus, tuple(choices), tuple(asynchronous), len(sparing), run.estimated, nearest)
 
 
@@ -124,8 +125,8 @@ def search(case: Case, gpus: int | None = None) -> Search:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A legal choice. Its memory is estimated only if it is fast enough to matter."""
+class _Candidate:
+    """Legal values of recipe fields. The memory is estimated only if the step is fast enough to matter."""
 
     values: Values
     case: Case
@@ -142,50 +143,50 @@ class _Run:
     gpus: int
     card_bytes: int
     estimated: int = 0
-    nearest: _Found | None = None
+    nearest: _Candidate | None = None
     training: dict[tuple[str, ...], dict[str, Seconds]] = field(default_factory=dict)  # by values in `train`
 
-    def candidates(self, choices: Iterable[Values]) -> list[_Found]:
+    def candidates(self, choices: Iterable[Values]) -> list[_Candidate]:
         """Returns the legal choices, with the seconds of a step."""
-        found = {}
+        candidates = {}
         for values in choices:
             key = tuple(str(values[path]) for path in sorted(values))
-            if key in found:
+            if key in candidates:
                 continue
-            case = replace(self.case, recipe=changed(self.case.recipe, values))
+            case = replace(self.case, recipe=changed(self.case.recipe, tree_of(values)))
             if legal(case, checked=self.case.recipe):
                 # Candidates that differ only in engines or offload share their training times.
                 train = (pair for pair in values.items() if pair[0].startswith("train."))
                 shared = tuple(f"{path}={value}" for path, value in train if path != "train.offload")
                 if shared not in self.training:
                     self.training[shared] = training_phases(case)
-                found[key] = _Found(values, case, step_time(case, self.training[shared]))
-        self.estimated += len(found)
-        return list(found.values())
+                candidates[key] = _Candidate(values, case, step_time(case, self.training[shared]))
+        self.estimated += len(candidates)
+        return list(candidates.values())
 
     def fitting(
         self,
-        candidates: Iterable[_Found],
+        candidates: Iterable[_Candidate],
         most: int,
         apart: Sequence[str] = (),
-        seconds: Callable[[_Found], float] = lambda found: found.time.seconds,
-    ) -> list[_Found]:
+        seconds: Callable[[_Candidate], float] = lambda candidate: candidate.time.seconds,
+    ) -> list[_Candidate]:
         """Returns the fastest `most` that fit, only the fastest of those that agree in the fields `apart`, if given."""
-        found: dict[object, _Found] = {}
+        fastest: dict[object, _Candidate] = {}
         for candidate in sorted(candidates, key=seconds):
-            key = tuple(candidate.values[path] for path in apart) if apart else len(found)
-            if key in found:
+            key = tuple(candidate.values[path] for path in apart) if apart else len(fastest)
+            if key in fastest:
                 continue
             candidate = self._with_memory(candidate)
             if candidate.lacking == 0:
-                found[key] = candidate
+                fastest[key] = candidate
             elif self.nearest is None or candidate.lacking < self.nearest.lacking:
                 self.nearest = candidate
-            if len(found) == most:
+            if len(fastest) == most:
                 break
-        return list(found.values())
+        return list(fastest.values())
 
-    def _with_memory(self, candidate: _Found) -> _Found:
+    def _with_memory(self, candidate: _Candidate) -> _Candidate:
         """Adds the candidate's memory. Stops once it lacks as much as `nearest`: it cannot be nearer."""
         held, lacking = [], 0
         for kind in memory(candidate.case):
@@ -195,25 +196,24 @@ class _Run:
                 break
         return replace(candidate, memory=tuple(held), lacking=lacking)
 
-    def choice(self, found: _Found, asynchronous: ScheduleTime | None = None) -> Choice:
+    def choice(self, candidate: _Candidate, asynchronous: ScheduleTime | None = None) -> Choice:
         """Returns the choice with the reason for it. `asynchronous`: a split's times under ASYNC."""
-        recipe, own, whole = found.case.recipe, asynchronous, "a step"
+        recipe, schedule, whole = candidate.case.recipe, asynchronous, "a step"
         overrides = [
             f"{path}={value_text(value)}"
-            for path, value in found.values.items()
+            for path, value in candidate.values.items()
             if value != value_at(self.case.recipe, path)
         ]
         if isinstance(recipe, Recipe) and asynchronous and recipe.schedule != ASYNC:
             overrides.append("schedule=async")
         elif isinstance(recipe, Recipe) and not asynchronous and recipe.schedule != SYNC:
-            own, whole = schedule_time(Work.of(found.case, found.time), recipe.schedule), "all phases"
-        time = replace(found.time, scheduled=own.seconds if own else None)
-        estimate = Estimate(found.memory, time, found.lacking)
-        reason = _reason(recipe, estimate, self.card_bytes)
+            schedule, whole = schedule_time(Work.of(candidate.case, candidate.time), recipe.schedule), "all phases"
+        time = replace(candidate.time, scheduled=schedule.seconds if schedule else None)
+        reason = _reason(recipe, time, candidate.memory, self.card_bytes)
         if not asynchronous:
             longest = max(time.phases, key=lambda phase: phase.seconds)
             reason += f"; {longest.phase} takes {longest.seconds / time.phase_seconds:.0%} of {whole}"
-        return Choice(tuple(overrides), estimate, reason, asynchronous)
+        return Choice(tuple(overrides), candidate.memory, time, candidate.lacking, reason, asynchronous)
 
 
 def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
@@ -222,17 +222,15 @@ def legal(case: Case, checked: AnyRecipe | None = None) -> bool:
     return not (
         model_problems(recipe, arch)
         or broken_rules(recipe, checked=checked)
-        or _split_problems(recipe, arch)
+        or _splits_badly(recipe, arch)
         or (case.critic is not None and critic_problems(recipe, case.critic))
         or any(node_problems(recipe))
     )
 
 
-def _split_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
-    if not isinstance(recipe, Recipe):
-        return []
-    rollout = recipe.rollout
-    return [*rollout.kind.split_problems(architecture, rollout.layout, "cuda", rollout.quantization)]
+def _splits_badly(recipe: AnyRecipe, arch: Architecture) -> bool:
+    rollout = recipe.rollout if isinstance(recipe, Recipe) else None
+    return rollout is not None and any(rollout.kind.split_problems(arch, rollout.layout, "cuda", rollout.quantization))
 
 
 def _sparing_layouts(run: _Run) -> Iterator[Values]:
@@ -240,8 +238,9 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
     if others can."""
     recipe, arch, engine = run.case.recipe, run.case.architecture, _first_engine(run)
     experts = expert_parameters(arch)
-    dense, each = total_parameters(arch) - experts, 4 if recipe.train.gradient_dtype == "bfloat16" else 6
-    each = 2 if recipe.train.lora else each  # bytes for each parameter: weights, and gradients of what is trained
+    dense = total_parameters(arch) - experts
+    # Bytes for each parameter: weights, and gradients of what is trained.
+    each = 2 if recipe.train.lora else 4 if recipe.train.gradient_dtype == "bfloat16" else 6
 
     def least(values: Values) -> float:
         """Returns a lower bound of the bytes on a layout's fullest rank during the update."""
@@ -249,11 +248,10 @@ def _sparing_layouts(run: _Run) -> Iterator[Values]:
         cut = expert * (values["train.layout.expert_tensor"] or tensor)
         return float(each * (dense / tensor + experts / cut) / pipeline)
 
-    found = list(layouts(recipe, arch, run.gpus))
-    small = [values for values in found if least(values) <= run.card_bytes]
-    for values in small or sorted(found, key=least)[:LAYOUTS_KEPT]:
-        saving = savings(recipe, arch, values)[0]
-        yield placed({**values, **saving, **engine}, colocated=True)
+    possible = list(layouts(run.case, run.gpus))
+    small = [values for values in possible if least(values) <= run.card_bytes]
+    for values in small or sorted(possible, key=least)[:LAYOUTS_KEPT]:
+        yield placed({**values, **savings(run.case, values)[0], **engine}, colocated=True)
 
 
 def _first_engine(run: _Run) -> Values:
@@ -262,8 +260,8 @@ def _first_engine(run: _Run) -> Values:
     quantized = isinstance(recipe, Recipe) and recipe.rollout.quantization is not None
     whole = model_bytes(arch, 2, quantized=quantized).total
     last: Values = {}
-    for values in engines(recipe, arch, run.gpus, colocated=True):
-        if _split_problems(changed(recipe, values), arch):
+    for values in engines(run.case, run.gpus, colocated=True):
+        if _splits_badly(changed(recipe, tree_of(values)), arch):
             continue
         last = values
         ranks = values.get("rollout.layout.tensor", 1) * values.get("rollout.layout.pipeline", 1)
@@ -272,22 +270,21 @@ def _first_engine(run: _Run) -> Values:
     return last
 
 
-def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
+def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
     """Yields every size of engines beside the ranks, with and without offload, and engines on GPUs of their own. Yields
     the recipe's own values if it is for as many GPUs, so that a recommendation is never slower."""
-    recipe, arch, gpus = run.case.recipe, run.case.architecture, run.gpus
-    for found in fitting:
-        values, data = found.values, found.values["train.layout.data"]
-        pieces = values["train.layout.pipeline"] * values["train.layout.virtual_pipeline"]
-        for engine in engines(recipe, arch, gpus, colocated=True):
+    recipe, gpus = run.case.recipe, run.gpus
+    for candidate in fitting:
+        values, data = candidate.values, candidate.values["train.layout.data"]
+        for engine in engines(run.case, gpus, colocated=True):
             for offload in offloads(recipe):
                 yield placed({**values, **engine, "train.offload": offload}, colocated=True)
-        for own in engine_gpus(recipe, gpus):
-            fewer, rest = divmod(data * (gpus - own), gpus)
+        for sampling in engine_gpus(recipe, gpus):
+            fewer, rest = divmod(data * (gpus - sampling), gpus)
             if fewer == 0 or rest:
                 continue
-            for engine in engines(recipe, arch, own, colocated=False):
-                for recompute in recomputes(recipe, arch, arch.layers // pieces):
+            for engine in engines(run.case, sampling, colocated=False):
+                for recompute in recomputes(run.case, values):
                     apart = {**values, **engine, "train.layout.data": fewer, "train.recompute": recompute}
                     yield placed(apart, colocated=False)
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
@@ -295,27 +292,25 @@ def _engines_of(run: _Run, fitting: Sequence[_Found]) -> Iterator[Values]:
         yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
 
 
-def _ranked_by(found: _Found) -> float:
+def _seconds_under_schedule(of: _Candidate) -> float:
     """Returns the seconds of all phases, or a bound of the step where engines sample during training."""
-    own = found.case.recipe.schedule if isinstance(found.case.recipe, Recipe) else SYNC
-    return found.time.seconds if isinstance(own, SyncConfig) else steady_seconds(found.case, found.time, own)
+    schedule = of.case.recipe.schedule if isinstance(of.case.recipe, Recipe) else SYNC
+    return of.time.seconds if isinstance(schedule, SyncConfig) else steady_seconds(of.case, of.time, schedule)
 
 
-def _asynchronous(run: _Run, candidates: Sequence[_Found]) -> list[Choice]:
+def _asynchronous(run: _Run, candidates: Sequence[_Candidate]) -> list[Choice]:
     """Returns the fastest splits between ranks and engines that sample all the time. Simulates the lowest bounds."""
-    split = [found for found in candidates if found.values.get("cluster.placement") == "disaggregated"]
-    split = [found for found in split if allowed(found.case.grpo, ASYNC)]
-    lowest = run.fitting(
-        split, SPLITS_SIMULATED, SPLIT, seconds=lambda found: steady_seconds(found.case, found.time, ASYNC)
-    )
-    timed = [(found, schedule_time(Work.of(found.case, found.time), ASYNC)) for found in lowest]
+    split = [of for of in candidates if of.values.get("cluster.placement") == "disaggregated"]
+    split = [of for of in split if allowed(of.case.grpo, ASYNC)]
+    lowest = run.fitting(split, SPLITS_SIMULATED, SPLIT, lambda of: steady_seconds(of.case, of.time, ASYNC))
+    timed = [(of, schedule_time(Work.of(of.case, of.time), ASYNC)) for of in lowest]
     timed.sort(key=lambda pair: pair[1].seconds)
-    return [run.choice(found, time) for found, time in timed[:SPLITS_SHOWN]]
+    return [run.choice(of, time) for of, time in timed[:SPLITS_SHOWN]]
 
 
-def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
+def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], card: int) -> str:
     """Returns the reason for a choice: the gain of each size, and the free memory."""
-    layout, time = recipe.train.layout, estimate.time
+    layout = recipe.train.layout
     gains = {
         f"tensor {layout.tensor} keeps its exchanges inside a node": layout.tensor,
         f"pipeline {layout.pipeline} waits {time.pipeline_bubble:.0%} of the update": layout.pipeline,
@@ -327,11 +322,179 @@ def _reason(recipe: AnyRecipe, estimate: Estimate, card: int) -> str:
     if isinstance(recipe, Recipe) and (each := recipe.rollout.devices_of_engine):
         count = recipe.rollout.engines
         parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
-    fullest = max((kind.fullest for kind in estimate.memory), key=lambda phase: phase.bytes)
-    if fullest.bytes <= card:
-        parts.append(f"{byte_text(card - fullest.bytes)} free in {fullest.phase}")
-    else:
-        largest = fullest.largest[0]
-        mostly = f"mostly {largest.name} ({byte_text(largest.bytes)})"
-        parts.append(f"{byte_text(fullest.bytes - card)} too much in {fullest.phase}, {mostly}")
+    fullest = max((kind.fullest for kind in held), key=lambda phase: phase.bytes)
+    free, largest = card - fullest.bytes, fullest.largest[0]
+    mostly = f", mostly {largest.name} ({byte_text(largest.bytes)})" if free < 0 else ""
+    parts.append(f"{byte_text(abs(free))} {'too much' if free < 0 else 'free'} in {fullest.phase}{mostly}")
     return "; ".join(parts)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def layouts(case: Case, ranks: int) -> Iterator[Values]:
+    """Yields the layouts over `ranks` ranks, some of them illegal: the rules of recipe/ decide.
+
+    Tensor groups stay within a node, context groups have some thousand tokens for each rank.
+    """
+    arch, context_max = case.architecture, max(1, longest_sequence(case.recipe) // CONTEXT_TOKENS_MIN)
+    experts = arch.experts.count if arch.experts else 1
+    for tensor in divisors(gcd(ranks, case.recipe.cluster.gpus_per_node)):
+        for pipeline in divisors(ranks // tensor):
+            for context in divisors(ranks // tensor // pipeline):
+                if pipeline > arch.layers or context > context_max:
+                    continue
+                data = ranks // tensor // pipeline // context
+                sizes = [
+                    (expert, cut)
+                    for cut in sorted({1, tensor})
+                    for expert in divisors(experts)
+                    if tensor * context * data % (expert * cut) == 0
+                ]
+                # The default of expert_tensor equals tensor: a model without experts has it.
+                for expert, expert_tensor in sizes if experts > 1 else [(1, None)]:
+                    for chunks in CHUNKS if pipeline > 1 else (1,):
+                        yield {
+                            "train.layout.tensor": tensor,
+                            "train.layout.pipeline": pipeline,
+                            "train.layout.virtual_pipeline": chunks,
+                            "train.layout.first_stage_layers": None,
+                            "train.layout.last_stage_layers": _last_stage(arch.layers, pipeline, chunks),
+                            "train.layout.context": context,
+                            "train.layout.expert": expert,
+                            "train.layout.expert_tensor": expert_tensor,
+                            "train.layout.data": data,
+                        }
+
+
+def _last_stage(layers: int, pipeline: int, chunks: int) -> int | None:
+    """Returns the last stage's layers where stages cannot be equal and it can be the shortest; otherwise None."""
+    pieces = layers // chunks
+    if pipeline == 1 or layers % chunks or pieces % pipeline == 0:
+        return None
+    last = pieces - -(-pieces // pipeline) * (pipeline - 1)
+    return last * chunks if last > 0 else None
+
+
+def savings(case: Case, layout: Values) -> list[Values]:
+    """Returns ways to trade time for memory in a layout, the most sparing first."""
+    context, given = layout["train.layout.context"], case.recipe.train.tokens_per_microbatch
+    ways = recomputes(case, layout)
+    multiple = 1 if context == 1 else 2 * context
+    least = -(-longest_sequence(case.recipe) // multiple) * multiple // context
+    lengths = sorted({least, 2 * least, 4 * least} | ({given} if given >= least else set()))
+    return [
+        {
+            "train.tokens_per_microbatch": tokens,
+            "train.logprob_tokens_per_microbatch": None,
+            "train.recompute": recompute,
+            "train.offload": parts,
+        }
+        for parts in offloads(case.recipe)
+        for tokens in lengths
+        for recompute in reversed(ways)
+    ]
+
+
+def recomputes(case: Case, layout: Values) -> list[str | RecomputeConfig]:
+    """Returns choices from nothing to all layers: modules that take little time for what they save, and half of a model
+    chunk's layers. Attention's core is not among them: fused attention keeps next to nothing of it."""
+    arch = case.architecture
+    layers = arch.layers // (layout["train.layout.pipeline"] * layout["train.layout.virtual_pipeline"])
+    cheap: dict[RecomputeModule, bool] = {
+        "mla_up_proj": arch.latent is not None,
+        "moe_act": arch.experts is not None and case.fused_layers,
+        "mlp": arch.has_dense_layers,
+    }
+    modules = [module for module, saves in cheap.items() if saves]
+    some = [RecomputeConfig(modules=modules)] if modules else []
+    return ["none", *some, *([RecomputeConfig(layers=layers // 2)] if layers > 1 else []), "full"]
+
+
+def offloads(recipe: AnyRecipe) -> list[list[str]]:
+    """Returns all parts of the recipe that can leave the devices while engines use them, and an empty choice."""
+    if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
+        return [[]]
+    algorithm, parts = recipe.algorithm, ["parameters", "gradients", "optimizer"]
+    parts += ["reference"] * (algorithm.kl.coefficient > 0) + ["critic"] * (algorithm.critic is not None)
+    return [parts, []]
+
+
+def engines(case: Case, gpus: int, *, colocated: bool) -> list[Values]:
+    """Returns engines on all of the devices that they can have, for each size of an engine; the smallest first.
+
+    Beside ranks they give their memory back in turns, and take a part of it only.
+    """
+    recipe, architecture = case.recipe, case.architecture
+    if isinstance(recipe, SftRecipe) or not recipe.rollout.kind.started_by_us:
+        return [{}]
+    if not recipe.rollout.kind.splits:
+        return [{"rollout.engines": gpus}]
+    saver = {f"{SGLANG}.enable_memory_saver": True}
+    shares = [{**saver, f"{SGLANG}.mem_fraction_static": share} for share in MEMORY_SHARES] if colocated else [{}]
+    per_node, layout = recipe.cluster.gpus_per_node, "rollout.layout"
+    sizes = [
+        {f"{layout}.tensor": tensor, f"{layout}.expert": expert, f"{layout}.attention_data": 1, f"{layout}.pipeline": 1}
+        for tensor in divisors(per_node)
+        for expert in (sorted({1, tensor}) if architecture.experts else (1,))
+    ]
+    if 2 * total_parameters(architecture) / per_node > NODE_ENGINE_BYTES:
+        # Ranks of a node share the attention; experts are dealt out over all nodes, other models' layers.
+        for nodes in ENGINE_NODES:
+            tensor = per_node * nodes if architecture.experts else per_node
+            groups = nodes if tensor > per_node and architecture.family in CUTS_ATTENTION_IN_GROUPS else 1
+            size = {"expert": tensor if architecture.experts else 1, "attention_data": groups}
+            size |= {"tensor": tensor, "pipeline": per_node * nodes // tensor}
+            sizes.append({f"{layout}.{name}": parts for name, parts in size.items()})
+    return [
+        {**size, "rollout.engines": gpus // ranks, **share}
+        for size in sizes
+        if gpus % (ranks := size[f"{layout}.tensor"] * size[f"{layout}.pipeline"]) == 0
+        for share in shares
+    ]
+
+
+def engine_gpus(recipe: AnyRecipe, gpus: int) -> list[int]:
+    """Returns the numbers of GPUs, out of `gpus`, that engines of their own may have: in whole nodes, if several."""
+    if not isinstance(recipe, Recipe) or not recipe.rollout.kind.started_by_us:
+        return []
+    per_node = recipe.cluster.gpus_per_node if gpus > recipe.cluster.gpus_per_node else 1
+    sizes = {gpus * eighths // 8 // per_node * per_node for eighths in range(1, 8)}
+    return sorted(size for size in sizes if 0 < size < gpus)
+
+
+def placed(values: Values, *, colocated: bool) -> Values:
+    """Returns the values with the placement, and without those that only the other placement has."""
+    placement = {"cluster.placement": "colocated" if colocated else "disaggregated", "cluster.engine_devices": None}
+    if not colocated:
+        values = {path: value for path, value in values.items() if not path.startswith(SGLANG)} | {"train.offload": []}
+    return {**values, **placement}
+
+
+def changed(section: Kind, tree: Mapping[str, Any]) -> Kind:
+    """Returns a recipe with other values in some fields: itself if it has them already. Each is legal by itself; rules
+    are not checked."""
+    update = {}
+    for key, value in tree.items():
+        old: Any = getattr(section, key, None)
+        new = changed(old, value) if isinstance(value, dict) else value
+        if new is not old and new != old:
+            update[key] = new
+    return section.model_copy(update=update) if update else section
+
+
+def value_at(recipe: AnyRecipe, path: str) -> Any:
+    """Returns the recipe's own value of a field; None for an argument of SGLang that is not given."""
+    value: Any = recipe
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, RecomputeConfig):
+        given = value.model_dump(exclude_defaults=True).items()
+        return f"{{{', '.join(f'{key}: {value_text(each)}' for key, each in given)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)

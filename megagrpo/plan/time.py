@@ -65,6 +65,10 @@ class StepTime:
     def seconds(self) -> float:
         return self.phase_seconds if self.scheduled is None else self.scheduled
 
+    def of(self, *names: str) -> float:
+        """Returns the seconds of these phases together."""
+        return sum(phase.seconds for phase in self.phases if phase.phase in names)
+
     @property
     def tokens_per_second_per_gpu(self) -> float:
         return self.tokens / self.seconds / self.gpus
@@ -72,8 +76,8 @@ class StepTime:
     @property
     def pipeline_bubble(self) -> float:
         """Returns the share of the update in which pipeline stages wait for one another."""
-        update = next(phase for phase in self.phases if phase.phase == "update")
-        return update.parts.get("pipeline bubble", 0.0) / update.seconds
+        waits = sum(phase.parts.get("pipeline bubble", 0.0) for phase in self.phases if phase.phase == "update")
+        return waits / self.of("update")
 
     @property
     def days(self) -> float | None:
@@ -270,10 +274,10 @@ def rollout_seconds(by: Sampling, lengths: Lengths, prompts: int) -> Seconds:
 
 
 def _rollout(case: Case, rounds: list[int]) -> Seconds:
-    """Returns the seconds of rounds of so many prompts, on the engine that has most to do."""
+    """Returns the seconds of rounds of so many prompts, on the engine that has most to do. All samples of a prompt are
+    on one engine."""
     by = Sampling.of(case)
-    own = (math.ceil(prompts / by.engines) for prompts in rounds)  # all samples of a prompt are on one engine
-    return added(*(rollout_seconds(by, case.lengths, each) for each in own))
+    return added(*(rollout_seconds(by, case.lengths, math.ceil(prompts / by.engines)) for prompts in rounds))
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------

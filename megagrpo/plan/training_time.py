@@ -219,20 +219,20 @@ class TrainingRanks:
     def _stages(self) -> dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int]:
         """Returns the index of the first stage of each kind. The key has its layers of each kind, those recomputed
         whole, and whether the embedding or the head is there."""
-        found: dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int] = {}
+        first: dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int] = {}
         whole = self.train.recomputed.layers
         for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
             again = [layer for chunk in stage.chunks for layer in chunk[:whole]] if whole else []
             counts = layer_counts(self.arch, stage.layers), layer_counts(self.arch, again)
-            found.setdefault((*counts, stage.embedding, stage.head), index)
-        return found
+            first.setdefault((*counts, stage.embedding, stage.head), index)
+        return first
 
     def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: BatchSize, micros: int) -> Seconds:
         layout = self.case.layout
-        own = batch.share(self.case.assumptions.imbalance / layout.data)
-        passed = Exchanged(own.tokens, micros, self.case.item_bytes, *ways)
+        part = batch.share(self.case.assumptions.imbalance / layout.data)
+        passed = Exchanged(part.tokens, micros, self.case.item_bytes, *ways)
         kinds: dict[tuple[int, bool], Seconds] = {}
-        head = head_flops(self.arch, over, own.head_tokens) / (layout.tensor * layout.context)
+        head = head_flops(self.arch, over, part.head_tokens) / (layout.tensor * layout.context)
         head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
         seconds: Seconds = {}
         for counts, whole, _, has_head in self._stages:
@@ -241,7 +241,7 @@ class TrainingRanks:
             for sparse, again in product((0, 1), (False, True)):
                 count = twice[sparse] if again else counts[sparse] - twice[sparse]
                 if count and (sparse, again) not in kinds:
-                    kinds[sparse, again] = self._layer_seconds(bool(sparse), again, over, own, passed)
+                    kinds[sparse, again] = self._layer_seconds(bool(sparse), again, over, part, passed)
                 for name, spent in kinds[sparse, again].items() if count else ():
                     of_stage[name] = of_stage.get(name, 0.0) + count * spent
             of_stage |= {"output layer": head} if has_head else {}
@@ -253,14 +253,14 @@ class TrainingRanks:
             seconds[f"pipeline communication ({self._groups.stages_link})"] = sends
         return seconds
 
-    def _layer_seconds(self, sparse: bool, whole: bool, over: Products, own: BatchSize, passed: Exchanged) -> Seconds:
+    def _layer_seconds(self, sparse: bool, whole: bool, over: Products, part: BatchSize, passed: Exchanged) -> Seconds:
         """Returns the seconds of one layer; with `whole`, the backward pass recomputes all of it."""
         if whole:
             over, passed = training_products(self.train, whole=True), replace(passed, forward=2)
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups
         ranks = groups.tensor.ranks * groups.context.ranks
         counts = (0, 1) if sparse else (1, 0)
-        flops = layers_flops(self.arch, counts, over, own.tokens, own.squares, self.train.lora)
+        flops = layers_flops(self.arch, counts, over, part.tokens, part.squares, self.train.lora)
         uneven = assumed.expert_imbalance if groups.expert.ranks > 1 else 1.0
         attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
         between = sum(share for module, share in AGAIN_BETWEEN.items() if module in over.again)
@@ -291,8 +291,8 @@ class TrainingRanks:
                 held = adapter_parameters(self.arch, self.case.layout, stage, train.lora)
             if held.total > dense + routed:
                 dense, routed = held.total - held.experts, held.experts
-        found = replica_seconds(dense, routed, train, groups, self.case.item_bytes, self._links)
-        seconds = {name: spent * (1 - assumed.overlap) for name, spent in found.items()}
+        exchanged = replica_seconds(dense, routed, train, groups, self.case.item_bytes, self._links)
+        seconds = {name: spent * (1 - assumed.overlap) for name, spent in exchanged.items()}
         owned = float(dense + routed)
         if train.distributed_optimizer:
             owned = dense / groups.replicas.ranks + routed / groups.expert_replicas.ranks

@@ -27,11 +27,11 @@ def second_text(seconds: float) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Formats numbers as `0-3, 8-11`."""
-    found = []
+    runs = []
     for _, run in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
-        found.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
-    return ", ".join(found)
+        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ", ".join(runs)
 
 
 def _short(number: float) -> str:

@@ -14,9 +14,8 @@ from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.stopping import Stopping
-from megagrpo.data import report as data_report
 from megagrpo.data.cursor import Cursor
-from megagrpo.data.mixture import AnyItem, Mixture
+from megagrpo.data.mixture import AnyItem, Mixture, write_counts
 from megagrpo.data.prompts import Read
 from megagrpo.errors import RecipeError
 from megagrpo.plan.plan import plan_of
@@ -119,12 +118,13 @@ class Setup(Generic[Kind, AnyItem]):
             console=checked.console,
         )
         self._closing.enter_context(tracker)
-        data_report.write(mixtures, run_directory(recipe))
+        write_counts(mixtures, run_directory(recipe))
         critic = read_architecture(checked.critic_directory) if checked.critic_directory else None
         with suppress(RecipeError):  # of GPUs that are unknown to plans
             planned = plan_of(recipe, checked.architecture, critic=critic, agent=checked.agent)
             (run_directory(recipe) / PLAN_FILE).write_text(plan_json(planned) + "\n", encoding="utf-8")
-        lines = list(data_report.lines(mixtures, "prompts" if isinstance(recipe, Recipe) else "examples"))
+        noun = "prompts" if isinstance(recipe, Recipe) else "examples"
+        lines = [line for mixture in mixtures.values() for line in mixture.lines(noun)]
         if resumed:
             lines += [f"continuing after step {state.step} from {resumed.path}", *resumed.warnings]
             lines += [f"changed: {line}" for line in changed]

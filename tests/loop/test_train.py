@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.cli import main
 from megagrpo.evaluation.responses import read_responses
-from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import A_CPU, Case
+from megagrpo.plan.plan import calibrated
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import load
 from megagrpo.track.jsonl import PLAN_FILE

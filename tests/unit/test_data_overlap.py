@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.demo.model import make_tokenizer
-from megagrpo.data import report
-from megagrpo.data.mixture import epoch_rows
+from megagrpo.data.mixture import epoch_rows, write_counts
 from megagrpo.data.overlap import digests, held_out, repeated, words
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import DataError
@@ -106,7 +105,7 @@ def test_duplicates_that_disagree_about_the_ground_truth_are_counted(tmp_path):
     entry = write(tmp_path / "a.jsonl", "x", "X", "x", "x", "y", truths="11233")
     (file,) = (mixture := load(tmp_path, entry, deduplicate=True)).files
     assert (file.taken, file.duplicates, file.disagreeing) == (2, 3, 2)
-    (said,) = report.lines({"train": mixture}, "prompts")
+    (said,) = mixture.lines("prompts")
     assert "3 duplicates (2 with another ground truth)" in said
 
 
@@ -131,10 +130,10 @@ def test_what_is_evaluated_on_is_always_whole(tmp_path):
 def test_the_report_has_every_file_with_its_counts(tmp_path):
     train, test = write(tmp_path / "train.jsonl", "2+3?", "4+5?", "4+5?"), write(tmp_path / "test.jsonl", "2+3?")
     mixture = load(tmp_path, train, held_out=[test], deduplicate=True, decontaminate={}, prompt_tokens_max=50)
-    said = list(report.lines({"train": mixture}, "prompts"))
+    said = list(mixture.lines("prompts"))
     assert said[0] == f"{train.path}: 1 prompts of 3 rows, 1 duplicates, 1 contaminated"
     assert "train.jsonl:1" in said[1]
-    report.write({"train": mixture}, tmp_path)
+    write_counts({"train": mixture}, tmp_path)
     written = json.loads((tmp_path / "data.json").read_text())["train"]
     assert (written["items"], len(written["digest"])) == (1, 32)
     (file,) = written["files"]

@@ -27,7 +27,7 @@ def test_a_task_is_data_by_its_name_with_rows_that_stay_the_same():
     tasks = [entry(seed=1, arguments={"max_animals": 3}), entry("chain_sum"), entry(seed=6)]
     data = DataConfig(train=tasks, prompt_tokens_max=4096)
     mixture = load_prompts(data.train, make_tokenizer(), data, 0)
-    assert mixture.items == load_prompts(data.train, make_tokenizer(), data, 0).items
+    assert list(mixture.items) == list(load_prompts(data.train, make_tokenizer(), data, 0).items)
     ids = [prompt.id for prompt in mixture.items]
     assert ids[:2] == ["seed=1/size=5/leg_counting:0", "seed=1/size=5/leg_counting:1"]
     assert ids[5] == "chain_sum:0"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from examples.demo.model import make_tokenizer
-from megagrpo.data.cursor import Cursor, fingerprint
+from megagrpo.data.cursor import Cursor
 from megagrpo.data.messages import load_examples
-from megagrpo.data.mixture import Mixture
+from megagrpo.data.mixture import Mixture, fingerprint
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import DataError
 from megagrpo.recipe.schema import ConversationFileConfig, DataFileConfig
@@ -56,7 +56,7 @@ def test_prompts_on_the_disk_are_those_in_memory_with_the_same_fingerprint(amoun
     request.getfixturevalue("on_disk")
     for _ in range(2):  # written, then found
         kept = load(tmp_path, amount=amount)
-        assert kept.items == in_memory.items == list(in_memory.items)
+        assert list(kept.items) == list(in_memory.items)
         assert kept.files == in_memory.files
         assert fingerprint(kept.items) == fingerprint(in_memory.items) == fingerprint(list(kept.items))
         drawn = [prompt.id for prompt in Cursor(kept.items, seed=1).next(100)]
@@ -98,7 +98,7 @@ def test_what_a_row_becomes_follows_from_its_file_and_every_setting(on_disk, tmp
 
 def test_a_damaged_or_half_written_file_is_made_again(on_disk, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", *ROWS)
-    whole = load(tmp_path).items
+    whole = list(load(tmp_path).items)
     (arrow,) = on_disk.glob("*.arrow")
 
     def cut_off() -> None:
@@ -108,7 +108,7 @@ def test_a_damaged_or_half_written_file_is_made_again(on_disk, tmp_path):
 
     for damage in (cut_off, arrow.with_suffix(".json").unlink):
         damage()
-        assert load(tmp_path).items == whole
+        assert list(load(tmp_path).items) == whole
     assert json.loads(arrow.with_suffix(".json").read_text()) == {"rows": 40, "overlong": 0}
 
 
@@ -138,5 +138,5 @@ def test_several_processes_may_keep_the_same_rows_at_once(on_disk, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", *ROWS)
     with ThreadPoolExecutor(4) as pool:
         kept = [future.result() for future in [pool.submit(load, tmp_path) for _ in range(8)]]
-    assert all(mixture.items == kept[0].items for mixture in kept)
+    assert all(list(mixture.items) == list(kept[0].items) for mixture in kept)
     assert sorted(path.suffix for path in on_disk.iterdir()) == [".arrow", ".json"]

@@ -29,8 +29,8 @@ def planned(*given: str, agent: dict[str, Any] = AGENT, **more: Any) -> Plan:
 
 
 def time_of(plan: Plan) -> StepTime:
-    assert plan.estimate
-    return plan.estimate.time
+    assert plan.time
+    return plan.time
 
 
 def rollout(plan: Plan) -> dict[str, float]:

@@ -7,8 +7,8 @@ import pytest
 
 from megagrpo.errors import ReportError
 from megagrpo.plan.assumptions import Assumptions
-from megagrpo.plan.calibrate import calibrated
 from megagrpo.plan.case import A_CPU, GPUS, Case, Machines
+from megagrpo.plan.plan import calibrated
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.load import dump, load
 from megagrpo.recipe.schema.schedule import AsyncConfig

@@ -262,8 +262,8 @@ def test_seconds_of_a_token_are_those_of_the_engine() -> None:
 def test_a_simulated_synchronous_step_is_about_as_long_as_the_sum_of_its_phases(of: str) -> None:
     long = {"rollout.response_tokens_max": 32768, "train.layout": {"tensor": 8, "context": 4, "pipeline": 2, "data": 2}}
     plan = plans.plan(long if of == "long" else {})
-    assert plan.estimate is not None
-    assert plan.schedules[0].seconds == pytest.approx(plan.estimate.time.seconds, rel=0.1)
+    assert plan.time is not None
+    assert plan.schedules[0].seconds == pytest.approx(plan.time.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -331,22 +331,22 @@ def test_a_plan_tells_them_side_by_side_in_text_json_and_page() -> None:
 def test_a_step_of_a_plan_takes_as_long_as_under_the_recipes_own_schedule() -> None:
     apart = {"cluster.placement": "disaggregated", "train.offload": [], "rollout.sglang": {}}
     plan = plans.plan({**apart, "schedule": {"kind": "async", "max_staleness": 2}})
-    assert plan.estimate is not None
-    assert plan.own is not None
-    time = plan.estimate.time
-    assert time.seconds == plan.own.seconds < 0.8 * time.phase_seconds
+    assert plan.time is not None
+    assert plan.scheduled is not None
+    time = plan.time
+    assert time.seconds == plan.scheduled.seconds < 0.8 * time.phase_seconds
     assert time.phase_seconds == pytest.approx(sum(phase.seconds for phase in time.phases))
-    assert time.days == pytest.approx((time.steps or 0) * plan.own.seconds / 86400)
-    assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens / plan.own.seconds / time.gpus)
+    assert time.days == pytest.approx((time.steps or 0) * plan.scheduled.seconds / 86400)
+    assert time.tokens_per_second_per_gpu == pytest.approx(time.tokens / plan.scheduled.seconds / time.gpus)
     assert json.loads(plan_json(plan))["time"]["seconds"] == time.seconds
     stream = io.StringIO()
     draw(plan, None, Console(file=stream, width=200, highlight=False))
     assert f"a step: {second_text(time.seconds)} under async, max_staleness 2 (" in stream.getvalue()
     assert f"a step: {second_text(time.seconds)} under async" in page(plan)
     in_turn = plans.plan(apart)
-    assert in_turn.own is None
-    assert in_turn.estimate is not None
-    assert in_turn.estimate.time.seconds == time.phase_seconds
+    assert in_turn.scheduled is None
+    assert in_turn.time is not None
+    assert in_turn.time.seconds == time.phase_seconds
 
 
 def test_a_plan_without_seconds_has_no_schedules() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.errors import RecipeError
-from megagrpo.plan import candidates
+from megagrpo.plan import search as searching
 from megagrpo.plan.parameters import known_models
 from megagrpo.plan.plan import lacking_bytes
 from megagrpo.plan.schedules import ASYNC, steady_seconds
@@ -21,7 +21,7 @@ from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.load import Places, apply_overrides
 from megagrpo.recipe.model_rules import model_problems
 from megagrpo.recipe.schema import Recipe
-from megagrpo.section import broken_rules
+from megagrpo.section import broken_rules, tree_of
 from megagrpo.weights.blocks import Shapes, in_blocks
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families import read_architecture
@@ -59,7 +59,7 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
     assert found.choices
     assert found.nearest is None
     assert 10 < found.legal < found.estimated < 1500  # milliseconds each
-    seconds = [choice.estimate.time.seconds for choice in found.choices]
+    seconds = [choice.time.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     model = architecture(of)
     for choice in (*found.choices, *found.asynchronous):
@@ -68,8 +68,8 @@ def test_choices_are_ready_overrides_that_obey_every_rule_and_fit(changes: dict[
         assert not model_problems(chosen, model)
         assert not split_problems(model, chosen.rollout.layout, "cuda")
         assert plan_devices(chosen, "cuda").bundles == gpus
-        again = planned(chosen).estimate
-        assert again == choice.estimate
+        again = planned(chosen)
+        assert (again.memory, again.time, again.lacking_bytes) == (choice.memory, choice.time, choice.lacking_bytes)
         assert lacking_bytes(again.memory, H100.gpu.memory_bytes, SPARE) == 0
         assert chosen.rollout.engine in choice.reason or "engine" in choice.reason
 
@@ -79,13 +79,13 @@ def test_splits_between_ranks_and_engines_are_ranked_by_their_asynchronous_step(
     assert len(found.asynchronous) == SPLITS_SHOWN
     seconds = [split.schedule.seconds for split in found.asynchronous]
     assert seconds == sorted(seconds)
-    assert seconds[0] < 0.8 * found.choices[0].estimate.time.seconds
+    assert seconds[0] < 0.8 * found.choices[0].time.seconds
     for split in found.asynchronous:
         assert "cluster.placement=disaggregated" in split.overrides
         chosen = planned(applied(split.overrides, {}))
         again = {time.name: time for time in chosen.schedules}[split.schedule.name]
         assert again == split.schedule
-        bound = steady_seconds(chosen, split.estimate.time, ASYNC)
+        bound = steady_seconds(chosen, split.time, ASYNC)
         assert bound < 1.05 * split.schedule.seconds < 1.3 * bound
     assert len({split.overrides for split in found.asynchronous}) == SPLITS_SHOWN
     whole = plan({})
@@ -117,27 +117,27 @@ def test_a_repeatable_run_is_not_told_to_sample_all_the_time() -> None:
 
 def test_the_best_choice_is_that_of_all_choices() -> None:
     of = recipe(SMALL, rollout__prompts_per_step=8)  # each estimate plays all responses of its steps
-    model = architecture(of)
+    case = planned(of)
     every = (
-        candidates.placed({**layout, **saving, **engine}, colocated=gpus == 2)
+        searching.placed({**layout, **saving, **engine}, colocated=gpus == 2)
         for gpus in (2, 1)
-        for layout in candidates.layouts(of, model, gpus)
-        for saving in candidates.savings(of, model, layout)
-        for engine in candidates.engines(of, model, gpus, colocated=gpus == 2)
+        for layout in searching.layouts(case, gpus)
+        for saving in searching.savings(case, layout)
+        for engine in searching.engines(case, gpus, colocated=gpus == 2)
     )
     best = float("inf")
     for values in every:
-        candidate = planned(candidates.changed(of, values))
+        candidate = planned(searching.changed(of, tree_of(values)))
         if legal(candidate) and lacking_bytes(candidate.memory, candidate.card_bytes, SPARE) == 0:
-            best = min(best, candidate.estimate.time.seconds)
-    assert searched(of, 2).choices[0].estimate.time.seconds == pytest.approx(best)
+            best = min(best, candidate.time.seconds)
+    assert searched(of, 2).choices[0].time.seconds == pytest.approx(best)
 
 
 def test_what_lacks_least_is_told_if_nothing_fits() -> None:
     found = searched(recipe(cluster__gpu="RTX-4090"), 8)
     assert not found.choices
     assert found.nearest is not None
-    assert found.nearest.estimate.lacking_bytes > 0
+    assert found.nearest.lacking_bytes > 0
     assert "too much" in found.nearest.reason
 
 
@@ -173,9 +173,9 @@ def test_searches_need_a_kind_of_gpu() -> None:
 
 def test_engines_apart_have_whole_nodes_and_no_offload() -> None:
     of = recipe()
-    assert candidates.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
-    assert candidates.engine_gpus(of, 8) == list(range(1, 8))
-    values = candidates.placed(
+    assert searching.engine_gpus(of, 128) == [16, 32, 48, 64, 80, 96, 112]
+    assert searching.engine_gpus(of, 8) == list(range(1, 8))
+    values = searching.placed(
         {"train.offload": ["optimizer"], "rollout.sglang.enable_memory_saver": True}, colocated=False
     )
     assert values["train.offload"] == []
@@ -186,7 +186,7 @@ def test_the_last_of_uneven_stages_is_the_shortest() -> None:
     of = recipe({"model.path": ON_2048["model.path"]})
     lengths = {
         values["train.layout.pipeline"]: values["train.layout.last_stage_layers"]
-        for values in candidates.layouts(of, architecture(of), 128)
+        for values in searching.layouts(planned(of), 128)
         if values["train.layout.virtual_pipeline"] == 1
     }
     assert (lengths[1], lengths[2], lengths[4], lengths[8], lengths[16], lengths[32]) == (None, 30, 13, 5, 1, None)

@@ -7,10 +7,9 @@ import pytest
 from rich.console import Console
 
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.device_map import axes, device_map, rows
 from megagrpo.plan.parameters import stages, total_parameters
 from megagrpo.plan.plan import Plan
-from megagrpo.plan.show.terminal import draw
+from megagrpo.plan.show.terminal import draw, rows
 from megagrpo.plan.units import byte_text, second_text, spans
 from tests.plans import ON_2048, architecture, plan, planned, recipe
 
@@ -95,7 +94,7 @@ def test_the_start_says_what_engines_without_weights_do_not_read(of_70b: Plan) -
 
 def test_what_is_too_much_is_marked_beyond_the_card() -> None:
     of = plan(train__recompute="none", train__layout={"tensor": 8, "data": 16}, cluster__gpu="A100-40GB")
-    assert not of.estimate.fits
+    assert of.lacking_bytes
     assert of.problems
     text = drawn(of)
     assert re.search(r"update +█+│█+ .*too much", text)
@@ -120,13 +119,13 @@ def test_cpu_recipes_have_processes_and_no_time() -> None:
 def test_every_place_is_in_one_row() -> None:
     for count in (1, 2, 16, 17, 64):
         of = recipe(train__layout={"tensor": 1, "data": count}, rollout__layout={"tensor": 1}, rollout__engines=count)
-        every = device_map(planned(of))
+        every = planned(of).device_map
         assert [mapped for row in rows(every) for mapped in row] == list(every)
 
 
 def test_engines_of_their_own_lie_behind_the_ranks() -> None:
     of = recipe(cluster__placement="disaggregated", train__offload=[], rollout__engines=4)
-    every = device_map(planned(of))
+    every = planned(of).device_map
     alone = [mapped for mapped in every if mapped.rank is None]
     assert [mapped.device for mapped in alone] == list(range(128, 160))
     assert [mapped.engines for mapped in alone[::8]] == [(0,), (1,), (2,), (3,)]
@@ -136,13 +135,13 @@ def test_engines_of_their_own_lie_behind_the_ranks() -> None:
 
 def test_groups_say_how_many_nodes_the_widest_of_them_reaches_over() -> None:
     of = recipe(train__layout={"tensor": 4, "context": 3, "data": 2}, cluster__gpus_per_node=8, rollout__engines=3)
-    found = {axis.name: axis for axis in axes(planned(of))}
+    found = {axis.name: axis for axis in planned(of).axes}
     assert found["tensor"].nodes == 1
     assert found["context"].example == (0, 4, 8)
     assert found["context"].nodes == 2
     assert found["data"].nodes == 2
     of = recipe(train__layout={"tensor": 6, "data": 4}, cluster__gpus_per_node=8)
-    assert axes(planned(of))[0].nodes == 2  # ranks 6-11
+    assert planned(of).axes[0].nodes == 2  # ranks 6-11
 
 
 def test_interleaved_chunks_of_a_stage_are_all_named() -> None:

@@ -109,7 +109,7 @@ def test_a_kind_is_planned() -> None:
     plan = plans.planned(with_toys(plans.recipe(values, model__path=plans.LLAMA_8B)))
     parts = {part.name for kind in plan.memory for phase in kind.phases for part in phase.parts}
     assert {"engine weights", "engine cache"} <= parts
-    assert plan.estimate is not None
+    assert plan.time is not None
     assert "2 toy engines" in plan.summary["ranks"]
     assert list(engine_problems(plan.grpo, plan.architecture, plan_only=True)) == []
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import fields
 from typing import Any
 
+from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.communication import LinkUse
-from megagrpo.plan.device_map import MappedDevice, axes
 from megagrpo.plan.memory import DeviceMemory, PhaseMemory
 from megagrpo.plan.parameters import Stage, total_parameters
 from megagrpo.plan.plan import Plan
@@ -29,7 +29,6 @@ DERIVED: dict[type, tuple[str, ...]] = {
 
 def plan_json(plan: Plan, search: Search | None = None) -> str:
     """Returns all of a plan as JSON, and of the search if there was one."""
-    judged = plan.estimate if plan.gpus else None
     values: dict[str, Any] = {
         "format": FORMAT,
         "name": plan.recipe.name,
@@ -38,13 +37,13 @@ def plan_json(plan: Plan, search: Search | None = None) -> str:
         "summary": plan.summary,
         "device": plan.device,
         "machines": plan.gpus,
-        "axes": axes(plan),
+        "axes": plan.axes,
         "stages": plan.stages,
         "devices": plan.device_map,
         "memory": plan.memory,
-        "fits": judged.fits if judged else None,
-        "lacking_bytes": judged.lacking_bytes if judged else None,
-        "time": plan.estimate.time if plan.estimate else None,
+        "fits": plan.lacking_bytes == 0 if plan.gpus else None,
+        "lacking_bytes": plan.lacking_bytes if plan.gpus else None,
+        "time": plan.time,
         "schedules": plan.schedules,
         "assumptions": plan.assumed,
         "problems": plan.problems,
@@ -67,12 +66,12 @@ def _keys(value: Any) -> Any:
         case Section():
             return value.model_dump(mode="json")
         case Choice():
-            schedule = {"schedule": value.schedule} if value.schedule else {}
-            return {"overrides": value.overrides, "reason": value.reason, **_keys(value.estimate), **schedule}
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
+            parts = {"overrides": value.overrides, "reason": value.reason, **vars(value)}
+            return {name: part for name, part in parts.items() if name != "schedule" or part}
+    keys = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, MappedDevice):
         coordinates = dict(vars(value.rank)) if value.rank else {}
-        found |= {"rank": coordinates.pop("rank", None), "coordinates": coordinates or None}
+        keys |= {"rank": coordinates.pop("rank", None), "coordinates": coordinates or None}
     elif isinstance(value, DeviceMemory):
-        found["fullest"] = value.fullest.phase
-    return found | {name: getattr(value, name) for name in DERIVED.get(type(value), ())}
+        keys["fullest"] = value.fullest.phase
+    return keys | {name: getattr(value, name) for name in DERIVED.get(type(value), ())}

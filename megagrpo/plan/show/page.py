@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from megagrpo.errors import PreflightError, Problem
-from megagrpo.plan.device_map import MappedDevice
+from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.search import Search
 from megagrpo.plan.show.terminal import WIDTH_MAX, draw

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from megagrpo.plan.assumptions import OF_AGENTS
+from megagrpo.plan.case import MappedDevice
 from megagrpo.plan.communication import LinkUse
-from megagrpo.plan.device_map import MappedDevice, axes, ranks_text, rows
-from megagrpo.plan.memory import DeviceMemory, PhaseMemory, export_copy_bytes, host_bytes, snapshot_bytes
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes
 from megagrpo.plan.parameters import Stage
 from megagrpo.plan.plan import Plan
 from megagrpo.plan.schedules import ASYNC, ScheduleTime, allowed, best
@@ -23,7 +23,7 @@ from megagrpo.recipe.schema import Recipe
 
 WIDTH_MAX = 120
 KINDS_MAX, FIELDS_MAX, PARTS_MAX, TIME_PARTS_MAX = 4, 3, 8, 4
-DEVICES_TEXT_MAX = 40
+DEVICES_TEXT_MAX, ROWS_MAX = 40, 32
 HEADS = ("a step", "speed", "trainer waits", "engines idle", "slots empty", "staleness", "old tokens")
 UNKNOWN_GPU = " (kind of GPU not given)"
 COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "bright_blue", "bright_green", "bright_magenta")
@@ -35,21 +35,18 @@ def draw(plan: Plan, search: Search | None, console: Console) -> None:
     marks = _Marks(console)
     facts = [*plan.summary.items(), *(("not checked", text) for text in plan.unchecked)]
     width = max(12, *(len(name[:30]) for name, _ in facts))
-    _sentences(console, [Text(f"{name:<{width}} {text}") for name, text in facts])
-    for section in (_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)):
-        if section is not None:
+    sections: list[RenderableType | list[Text] | None] = [
+        [Text(f"{name:<{width}} {text}") for name, text in facts],
+        *(_layout(plan), _memory(plan, marks), _time(plan, marks), _schedules(plan), _assumptions(plan)),
+        _search(search) if search else None,
+        [Text(f"unwise: {problem}", style="yellow") for problem in plan.unwise],
+    ]
+    for number, section in enumerate(filter(None, sections)):
+        if number:
             console.print()
-            console.print(section)
-    for sentences in (_search(search) if search else (), [Text(f"unwise: {p}", style="yellow") for p in plan.unwise]):
-        if sentences:
-            console.print()
-            _sentences(console, sentences)
-
-
-def _sentences(console: Console, sentences: Iterable[Text]) -> None:
-    """Prints each sentence in one piece, so that it can be searched and copied."""
-    for sentence in sentences:
-        console.print(sentence, soft_wrap=True)
+        parts = section if isinstance(section, list) else [section]
+        for part in parts:  # sentences are printed in one piece each, so that they can be searched and copied
+            console.print(part, soft_wrap=parts is section)
 
 
 class _Marks:
@@ -79,10 +76,33 @@ def _layout(plan: Plan) -> RenderableType:
         cells = {name: spans(n for each in numbers for n in each.get(name, ())) for name in names}
         table.add_row(*((cells | {"layers": _held(plan.stages, row)})[name] or "-" for name in names))
     lines: list[RenderableType] = [_title("where"), table]
-    for axis in axes(plan) if plan.device == "cuda" else ():
+    for axis in plan.axes if plan.device == "cuda" else ():
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
         lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks_text(axis.example)}, each group {nodes}"))
     return Group(*lines)
+
+
+def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
+    """Returns the devices of each table row: one while they are few, else a stage's on a node, else whole stages'."""
+    if len(devices) <= ROWS_MAX // 2:
+        return [(mapped,) for mapped in devices]
+    by_node = [tuple(group) for _, group in groupby(devices, lambda mapped: (mapped.stage, mapped.node))]
+    if len(by_node) <= ROWS_MAX // 2:
+        return by_node
+    by_stage = [tuple(group) for _, group in groupby(devices, lambda mapped: mapped.stage)]
+    together = -(-len(by_stage) // ROWS_MAX)
+    return [
+        tuple(mapped for group in by_stage[first : first + together] for mapped in group)
+        for first in range(0, len(by_stage), together)
+    ]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Formats ranks like `0-7`, or `0, 8, 16, ... 120`."""
+    if ranks[1] - ranks[0] == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = [str(rank) for rank in ranks]
+    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, ... {shown[-1]}"
 
 
 def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
@@ -98,8 +118,8 @@ def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
     if not held:
         models = dict.fromkeys(mapped.reward_model for mapped in row if mapped.reward_model)
         return f"reward model {', '.join(models)}" if models else "engines only"
-    layers = spans(layer for stage in held for layer in stage.layers)
-    return ", ".join([*["embedding"] * held[0].embedding, layers, *["head"] * held[-1].head])
+    chunks = tuple(chunk for stage in held for chunk in stage.chunks)
+    return Stage(chunks, held[0].embedding, held[-1].head).text
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -120,11 +140,10 @@ def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
         lines += [_kind(kind, plan), _bar(kind.fullest, card, scale, marks, _colours(kind))]
     if more := kinds[KINDS_MAX:]:
         lines.append(Text(f"{len(more)} more kinds need at most {byte_text(more[0].fullest.bytes)}"))
-    if moved := host_bytes(plan):
-        lines.append(Text(f"train.offload: {byte_text(moved)} of a node's host memory, pinned"))
-    lines.append(Text(f"checkpoints: {byte_text(snapshot_bytes(plan))} of a node's host memory, for copies to save"))
-    if copied := export_copy_bytes(plan):
-        lines.append(Text(f"exports: {byte_text(copied)} of a node's host memory, for a copy to write"))
+    uses = {"train.offload": "pinned", "checkpoints": "for copies to save", "exports": "for a copy to write"}
+    for (name, use), size in zip(uses.items(), host_bytes(plan), strict=True):
+        if size or name == "checkpoints":
+            lines.append(Text(f"{name}: {byte_text(size)} of a node's host memory, {use}"))
     return Group(*lines)
 
 
@@ -182,17 +201,17 @@ def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> Ren
 
 
 def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
-    if plan.estimate is None:
+    if plan.time is None:
         hint = "Bars against a card's memory, and seconds: add cluster.gpu=H100 (docs/plan.md lists the GPUs)."
         return Text(hint) if plan.device == "cuda" else None
-    time = plan.estimate.time
+    time = plan.time
     where = f"{time.gpus} process{'es' if time.gpus > 1 else ''}"
     if plan.gpus:
         nodes = -(-time.gpus // plan.gpus.gpus_per_node)
         where = f"{time.gpus} {plan.gpus.gpu.name}" + (f" in {nodes} nodes" if nodes > 1 else "")
     seconds = second_text(time.seconds)
-    if plan.own is not None:
-        seconds += f" under {plan.own.name} ({second_text(time.phase_seconds)} if phases follow one another)"
+    if plan.scheduled is not None:
+        seconds += f" under {plan.scheduled.name} ({second_text(time.phase_seconds)} if phases follow one another)"
     days = "; how long in all: --assume epoch_rows=N, the rows of data.train"
     if time.days is not None:
         days = f"; {time.steps} steps take {second_text(time.days * 86400)}"
@@ -259,7 +278,7 @@ def figures(time: ScheduleTime, sync: ScheduleTime) -> tuple[str, ...]:
 
 def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
     """Describes the best schedule, its price, and the recipe's own. sync is the first of `times`."""
-    chosen, sync, own = best(times), times[0], recipe.schedule
+    chosen, sync = best(times), times[0]
     if chosen is sync:
         text = "best here: sync, whose samples are never stale"
     else:
@@ -267,8 +286,8 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
         late = f"groups are trained {chosen.staleness:.1f} versions late in the mean, {chosen.staleness_max} at most"
         old = f"{chosen.old_tokens:.0%} of their tokens are more than one version old"
         text = f"best here: {chosen.name}, {faster}; its price: {late}, and {old}"
-    if own != sync.schedule:
-        ours = next(time for time in times if time.schedule == own)
+    if recipe.schedule != sync.schedule:
+        ours = next(time for time in times if time.schedule == recipe.schedule)
         text += f"; the recipe's is {ours.name}, {sync.seconds / ours.seconds:.2f} times as fast as sync"
     apart = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"placement": "disaggregated"})})
     if allowed(apart, ASYNC) and not allowed(recipe, ASYNC):
@@ -278,7 +297,7 @@ def judgement(times: Sequence[ScheduleTime], recipe: Recipe) -> str:
 
 def _assumptions(plan: Plan) -> RenderableType | None:
     """Returns the assumptions, two to a line. Shows factors only of a calibration, and agents' only for agents."""
-    if plan.estimate is None:
+    if plan.time is None:
         return None
     shown = [a for a in plan.assumed if a.value is not None and not (a.name.endswith("_factor") and a.value == 1)]
     if not (isinstance(plan.recipe, Recipe) and plan.recipe.agent):
@@ -306,15 +325,15 @@ def _search(search: Search) -> list[Text]:
     gpus = f"{search.gpus} GPU{'s' if search.gpus > 1 else ''}"
     lines = [_title(f"{'fastest' if search.choices else 'nothing fits'} on {gpus} ({counted})")]
     for number, choice in [*enumerate(search.choices, start=1), *enumerate(search.asynchronous, start=1)]:
-        time, own = choice.estimate.time, choice.schedule
+        time, schedule = choice.time, choice.schedule
         line = f"{number}. {second_text(time.seconds)} a step, {time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-        if own is not None:
+        if schedule is not None:
             if number == 1:
-                lines.append(_title(f"fastest if engines on GPUs of their own sample all the time ({own.name})"))
-            line += f"; the trainer waits {own.trainer_waits:.0%}, engines are idle {own.engines_idle:.0%}"
+                lines.append(_title(f"fastest if engines on GPUs of their own sample all the time ({schedule.name})"))
+            line += f"; the trainer waits {schedule.trainer_waits:.0%}, engines are idle {schedule.engines_idle:.0%}"
         lines += [Text(line), *_choice(choice)]
     if search.nearest:
-        lacking = byte_text(search.nearest.estimate.lacking_bytes)
+        lacking = byte_text(search.nearest.lacking_bytes)
         line = f"nearest: {lacking} too much on the fullest GPU, {SPARE:.0%} of which are to stay free"
         lines += [Text(line), *_choice(search.nearest)]
     return lines
