@@ -26,12 +26,11 @@ from megagrpo.processes.imports import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.reward.asking import Served
-from megagrpo.reward.judging.client import Conversation, Reply
+from megagrpo.reward.judging.client import Conversation, HttpEndpoint, Reply
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 
-if TYPE_CHECKING:  # torch follows prepare_process; the driver needs no aiohttp
+if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
-    from megagrpo.reward.judging.endpoint import HttpEndpoint
     from megagrpo.rollout.sglang.server import Server
 
 RESTARTS_MAX = 10
@@ -137,8 +136,6 @@ class JudgeActor:
             await asyncio.to_thread(self._server.close)
 
     async def _running(self) -> HttpEndpoint:
-        from megagrpo.reward.judging.endpoint import HttpEndpoint
-
         async with self._starting:
             if self._server is not None:
                 try:

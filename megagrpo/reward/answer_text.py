@@ -9,6 +9,7 @@ import json
 import re
 import string
 import unicodedata
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -45,9 +46,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"$\boxed 5$."), last_boxed(r"\(\boxed\frac{1}{2}\)"), last_boxed(r"\boxed{5}, by \boxed as asked")
     ('5', '\\frac{1}{2}', '5')
     """
-    box = None
-    for found in BOX.finditer(text):
-        box = found
+    *_, box = [None, *BOX.finditer(text)]
     if box is None:
         return None
     if not box.group(1):
@@ -98,11 +97,10 @@ def final_answer(text: str) -> str | None:
     >>> final_answer("The final answer is **42**. It took 3."), final_answer(r"\boxed{4} The final answer is so.")
     ('42', '4')
     """
-    start = -1
-    for found in _FINAL_ANSWER.finditer(text):
-        start = found.end()
-    if start < 0 or BOX.search(text, start):
+    *_, announced = [None, *_FINAL_ANSWER.finditer(text)]
+    if announced is None or BOX.search(text, announced.end()):
         return last_boxed(text)
+    start = announced.end()
     hope = _HOPE.search(text, start)
     stated = text[start : hope.start()] if hope else text[start:].lstrip(" *\n\t").partition("\n")[0]
     stated = _SENTENCE_END.split(stated, maxsplit=1)[0].strip(" *\n\t")
@@ -133,7 +131,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
     >>> blocks("1. So:\n   ```JSON title=x\n   {}\n   ```\nand ```this``` is none")
     [('json', '{}\n')]
     """
-    found: list[tuple[str, str]] = []
+    closed: list[tuple[str, str]] = []
     lines: list[str] | None = None
     fence, label, indent = "", "", 0
     for line in text.splitlines(keepends=True):
@@ -142,11 +140,11 @@ def blocks(text: str) -> list[tuple[str, str]]:
                 lines, fence, indent = [], opening[2], len(opening[1])
                 label = (opening[3].split() or [""])[0].lower()
         elif line.strip().startswith(fence) and not line.strip().strip("`"):
-            found.append((label, "".join(lines)))
+            closed.append((label, "".join(lines)))
             lines = None
         else:
             lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
-    return found
+    return closed
 
 
 def last_program(text: str) -> str | None:
@@ -155,8 +153,8 @@ def last_program(text: str) -> str | None:
     >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
     'first\n'
     """
-    found = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block[0])]
-    return next((program for _, program in [*(block for block in found if block[0]), *found]), None)
+    programs = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block[0])]
+    return next((program for _, program in [*(block for block in programs if block[0]), *programs]), None)
 
 
 class _Punctuation(dict[int, int | None]):
@@ -213,18 +211,25 @@ def accepted_answers(ground_truth: str) -> tuple[str, ...]:
     >>> accepted_answers("Paris"), accepted_answers('["NYC", "New York"]'), accepted_answers('{"target": "Paris"}')
     (('Paris',), ('NYC', 'New York'), ('Paris',))
     """
-    answers: Any = [ground_truth]
-    try:
-        value = json.loads(ground_truth)
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict) and "target" in value:
-        value = value["target"] if isinstance(value["target"], list) else [value["target"]]
-    if isinstance(value, list):
-        answers = value
+    answers: Any = None
+    with suppress(ValueError, RecursionError):
+        answers = json.loads(ground_truth)
+    if isinstance(answers, dict) and "target" in answers:
+        answers = answers["target"] if isinstance(answers["target"], list) else [answers["target"]]
+    if not isinstance(answers, list):
+        answers = [ground_truth]
     if not all(isinstance(answer, str | int | float) for answer in answers):
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is a list of something other than texts")
     answers = [str(answer) for answer in answers if str(answer).strip()]
     if not answers:
         raise ValueError(f"the ground truth {ground_truth[:200]!r} has no answer")
     return tuple(answers)
+
+
+@lru_cache(maxsize=65536)
+def accepted_words(ground_truth: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the words of each accepted answer that has any, by squad_words. Raises ValueError if none has."""
+    answers = tuple(tuple(words) for words in map(squad_words, accepted_answers(ground_truth)) if words)
+    if not answers:
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} has no word")
+    return answers

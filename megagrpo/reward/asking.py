@@ -15,7 +15,15 @@ from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import Calls, Executor, Outcomes, Specs
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, load, outcomes_of
 from megagrpo.reward.judging.cache import AnswerCache
-from megagrpo.reward.judging.client import AskConfig, Endpoint, Judge, OverBudgetError, ScoringModel, ServedClassifier
+from megagrpo.reward.judging.client import (
+    AskConfig,
+    Endpoint,
+    HttpEndpoint,
+    Judge,
+    OverBudgetError,
+    ScoringModel,
+    ServedClassifier,
+)
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig
@@ -120,8 +128,6 @@ class Asking(Executor):
             return ScoringModel(cast(ServedClassifier, served))
         if self._cache is None and self._models.directory is not None:
             self._cache = AnswerCache(self._models.directory)
-        from megagrpo.reward.judging.endpoint import HttpEndpoint  # aiohttp takes a fifth of a second
-
         if config.url is None:
             return Judge(config, cast(Endpoint, served), self._cache)
         return Judge(config, HttpEndpoint(config.url, self._keys[number], config.concurrency), self._cache)

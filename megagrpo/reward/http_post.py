@@ -16,22 +16,27 @@ async def post(
 ) -> tuple[int, bytes | None, float | None]:
     """Returns status, body and seconds of Retry-After; None for a body of more than bytes_max.
 
-    request: further arguments of aiohttp. Raises TimeoutError, and aiohttp.ClientError or OSError without an answer.
+    request: further arguments of aiohttp. Raises TimeoutError, or another OSError without an answer.
     """
     timeout = aiohttp.ClientTimeout(timeout_seconds)
     data = bytearray()
-    # A redirection could take a key elsewhere.
-    async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
-        after = retry_after(answer.headers.get("Retry-After"))
-        try:
-            async for chunk in answer.content.iter_any():
-                data += chunk
-                if len(data) > bytes_max:
-                    return answer.status, None, after
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            if answer.status == 200:
-                raise  # else the status tells what to do, whatever its body lacks
-        return answer.status, bytes(data), after
+    try:
+        # A redirection could take a key elsewhere.
+        async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
+            after = retry_after(answer.headers.get("Retry-After"))
+            try:
+                async for chunk in answer.content.iter_any():
+                    data += chunk
+                    if len(data) > bytes_max:
+                        return answer.status, None, after
+            except (aiohttp.ClientError, OSError):
+                if answer.status == 200:
+                    raise  # else the status tells what to do, whatever its body lacks
+            return answer.status, bytes(data), after
+    except aiohttp.ClientError as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def retry_after(header: str | None) -> float | None:

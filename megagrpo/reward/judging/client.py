@@ -4,6 +4,7 @@ served classifier, whose concurrent requests form one batch."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import defaultdict
@@ -25,9 +26,10 @@ BACKOFF_SECONDS_MAX = 60.0
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a server that does not report its tokens."""
 OWNED = ("model", "messages", "n", "stream", "stream_options")
-SHOWN_MAX = 5
-"""Most problems of arguments in one error."""
+SHOWN_MAX, ANSWER_SHOWN_MAX = 5, 300
+"""Most problems of arguments in one error, and most characters of an answer."""
 MAX_TOKENS = 1024
+ANSWER_BYTES_MAX = 4 << 20
 Read = TypeVar("Read")
 
 
@@ -162,6 +164,37 @@ class Endpoint(Protocol):
         """Sends a request and returns the reply. Raises OSError if there is none, TimeoutError if it is late."""
 
     async def close(self) -> None: ...
+
+
+class HttpEndpoint:
+    """A judge's server at a URL. concurrency: most connections to it, 0 for any number. proxies: use those that the
+    environment names."""
+
+    def __init__(self, url: str, api_key: str | None, concurrency: int, *, proxies: bool = True) -> None:
+        import aiohttp  # a fifth of a second
+
+        self.identity, self._api_key = url, api_key
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connector = aiohttp.TCPConnector(limit=concurrency)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=proxies)
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        from megagrpo.reward.http_post import post  # imports aiohttp
+
+        status, data, after = await post(self._session, self._url, timeout_seconds, ANSWER_BYTES_MAX, json=body)
+        if data is None:
+            return Reply(status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
+        answer = None
+        if status == 200:
+            with suppress(ValueError, RecursionError):
+                answer = json.loads(data)
+        text = data.decode(errors="replace")
+        shown = text.replace(self._api_key, "***") if self._api_key else text
+        return Reply(status, answer, shown[:ANSWER_SHOWN_MAX], after)
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 @dataclass(frozen=True)

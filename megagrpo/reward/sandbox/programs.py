@@ -182,14 +182,13 @@ class CodeTests:
 
 
 def verdicts(
-    sandboxes: tuple[Sandbox, Sandbox], source: str, given: CodeTests, *, seconds: float, deadline: float
-) -> Iterator[Ran]:
-    """Yields the result of each test. The program runs in the first sandbox; the tests, hidden from it, in the second.
+    of_program: Sandbox, of_tests: Sandbox, source: str, given: CodeTests, *, seconds: float, deadline: float
+) -> Iterator[str]:
+    """Yields for each test why it failed, empty if it passed. Program and tests run in a sandbox each.
 
     Tests run one after another in one process. After a test that took too long, or that ended the program, the rest
     runs in new processes. Each test has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
     """
-    of_program, of_tests = sandboxes
     of_program.renew()
     of_tests.renew()
     done = 0
@@ -197,16 +196,14 @@ def verdicts(
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
             asks, answers = (stack.enter_context(end) for end in socket.socketpair())
-            job = {"source": given.setup, "names": list(given.names), "tests": list(given.tests[done:])}
-            jobs: tuple[tuple[Sandbox, Mode, dict[str, Any], list[socket.socket]], ...] = (
-                (of_program, "calls", {"source": source}, [answers]),
-                (of_tests, "tests", job, [theirs, asks]),
-            )
-            for sandbox, mode, what, channels in jobs:
-                stack.callback(os.close, sandbox.start(mode, what, channels, _cpu_seconds(deadline)))
-                stack.callback(sandbox.finish)
-                for channel in channels:
-                    channel.close()
+            job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
+            cpu_seconds = _cpu_seconds(deadline)
+            stack.callback(os.close, of_program.start("calls", {"source": source}, [answers], cpu_seconds))
+            stack.callback(of_program.finish)
+            stack.callback(os.close, of_tests.start("tests", job, [theirs, asks], cpu_seconds))
+            stack.callback(of_tests.finish)
+            for channel in (answers, theirs, asks):
+                channel.close()
             verdict = b"1"
             while verdict in (b"1", b"0") and done < len(given.tests) and (left := deadline - time.monotonic()) > 0:
                 ours.settimeout(min(seconds, left))
@@ -215,7 +212,7 @@ def verdicts(
                 except TimeoutError:
                     verdict = b"late"
                 done += 1
-                yield Ran({b"1": "", b"late": "took too long"}.get(verdict, "failed"))
+                yield {b"1": "", b"late": "took too long"}.get(verdict, "failed")
 
 
 def _left(deadline: float) -> float:

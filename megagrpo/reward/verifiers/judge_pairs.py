@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megagrpo.reward.functions import ModelFunction, Outcome
-from megagrpo.reward.judging.client import Answer, AskConfig, Judge, JudgeError, OverBudgetError, Read
+from megagrpo.reward.judging.client import AskConfig, Judge, JudgeError, OverBudgetError
 from megagrpo.reward.judging.rubric import Rubric, of_row
 from megagrpo.reward.judging.verdicts import Scale, VerdictConfig, reader
 from megagrpo.section import PositiveInt
@@ -97,7 +97,12 @@ def make(**arguments: Any) -> ModelFunction:
         comparisons, notes = await _compared(model, config.both_orders, texts, pairs, question, read)
         rated = config.scores == "win_rate" or config.against != "others"
         scores = (win_rates if rated else bradley_terry)(len(texts), comparisons)
-        return [_outcome(scores[i], notes[i]) for i in range(len(responses))]
+        return [
+            Outcome(None, error="no comparison of this response has a verdict")
+            if score is None
+            else {"score": score, "comparisons": len(texts_on), "verdict": "\n\n".join(texts_on)}
+            for score, texts_on in zip(scores[: len(responses)], notes, strict=False)
+        ]
 
     return ModelFunction(judge_pairs, config)
 
@@ -110,39 +115,29 @@ async def _compared(
     question: Callable[[str, str], str],
     read: Callable[[str], float],
 ) -> tuple[list[Comparison], list[list[str]]]:
-    """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request."""
+    """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request.
+
+    Raises OverBudgetError, and JudgeError if no question has a verdict.
+    """
     unlike = [(i, j) for i, j in pairs if texts[i] != texts[j]]
     ordered = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
-    answers = await answers_of([model.ask(question(texts[i], texts[j]), read) for i, j in ordered])
+    answers = await asyncio.gather(
+        *(model.ask(question(texts[i], texts[j]), read) for i, j in ordered), return_exceptions=True
+    )
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in errors:
+        if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
+            raise error
+    if errors and len(errors) == len(answers):
+        raise errors[0]
     comparisons: list[Comparison] = [(i, j, 0.5) for i, j in pairs if texts[i] == texts[j]]
     notes: list[list[str]] = [[] for _ in texts]
     for (i, j), answer in zip(ordered, answers, strict=True):
-        if answer is not None:
+        if not isinstance(answer, BaseException):
             comparisons.append((i, j, answer.read))
             notes[i].append(f"A, against {j}: {answer.text}")
             notes[j].append(f"B, against {i}: {answer.text}")
     return comparisons, notes
-
-
-def _outcome(score: float | None, notes: Sequence[str]) -> dict[str, Any] | Outcome:
-    if score is None:
-        return Outcome(None, error="no comparison of this response has a verdict")
-    return {"score": score, "comparisons": len(notes), "verdict": "\n\n".join(notes)}
-
-
-async def answers_of(questions: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list[Answer[Read] | None]:
-    """Returns a judge's answers to several questions, None where there is no verdict.
-
-    Raises OverBudgetError, and JudgeError if no question has a verdict.
-    """
-    answers = await asyncio.gather(*questions, return_exceptions=True)
-    raised = [answer for answer in answers if isinstance(answer, BaseException)]
-    for error in raised:
-        if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
-            raise error
-    if raised and len(raised) == len(answers):
-        raise raised[0]
-    return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
 
 def chosen_pairs(count: int, most: int, seed: str) -> list[tuple[int, int]]:

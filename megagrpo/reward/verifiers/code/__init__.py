@@ -19,16 +19,6 @@ from megagrpo.reward.sandbox.sandbox import Isolation, Limits, Sandbox, installe
 from megagrpo.reward.verifiers.code.tests import ScriptTest, Tests, read_tests, same_output, same_value
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of `make` for running a program."""
-
-    test_seconds: float
-    seconds: float
-    tolerance: float
-    stop_at_failure: bool
-
-
 def make(
     credit: Literal["all", "share"] = "all",
     threshold: float = 0.0,
@@ -65,8 +55,8 @@ def make(
     if min(test_seconds, seconds, memory_mib) <= 0 or tolerance < 0:
         raise ValueError("test_seconds, seconds and memory_mib have to be more than 0, tolerance at least 0")
     kind, limits = checked_kind(isolation), Limits(memory_bytes=memory_mib << 20)
-    sandboxes: Sandboxes = cache(lambda _: Sandbox(kind, limits, installed_packages() if packages else []))
-    settings = Settings(test_seconds, seconds, tolerance, stop_at_failure=credit == "all")
+    sandbox_of = cache(lambda _: Sandbox(kind, limits, installed_packages() if packages else []))
+    runner = Runner(sandbox_of, test_seconds, seconds, tolerance)
 
     def code(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
         tests = _read(ground_truth, tests_max)
@@ -74,10 +64,12 @@ def make(
         if source is None:
             return {"score": 0.0, "passed": 0, "tests": len(tests.tests), "failure": "no program"}
         passed, failure = 0, ""
-        for number, result in enumerate(results(sandboxes, tests, source, settings), 1):
-            passed += not result
-            if result and not failure:
-                failure = f"test {number}: {result}"
+        for number, reason in enumerate(runner.failures(tests, source), 1):
+            passed += not reason
+            if reason and not failure:
+                failure = f"test {number}: {reason}"
+            if failure and credit == "all":
+                break
         share = passed / len(tests.tests)
         score = float(passed == len(tests.tests)) if credit == "all" else share * (share >= threshold)
         return {"score": score, "passed": passed, "tests": len(tests.tests), "failure": failure}
@@ -91,44 +83,42 @@ def _read(ground_truth: str, tests_max: int | None) -> Tests:
     return tests if tests_max is None else tests.sample(tests_max, ground_truth)
 
 
-Sandboxes = Callable[[str], Sandbox]
-"""Returns the sandbox of the program, or the one of the tests; starts it when it is first needed."""
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """The sandboxes "program" and "tests", which start when they are first needed, and the limits of a run."""
 
+    sandbox_of: Callable[[str], Sandbox]
+    test_seconds: float
+    seconds: float
+    tolerance: float
 
-def results(sandboxes: Sandboxes, tests: Tests, source: str, settings: Settings) -> Iterator[str]:
-    """Yields for each test why it failed, empty if it passed. Ends early as `settings` ask, or at the deadline."""
-    for name in ("program", "tests") if tests.code is not None else ("program",):
-        sandboxes(name).renew()  # the time that a sandbox takes to start is not the program's
-    deadline = time.monotonic() + settings.seconds
-    whole = f"{tests.prefix}\n{source}" if tests.prefix else source
-    for failure in _all_results(sandboxes, tests, whole, settings, deadline):
-        yield failure
-        if (failure and settings.stop_at_failure) or time.monotonic() > deadline:
+    def failures(self, tests: Tests, source: str) -> Iterator[str]:
+        """Yields for each test why it failed, empty if it passed. Ends at the deadline."""
+        sandbox = self.sandbox_of("program")
+        sandbox.renew()  # the time that a sandbox takes to start is not the program's
+        if tests.code is not None:
+            self.sandbox_of("tests").renew()
+        deadline = time.monotonic() + self.seconds
+        source = f"{tests.prefix}\n{source}" if tests.prefix else source
+        if tests.code is not None:
+            of_tests, seconds = self.sandbox_of("tests"), self.test_seconds
+            yield from verdicts(sandbox, of_tests, source, tests.code, seconds=seconds, deadline=deadline)
             return
+        with Program(sandbox, source, deadline=deadline) as program:
+            for test in tests.tests:
+                failure = self._failure(program, test)
+                if failure and program.runs != 1:  # it may come from what an earlier test left in the process
+                    program.stop()
+                    failure = self._failure(program, test)
+                yield failure
+                if time.monotonic() > deadline:
+                    return
 
-
-def _all_results(sandboxes: Sandboxes, tests: Tests, source: str, settings: Settings, deadline: float) -> Iterator[str]:
-    if tests.code is not None:
-        pair = sandboxes("program"), sandboxes("tests")
-        for ran in verdicts(pair, source, tests.code, seconds=settings.test_seconds, deadline=deadline):
-            yield ran.failure
-        return
-    with Program(sandboxes("program"), source, deadline=deadline) as program:
-        for test in tests.tests:
-            failure = _failure(program, test, settings)
-            if failure and program.runs != 1:  # it may come from what an earlier test left in the process
-                program.stop()
-                failure = _failure(program, test, settings)
-            yield failure
-
-
-def _failure(program: Program, test: Any, settings: Settings) -> str:
-    if isinstance(test, ScriptTest):
-        ran = program.run(test.stdin, settings.test_seconds)
-        return ran.failure or _wrong(same_output(ran.value, test.stdout, settings.tolerance))
-    ran = program.call(test.name, test.arguments, settings.test_seconds)
-    return ran.failure or _wrong(any(same_value(ran.value, one, settings.tolerance) for one in test.expected))
-
-
-def _wrong(right: bool) -> str:
-    return "" if right else "wrong"
+    def _failure(self, program: Program, test: Any) -> str:
+        if isinstance(test, ScriptTest):
+            ran = program.run(test.stdin, self.test_seconds)
+            right = not ran.failure and same_output(ran.value, test.stdout, self.tolerance)
+        else:
+            ran = program.call(test.name, test.arguments, self.test_seconds)
+            right = not ran.failure and any(same_value(ran.value, one, self.tolerance) for one in test.expected)
+        return ran.failure or ("" if right else "wrong")

@@ -25,6 +25,7 @@ from megagrpo.reward.verifiers.math.kinds import same_kind
 from megagrpo.reward.verifiers.math.notation import in_ascii, joined_boxes, readable, readings
 from megagrpo.reward.verifiers.math.numbers import same_values
 from megagrpo.reward.verifiers.strict_math import normalised
+from megagrpo.reward.verifiers.strict_math import solution as solution
 
 if TYPE_CHECKING:
     import sympy
@@ -113,11 +114,6 @@ def make() -> RewardCallable:
 
     compared(read_truth("$1$"), "$1$")  # the first parse builds the grammar, which would count for the first response
     return verified
-
-
-def solution(ground_truth: str) -> str:
-    """Returns a right response: the ground truth in a box, unless it has one."""
-    return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
 
 
 class LimitReachedError(BaseException):
