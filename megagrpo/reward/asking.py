@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,11 +134,10 @@ class Asking(Executor):
         return Judge(config, HttpEndpoint(config.url, self._keys[number], config.concurrency), self._cache)
 
     async def _take_metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        metrics: defaultdict[str, float] = defaultdict(float)
         for number, judge in self._judges.items():
-            for what, value in judge.new_step().items():
-                name = f"judge/{self._names[number]}/{what}"
-                metrics[name] = metrics.get(name, 0.0) + value
+            for name, value in judge.new_step().items():
+                metrics[f"judge/{self._names[number]}/{name}"] += value
         return metrics
 
     async def _close(self) -> None:

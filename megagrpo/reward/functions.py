@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from megagrpo.reward.sandbox.sandbox import Isolation
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
-    from megagrpo.recipe.schema import RewardConfig
+    from megagrpo.recipe.schema import RewardConfig, RewardFunctionConfig
     from megagrpo.types import Prompt, Sample
 
 RewardReturn = float | Mapping[str, Any]
@@ -206,29 +207,23 @@ def outcome_of(returned: object) -> Outcome:
     return Outcome(metrics.pop("score"), metrics, notes)
 
 
-def checked_outcome(message: Mapping[str, Any]) -> Outcome:
-    """Returns the Outcome whose fields came from another process. Raises ValueError if they are invalid."""
-    score, metrics, notes = message.get("score"), message.get("metrics"), message.get("notes")
-    error, trace = message.get("error"), message.get("trace")
-    if not isinstance(metrics, dict) or not isinstance(error, str) or not isinstance(trace, str):
-        raise ValueError("an answer without its fields")
-    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise ValueError("notes that are not texts")
-    if (score is None) != bool(error):
+def checked_outcome(sent: Outcome) -> Outcome:
+    """Returns an Outcome that came from another process, within its limits. Raises ValueError if it is invalid."""
+    if (sent.score is None) != bool(sent.error):
         raise ValueError("an answer with neither a score nor an error, or with both")
-    outcome = Outcome(None) if score is None else outcome_of({**metrics, **notes, "score": score})
+    given = {**sent.metrics, **sent.notes, "score": sent.score}
+    outcome = Outcome(None) if sent.score is None else outcome_of(given)
     if outcome.error:
         raise ValueError(outcome.error)
-    return replace(outcome, error=error[: 4 * ERROR_CHARACTERS_MAX], trace=trace[-TRACE_CHARACTERS_MAX:])
+    return replace(outcome, error=sent.error[: 4 * ERROR_CHARACTERS_MAX], trace=sent.trace[-TRACE_CHARACTERS_MAX:])
 
 
 def failure_of(raised: BaseException) -> Outcome:
     """Returns the outcome of a function that raised."""
     trace = "".join(traceback.format_exception(raised))[-TRACE_CHARACTERS_MAX:]
-    try:
-        text = f"{type(raised).__name__}: {raised}"
-    except Exception:  # noqa: BLE001  (an exception of a user's may fail to say what it is)
-        text = type(raised).__name__
+    text = type(raised).__name__
+    with suppress(Exception):  # an exception of a user's may fail to say what it is
+        text = f"{text}: {raised}"
     return Outcome(None, error=text.removesuffix(": ").splitlines()[0][:ERROR_CHARACTERS_MAX], trace=trace)
 
 
@@ -260,6 +255,8 @@ class FunctionSpec:
     weight: float
     arguments: Mapping[str, Any]
     where: str
+    gated: bool = False
+    """True if it counts only if the functions of its list without a gate give a sum other than 0."""
     source: bytes | None = None
     """The text of the user's file, once read. Workers run this text, even if the file changes."""
 
@@ -274,12 +271,24 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
     specs = []
     for where, entries in reward.lists().items():
         seen: Counter[str] = Counter()
-        for index, entry in enumerate(entries):
+        for index, (entry, gated) in enumerate(zip(entries, gated_functions(entries), strict=True)):
             name = entry.name or entry.function.rpartition(":")[2]
             seen[name] += 1
             unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
-            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, f"{where}[{index}]"))
+            place = f"{where}[{index}]"
+            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, place, gated))
     return tuple(specs)
+
+
+def gated_functions(entries: Sequence[RewardFunctionConfig]) -> list[bool]:
+    """Returns, for each function of a list, whether it counts only if others give a sum other than 0."""
+    waits = [
+        entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
+        for entry in entries
+    ]
+    if all(waits):  # then those that need not wait count
+        return [entry.counts != "auto" for entry in entries]
+    return waits
 
 
 def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Problem]:
@@ -315,8 +324,7 @@ def _late_problem(spec: FunctionSpec, timeout_seconds: float) -> Problem | None:
     """Returns a problem if `seconds` of a SANDBOXED verifier reach the timeout, which would end it without a score."""
     if spec.function not in SANDBOXED:
         return None
-    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
-    seconds = spec.arguments.get("seconds", inspect.signature(make).parameters["seconds"].default)
+    seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
     if seconds < timeout_seconds:
         return None
     needed = f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
@@ -385,8 +393,12 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
     return tuple(name for name in known if name in names and name not in bound)
 
 
+def _maker(spec: FunctionSpec) -> Any:
+    return importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
+
+
 def _load_built_in(spec: FunctionSpec) -> Function:
-    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
+    make = _maker(spec)
     where = f"{spec.where}.arguments"
     if refusal := refused_call(make, **spec.arguments):
         raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))

@@ -11,7 +11,6 @@ where bubblewrap works no process but their own.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -26,7 +25,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail, waited
@@ -61,6 +62,20 @@ class Limits:
 
 def limits_of(reward: RewardConfig) -> Limits:
     return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), environment_of(reward.environment))
+
+
+class Loaded(BaseModel):
+    """The first message of a worker."""
+
+    problems: list[Problem]
+    functions: list[Signature]
+
+
+class Answer(BaseModel):
+    """Any other message of a worker."""
+
+    number: int
+    outcomes: list[Outcome]
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,7 @@ class Worker:
             return self.start_deadline
         return min((call.deadline for call in self.in_flight.values()), default=float("inf"))
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[bytes]:
         """Returns the messages that have arrived whole. Raises EOFError if it died, ValueError for bad data."""
         data = os.read(self.connection.fileno(), 1 << 16)
         if not data:
@@ -117,42 +132,22 @@ class Worker:
         *lines, self._unread = (self._unread + data).split(b"\n")
         if max(map(len, [*lines, self._unread])) > ANSWER_BYTES_MAX:
             raise ValueError(f"more than {ANSWER_BYTES_MAX:,} bytes")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except RecursionError:
-            raise ValueError("lists in lists without end") from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("JSON, but no object")
-        return messages
+        return lines
 
-    def greet(self, message: dict[str, Any]) -> None:
+    def greet(self, message: bytes) -> None:
         """Reads the first message. Raises RewardError if a function cannot be loaded, ValueError for bad messages."""
-        try:
-            problems = [
-                Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
-            ]
-            functions = [
-                Signature(tuple(map(str, given["wanted"])), bool(given["is_async"])) for given in message["functions"]
-            ]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from None
-        if problems:
-            raise RewardError(problems)
-        if len(functions) != len(self.specs):
-            raise ValueError("another number of functions")
-        self.functions, self.ready = dict(zip(self.specs, functions, strict=True)), True
+        loaded = Loaded.model_validate_json(message, strict=True)
+        if loaded.problems:
+            raise RewardError(loaded.problems)
+        self.functions, self.ready = dict(zip(self.specs, loaded.functions, strict=True)), True
 
-    def take(self, message: dict[str, Any]) -> tuple[int, list[Outcome]]:
+    def take(self, message: bytes) -> tuple[int, list[Outcome]]:
         """Returns the number of the call that a message answers, and its outcomes. Raises ValueError otherwise."""
-        number, outcomes = message.get("number"), message.get("outcomes")
-        if type(number) is not int or number not in self.in_flight:
-            raise ValueError("an answer to no call")
-        if not isinstance(outcomes, list) or not all(isinstance(outcome, dict) for outcome in outcomes):
-            raise ValueError("an answer without outcomes")
-        call = self.in_flight[number]
-        if len(outcomes) != call.responses:
-            raise ValueError("outcomes of another number of responses")
-        checked = list(map(checked_outcome, outcomes))
+        answer = Answer.model_validate_json(message, strict=True)
+        number, call = answer.number, self.in_flight.get(answer.number)
+        if call is None or len(answer.outcomes) != call.responses:
+            raise ValueError("an answer to no call, or outcomes of another number of responses")
+        checked = list(map(checked_outcome, answer.outcomes))
         TIMELINE.record("reward workers", self.specs[call.function].name, call.begun, time.monotonic())
         del self.in_flight[number]
         self.alone = False
@@ -331,7 +326,8 @@ class _Run:
         except (EOFError, OSError):
             self._lose(worker, None, "its process died")
         except ValueError as error:
-            garbage = f"its process sent what is no answer ({error})"
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            garbage = f"its process sent what is no answer ({reason})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _settle(self, number: int, outcomes: list[Outcome]) -> None:

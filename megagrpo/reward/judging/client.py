@@ -126,9 +126,10 @@ class AskConfig(Arguments):
         """Raises ValueError if the url, its key, the sampling or the price is wrong."""
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
+        url = self.url or "http://"
+        if not url.startswith(("http://", "https://")):
             raise ValueError(f"url {self.url!r}: it begins with http:// or https://")
-        if self.url is not None and ("?" in self.url or urlsplit(self.url).username is not None):
+        if "?" in url or urlsplit(url).username is not None:
             raise ValueError("url has a query or a password: errors would show it; api_key_variable is for keys")
         if taken := sorted(self.sampling.keys() & set(OWNED)):
             raise ValueError(f"sampling has {taken[0]}, which is not yours to set")
@@ -241,13 +242,13 @@ class Judge:
             async with self._waiting():
                 return await self._answer(body, read)
         key = key_of(self._endpoint.identity, body)
-        if (asked := self._asked.get(key)) is not None:  # equal questions at one time are one request
-            answer: Answer[Read] = await asked
+        if (request := self._asked.get(key)) is not None:  # equal questions at one time are one request
+            answer: Answer[Read] = await request
             self.spent["cached"] += 1
             return replace(answer, metrics={})
-        if (known := self._cache.get(key)) is not None:
+        if (text_before := self._cache.get(key)) is not None:
             with suppress(ValueError):  # another rule for verdicts wrote it
-                answer = Answer(read(known), known, {})
+                answer = Answer(read(text_before), text_before, {})
                 self.spent["cached"] += 1
                 return answer
         self._asked[key] = asyncio.create_task(self._answer(body, read))

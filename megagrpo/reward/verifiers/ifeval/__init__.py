@@ -7,7 +7,6 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
@@ -68,9 +67,8 @@ def make(mode: Literal["strict", "loose"] = "strict", score: Literal["share", "a
         answer = answer_of(response, strip, prompt_text)
         texts = [variant for variant in (variants(answer) if mode == "loose" else [answer]) if variant.strip()]
         outcomes: dict[str, list[bool]] = {}
-        for constraint in constraints_of_row:
-            kept = any(constraint.holds(variant) for variant in texts)
-            outcomes.setdefault(constraint.name, []).append(kept)
+        for name, holds in constraints_of_row:
+            outcomes.setdefault(name, []).append(any(map(holds, texts)))
         flat = [kept for several in outcomes.values() for kept in several]
         parts = {"share": sum(flat) / len(flat), "all": float(all(flat))}
         return {"score": parts[score], **parts, **{name: sum(kept) / len(kept) for name, kept in outcomes.items()}}
@@ -100,14 +98,8 @@ def variants(response: str) -> list[str]:
 # --- the constraints of a row -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A constraint: `holds(response)` returns whether a response keeps it. Several of a row may share a name."""
-
-    name: str
-    holds: Callable[[str], bool]
-
-
+Constraint = tuple[str, Callable[[str], bool]]
+"""A name, which several constraints of a row may share, and the function that checks a response."""
 Instructions = tuple[list[Constraint], bool]
 """All constraints of a row, and whether spaces around a response do not count, as in open-instruct."""
 
@@ -117,7 +109,7 @@ def instructions_of(ground_truth: str, extra_info: Mapping[str, Any]) -> Instruc
 
     Raises ValueError if neither has any, or for one that is unknown or lacks an argument.
     """
-    if ground_truth.lstrip()[:1] in ("{", "["):
+    if ground_truth.lstrip().startswith(("{", "[")):
         return of_ground_truth(ground_truth)
     if "instruction_id_list" in extra_info:
         return of_mapping(extra_info)
@@ -147,7 +139,7 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     """Returns the constraints of a mapping in any of the three formats.
 
     >>> row = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most", "word": None}
-    >>> [constraint.holds("just three words") for constraint in of_mapping(row)[0]]
+    >>> [holds("just three words") for _, holds in of_mapping(row)[0]]
     [True]
     """
     if "func_name" in value:
@@ -186,7 +178,7 @@ def constraint(functions: Mapping[str, Callable[..., bool]], name: object, argum
     checked = {key: _argument(f"{key} of {name}", given[key], hint) for key, hint in hints.items()}
     holds = partial(function, **checked)
     holds("a")  # a function may have further rules for its arguments, which do not wait for a response
-    return Constraint(str(name).replace(":", "_"), holds)
+    return str(name).replace(":", "_"), holds
 
 
 @cache

@@ -77,9 +77,12 @@ def length_constraints__number_sentences(response: str, num_sentences: int, rela
 
 def length_constraints__number_paragraphs(response: str, num_paragraphs: int) -> bool:
     """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
-    paragraphs = re.split(r"\s?\*\*\*\s?", response)
-    filled = sum(1 for paragraph in paragraphs if paragraph.strip())
-    return filled == num_paragraphs and all(paragraph.strip() for paragraph in paragraphs[1:-1])
+    return has_parts(re.split(r"\s?\*\*\*\s?", response), num_paragraphs)
+
+
+def has_parts(parts: list[str], count: int) -> bool:
+    """Checks that so many parts have text, and that only the first and the last may be empty."""
+    return sum(map(bool, map(str.strip, parts))) == count and all(map(str.strip, parts[1:-1]))
 
 
 def length_constraints__number_words(response: str, num_words: int, relation: Relation) -> bool:
@@ -97,8 +100,7 @@ def length_constraints__nth_paragraph_first_word(
     if not 1 <= nth_paragraph <= num_paragraphs:
         raise ValueError(f"nth_paragraph is {nth_paragraph}, of {num_paragraphs} paragraphs")
     paragraphs = response.split("\n\n")
-    filled = sum(1 for paragraph in paragraphs if paragraph.strip())
-    if filled != num_paragraphs or not paragraphs[nth_paragraph - 1].strip():
+    if sum(map(bool, map(str.strip, paragraphs))) != num_paragraphs or not paragraphs[nth_paragraph - 1].strip():
         return False
     word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
@@ -111,7 +113,7 @@ def detectable_content__number_placeholders(response: str, num_placeholders: int
 
 def placeholder_count(response: str) -> int:
     # A bracket that is not closed takes the rest of its line: none after it can be closed either.
-    return sum(1 for found in re.finditer(r"\[[^\]\n]*(\]?)", response) if found[1])
+    return re.findall(r"\[[^\]\n]*(\]?)", response).count("]")
 
 
 def detectable_content__postscript(response: str, postscript_marker: str) -> bool:
@@ -159,8 +161,13 @@ def detectable_format__json_format(response: str) -> bool:
     body = response.strip()
     for fence in JSON_FENCES:
         body = body.removeprefix(fence)
+    return is_json(body.removesuffix("```").strip())
+
+
+def is_json(response: str) -> bool:
+    """Checks that the whole response is JSON, without a fence."""
     try:
-        json.loads(body.removesuffix("```").strip())
+        json.loads(response)
     except (ValueError, RecursionError):
         return False
     return True
@@ -177,9 +184,8 @@ def detectable_format__title(response: str) -> bool:
 
 def combination__two_responses(response: str) -> bool:
     """Checks for two different answers with six asterisks between them."""
-    parts = response.split("******")
-    answers = [part.strip() for part in parts if part.strip()]
-    return len(answers) == 2 and answers[0] != answers[1] and all(part.strip() for part in parts[1:-1])
+    parts = [part.strip() for part in response.split("******")]
+    return has_parts(parts, 2) and len({*parts} - {""}) == 2
 
 
 def combination__repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
@@ -192,7 +198,10 @@ def startend__end_checker(response: str, end_phrase: str) -> bool:
 
 def startend__quotation(response: str) -> bool:
     """Checks that the whole response is within double quotation marks."""
-    response = response.strip()
+    return is_quoted(response.strip())
+
+
+def is_quoted(response: str) -> bool:
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 

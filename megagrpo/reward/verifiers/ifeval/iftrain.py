@@ -50,10 +50,10 @@ def copy__repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
     words = phrase.split()
     if len(words) < 3:
         raise ValueError(f"the phrase {phrase!r} has no word between its first and its last")
-    found = [piece.split() for line in response.split("\n") for piece in _pieces(line, words[0] + " ", " " + words[-1])]
-    return len(found) == small_n and all(
-        len(piece) == len(words) and sum(one != other for one, other in zip(piece, words, strict=True)) == 1
-        for piece in found
+    first, last = words[0] + " ", " " + words[-1]
+    copies = [piece.split() for line in response.split("\n") for piece in _pieces(line, first, last)]
+    return len(copies) == small_n and all(
+        len(copy) == len(words) and sum(map(str.__ne__, copy, words)) == 1 for copy in copies
     )
 
 
@@ -142,9 +142,7 @@ def paragraphs__paragraphs(response: str) -> bool:
 
 def paragraphs__paragraphs2(response: str) -> bool:
     """Checks for two paragraphs, with one empty line between."""
-    paragraphs = response.split("\n\n")
-    filled = sum(1 for paragraph in paragraphs if paragraph.strip())
-    return filled == 2 and all(paragraph.strip() for paragraph in paragraphs[1:-1])
+    return constraints.has_parts(response.split("\n\n"), 2)
 
 
 def first_word__first_word_sent(response: str, first_word: str) -> bool:
