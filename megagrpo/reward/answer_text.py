@@ -9,6 +9,7 @@ import json
 import re
 import string
 import unicodedata
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -24,17 +25,24 @@ _LAST_STOP = re.compile(r"[.!]\Z")
 _HOPE = re.compile(r"(?i)I hope it is correct")
 
 
-class _Plain(dict[int, int | None]):
-    """A table for str.translate: maps full-width forms (except the comma) to ASCII and drops zero-width characters."""
+class _Table(dict[int, int | None]):
+    """A table for str.translate, which asks a function once for each character; None drops it."""
+
+    def __init__(self, written_as: Callable[[str], int | None]) -> None:
+        self.written_as = written_as
 
     def __missing__(self, code: int) -> int | None:
-        # The full-width comma parts no thousands.
-        of_width = code - 0xFEE0 if 0xFF01 <= code <= 0xFF5E and code != 0xFF0C else code
-        self[code] = None if unicodedata.category(chr(code)) == "Cf" else of_width
+        self[code] = self.written_as(chr(code))
         return self[code]
 
 
-_PLAIN = _Plain()
+def _in_plain(character: str) -> int | None:
+    # The full-width comma parts no thousands.
+    code = ord(character) - (0xFEE0 if "\uff01" <= character <= "\uff5e" and character != "\uff0c" else 0)
+    return None if unicodedata.category(character) == "Cf" else code
+
+
+_PLAIN = _Table(_in_plain)
 
 
 def last_boxed(text: str) -> str | None:
@@ -157,17 +165,9 @@ def last_program(text: str) -> str | None:
     return next((program for _, program in [*(block for block in programs if block[0]), *programs]), None)
 
 
-class _Punctuation(dict[int, int | None]):
-    """A table for str.translate: drops every character of Unicode's punctuation and of ASCII's symbols."""
-
-    def __missing__(self, code: int) -> int | None:
-        character = chr(code)
-        left_out = character in string.punctuation or unicodedata.category(character).startswith("P")
-        self[code] = None if left_out else code
-        return self[code]
-
-
-_PUNCTUATION = _Punctuation()
+_WITHOUT_SIGNS = _Table(  # of Unicode's punctuation, and of ASCII's symbols
+    lambda sign: None if sign in string.punctuation or unicodedata.category(sign).startswith("P") else ord(sign)
+)
 _ARTICLES = frozenset({"a", "an", "the"})
 _FRACTION = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")  # of 1½, which is not 11/2
 _POWER = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u2070\u2074-\u207b])")  # of 10², which is not 102
@@ -194,7 +194,7 @@ def squad_words(text: str) -> list[str]:
     """
     text = unicodedata.normalize("NFKC", _POWER.sub("^", _FRACTION.sub(" ", text))).casefold()
     text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, _FIRST_POINT.sub("0.", text)))
-    words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
+    words = _PARTING.sub(" ", text).translate(_WITHOUT_SIGNS).translate(_BACK).split()
     return [word for word in words if word not in _ARTICLES] or words
 
 

@@ -115,10 +115,6 @@ def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
     ]
 
 
-def agent_reward_of(prompt: Prompt, sample: Sample) -> dict[str, float] | None:
-    return None if sample.agent is None or sample.agent.reward is None else dict(sample.agent.reward)
-
-
 OF_SAMPLE: dict[str, Callable[[Prompt, Sample], Any]] = {
     "response": lambda prompt, sample: sample.text,
     "responses": lambda prompt, sample: sample.text,
@@ -127,7 +123,7 @@ OF_SAMPLE: dict[str, Callable[[Prompt, Sample], Any]] = {
     "finish": lambda prompt, sample: sample.finish,
     "messages": messages_of,
     "tool_calls": tool_calls_of,
-    "agent_reward": agent_reward_of,
+    "agent_reward": lambda prompt, sample: sample.agent and sample.agent.reward and dict(sample.agent.reward),
 }
 """Arguments that each response has of its own. The others are the prompt's."""
 

@@ -105,12 +105,12 @@ class Scorer:
         by_group: dict[int, bool] = {}
         for name in {self._names[spec] for numbers in chosen for spec in numbers}:
             by_group |= self._executors[name].by_group(self._check)
-        calls = [
-            (spec, row, members)
-            for row, (group, numbers) in enumerate(zip(groups, chosen, strict=True))
-            for spec in numbers
-            for members in _members_of_calls(group, by_group[spec])
-        ]
+        calls: list[tuple[int, int, list[int]]] = []
+        for row, (group, numbers) in enumerate(zip(groups, chosen, strict=True)):
+            members = [member for member, sample in enumerate(group.samples) if sample.finish != "abort"]
+            alone = [[member] for member in members]
+            for spec in numbers:
+                calls += [(spec, row, of_call) for of_call in ([members] if by_group[spec] and members else alone)]
         calls.sort(key=lambda call: call[0])  # function after function: workers stay warm, async ones run side by side
         outcomes = self._outcomes(
             [
@@ -139,15 +139,12 @@ class Scorer:
 
     def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
         """Gives each call (index of the function, task) to its executor. Returns the outcomes of each."""
-        numbers: dict[str, list[int]] = {name: [] for name in self._executors}
-        for number, (spec, _) in enumerate(calls):
-            numbers[self._names[spec]].append(number)
         futures: dict[int, Outcomes] = {}
         ended: SimpleQueue[Outcomes] = SimpleQueue()
         try:
             for name, executor in self._executors.items():
-                its_futures = executor.submit([calls[number] for number in numbers[name]])
-                futures |= zip(numbers[name], its_futures, strict=True)
+                numbers = [number for number, (spec, _) in enumerate(calls) if self._names[spec] == name]
+                futures |= zip(numbers, executor.submit([calls[number] for number in numbers]), strict=True)
             pending = [future for future in futures.values() if not future.done() or future.exception()]
             for future in pending:
                 future.add_done_callback(ended.put)
@@ -219,12 +216,6 @@ def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> lis
     own files, in a process that ends afterwards."""
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
     return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, limits_of(reward)) if loadable else [])
-
-
-def _members_of_calls(group: Group, by_group: bool) -> list[tuple[int, ...]]:
-    """Returns the samples that each call scores, as indices in the group. Leaves out those that the engine gave up."""
-    whole = tuple(member for member, sample in enumerate(group.samples) if sample.finish != "abort")
-    return [whole] if by_group and whole else [(member,) for member in whole]
 
 
 def solved_from(solved_at: float | None, specs: Sequence[FunctionSpec]) -> float:

@@ -29,19 +29,19 @@ def fence_of(texts: Collection[str]) -> str:
 class Rubric:
     """A template. `text`: the template itself, or the path of a file that ends in .txt or .md.
 
-    own: variables that show responses; the template must name at least one. Raises ValueError if the template is wrong.
+    shows: variables that show responses; the template must name one. Raises ValueError if the template is wrong.
     Other braces, as in JSON or LaTeX, are text. A value that is filled in is never read as a variable. {{fence}} is a
     word that no response contains.
     """
 
-    def __init__(self, text: str, own: Collection[str]) -> None:
+    def __init__(self, text: str, shows: Collection[str]) -> None:
         self.text = _read(text)
         self.variables = frozenset(VARIABLE.findall(self.text))
-        known = ("fence", *OF_ROW, *own)
+        known = ("fence", *OF_ROW, *shows)
         if wrong := sorted(name for name in self.variables if name not in known and not name.startswith(EXTRA_INFO)):
             raise ValueError(f"{{{{{wrong[0]}}}}} is not one of {', '.join(known)}, extra_info.NAME")
-        if not self.variables & set(own):
-            needed = " or ".join(f"{{{{{name}}}}}" for name in own)
+        if not self.variables & set(shows):
+            needed = " or ".join(f"{{{{{name}}}}}" for name in shows)
             raise ValueError(f"the rubric has no {needed}: it must show the judge what to score")
 
     def shown(self, responses: Sequence[str], prompt_text: str) -> list[str]:
@@ -51,22 +51,20 @@ class Rubric:
             return list(responses)
         return [after_thinking(response, prompt_text) for response in responses]
 
-    def filled(self, row: Mapping[str, Any], own: Mapping[str, str]) -> str:
+    def filled(self, row: Mapping[str, Any], shown: Mapping[str, str]) -> str:
         """Returns the text for a row (a reward function's arguments). Raises ValueError if the row lacks a variable."""
-        own = {"fence": fence_of(own.values()), **own}
-
-        def value(found: re.Match[str]) -> str:
-            name = found[1]
-            return own[name] if name in own else of_row(name, row)
-
-        return VARIABLE.sub(value, self.text)
+        values = {"fence": fence_of(shown.values()), **shown}
+        return VARIABLE.sub(lambda name: values[name[1]] if name[1] in values else of_row(name[1], row), self.text)
 
 
 def of_row(name: str, row: Mapping[str, Any]) -> str:
     """Returns a variable's value. Raises ValueError if the row lacks it."""
     match name:
         case "question":
-            return last_question(row["prompt"])
+            questions = [message for message in row["prompt"] if message["role"] == "user"]
+            if not questions:
+                raise ValueError("the prompt has no message of the user, whose {{question}} the rubric names")
+            return _content(questions[-1])
         case "prompt":
             return "\n\n".join(f"{message['role']}: {_content(message)}" for message in row["prompt"])
     if not name.startswith(EXTRA_INFO):
@@ -77,14 +75,6 @@ def of_row(name: str, row: Mapping[str, Any]) -> str:
             raise ValueError(f"the row has no {name}, which the rubric names")
         value = value[key]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text of the user's last message. Raises ValueError if no message is the user's."""
-    for message in reversed(messages):
-        if message["role"] == "user":
-            return _content(message)
-    raise ValueError("the prompt has no message of the user, whose {{question}} the rubric names")
 
 
 def _content(message: Mapping[str, Any]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import regex
@@ -81,12 +82,12 @@ def reader(verdict: VerdictConfig, scale: Scale | None) -> Reader:
     find = _finder(verdict, max(low, high))
 
     def read(text: str) -> float:
-        found = find(text.rpartition("</think>")[2][-CHARACTERS_READ:])
-        if isinstance(found, Share):
-            return float(found)
-        if not min(low, high) <= found <= max(low, high):
-            raise UnreadableError(f"the verdict {found:g} is not between {low:g} and {high:g}")
-        return (found - low) / (high - low)
+        number = find(text.rpartition("</think>")[2][-CHARACTERS_READ:])
+        if isinstance(number, Share):
+            return float(number)
+        if not min(low, high) <= number <= max(low, high):
+            raise UnreadableError(f"the verdict {number:g} is not between {low:g} and {high:g}")
+        return (number - low) / (high - low)
 
     return read
 
@@ -102,10 +103,9 @@ def _finder(verdict: VerdictConfig, most: float) -> Callable[[str], float]:
 
 def _score(text: str, most: float) -> float:
     """Returns the number of the last "Score: 7", "**Rating**: 7/10" or "score": 7."""
-    matches = list(SCORE.finditer(text))
-    if not matches:
+    *_, last = [None, *SCORE.finditer(text)]
+    if last is None:
         raise UnreadableError("no 'Score: NUMBER'")
-    last = matches[-1]
     if last["most"] is not None and float(last["most"]) != most:
         raise UnreadableError(f"a score of {last['most']}, not of {most:g}")
     return float(last["number"])
@@ -118,8 +118,8 @@ def yes_no(text: str) -> Share:
 
 def a_b(text: str) -> Share:
     """Returns 1 for A, 0 for B, 0.5 for a tie: [[A]] (C: tie), "Verdict: A", or a first or last line of just A or B."""
-    if found := A_B_BRACKETS.findall(text):
-        return WORDS.get(found[-1].lower(), WORDS["tie"])
+    if bracketed := A_B_BRACKETS.findall(text):
+        return WORDS.get(bracketed[-1].lower(), WORDS["tie"])
     return _said(text, A_B, A_B_ALONE, "neither A nor B")
 
 
@@ -132,7 +132,7 @@ def _said(text: str, value: re.Pattern[str], alone: re.Pattern[str], none: str) 
             break
     else:
         lines = [line for line in text.splitlines() if line.strip()]
-        words = {found[1].lower() for line in lines[:1] + lines[-1:] if (found := alone.fullmatch(line))}
+        words = {word[1].lower() for line in lines[:1] + lines[-1:] if (word := alone.fullmatch(line))}
     if len(words) != 1:
         raise UnreadableError(none)
     return WORDS[words.pop()]
@@ -148,52 +148,44 @@ def _pattern(pattern: str) -> Callable[[str], float]:
 
     def find(text: str) -> float:
         try:
-            found = [match[1] for match in compiled.finditer(text, timeout=PATTERN_SECONDS)]
+            matches: list[Any] = list(compiled.finditer(text, timeout=PATTERN_SECONDS))
         except TimeoutError:
             raise UnreadableError(f"the pattern takes longer than {PATTERN_SECONDS:g} s") from None
-        if not found:
+        if not matches:
             raise UnreadableError("nothing that the pattern matches")
-        return _value(found[-1])
+        return _value(matches[-1][1])
 
     return find
 
 
 def _field(text: str, path: list[str]) -> float:
     last: Any = None
-    for candidate in json_objects(text):
-        value: Any = candidate
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:  # the outermost JSON objects, in order
+        value: Any = None
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at += 1
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         last = last if value is None else value
+        at = text.find("{", at)
     if last is None:
         raise UnreadableError(f"no JSON object with {'.'.join(path)}")
     return _value(last)
 
 
-def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yields the outermost JSON objects of a text, in order."""
-    decoder, at = json.JSONDecoder(), text.find("{")
-    while at >= 0:
-        try:
-            found, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = at + 1
-        else:
-            yield found
-        at = text.find("{", end)
-
-
-def _value(found: object) -> float:
-    if isinstance(found, str):
-        word = found.strip().lower()
+def _value(given: object) -> float:
+    value = given
+    if isinstance(value, str):
+        word = value.strip().lower()
         if word in WORDS:
             return WORDS[word]
-        try:
-            found = float(word)
-        except ValueError:
-            raise UnreadableError(f"{brief(found)} is no number") from None
-    if isinstance(found, bool):
-        return Share(found)
-    if not isinstance(found, int | float) or not abs(found) < LARGEST:  # nor is NaN
-        raise UnreadableError(f"{brief(found)} is no number")
-    return float(found)
+        with suppress(ValueError):
+            value = float(word)
+    if isinstance(value, bool):
+        return Share(value)
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:  # nor is NaN
+        raise UnreadableError(f"{brief(given)} is no number")
+    return float(value)

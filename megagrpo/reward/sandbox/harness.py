@@ -190,7 +190,8 @@ def _run_job(
     os.dup2(descriptors[1], 1)
     os.dup2(descriptors[1], 2)
     channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
-    _close_all_but(descriptors[2:])
+    for first, last in itertools.pairwise([2, *sorted(descriptors[2:]), DESCRIPTORS_MAX]):
+        os.closerange(first + 1, last)
     _limit(request, config)
     if config["imports_first"]:
         _import_first(job["source"], packages=bool(config["packages"]))
@@ -207,11 +208,6 @@ def _finish_program() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _close_all_but(kept: list[int]) -> None:
-    for first, last in itertools.pairwise([2, *sorted(kept), DESCRIPTORS_MAX]):
-        os.closerange(first + 1, last)
 
 
 def _import_first(source: str, *, packages: bool) -> None:
@@ -314,30 +310,27 @@ def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: 
 
 
 def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
-    target = request["object"]
-    found: Any = _named(module, target) if isinstance(target, str) else objects[target]
+    name, target_of = request["object"], objects.__getitem__
+    if not isinstance(name, str):
+        target: Any = target_of(name)
+    elif "Solution" in vars(module) and name not in vars(module):  # as on LeetCode
+        target = getattr(module.Solution(), name)
+    else:
+        target = getattr(module, name)
     match request["do"]:
         case "call":
-            arguments, named = (decode(request[name], objects.__getitem__) for name in ("arguments", "named"))
-            return found(*arguments, **named)
+            return target(*decode(request["arguments"], target_of), **decode(request["named"], target_of))
         case "attribute":
-            return getattr(found, request["name"])
+            return getattr(target, request["name"])
         case "set":
-            setattr(found, request["name"], decode(request["value"], objects.__getitem__))
+            setattr(target, request["name"], decode(request["value"], target_of))
             return None
         case "item":
-            return found[decode(request["key"], objects.__getitem__)]
+            return target[decode(request["key"], target_of)]
         case "length":
-            return len(found)
+            return len(target)
         case _:
-            return list(found)
-
-
-def _named(module: types.ModuleType, name: str) -> object:
-    """Returns a function of the program, or a method of its class Solution, as on LeetCode."""
-    if "Solution" in vars(module) and name not in vars(module):
-        return getattr(module.Solution(), name)
-    return getattr(module, name)
+            return list(target)
 
 
 # --- tests that are code: in another sandbox than the program's -------------------------------------------------------

@@ -167,7 +167,11 @@ class Program:
             status = self.sandbox.finish(seconds)
         finally:
             errors = read_and_close(self._errors, self.sandbox.limits.output_bytes)
-        return _end_words(status, errors)
+        if status == -signal.SIGXCPU:
+            return "took too long"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return _last_line(errors) if status else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +227,6 @@ def _cpu_seconds(deadline: float) -> int:
     return math.ceil(max(0.0, deadline - time.monotonic())) + 1
 
 
-def _end_words(status: int, errors: bytes) -> str:
-    if status == -signal.SIGXCPU:
-        return "took too long"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return _last_line(errors) if status else ""
-
-
 def _last_line(errors: bytes) -> str:
     lines = errors[-REASON_BYTES_MAX:].decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "failed"
@@ -278,10 +274,16 @@ def checked_kind(isolation: Isolation) -> Kind:
 @lru_cache
 def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
     """Returns the best kind, None if there is none, and the reasons why better ones were refused."""
+    if isolation == "none":
+        return Kind("none"), ()
+    as_root = [True] if os.geteuid() == 0 else []
+    contained = [
+        *(Kind("bubblewrap", other_user=True, threads=True) for _ in as_root),
+        *(Kind("bubblewrap", user_namespace=True, threads=threads) for threads in (True, False)),
+    ]
+    filtered = [*(Kind("seccomp", other_user=True, threads=True) for _ in as_root), Kind("seccomp")]
     refused: list[str] = []
-    for kind in _candidates(isolation):
-        if kind.isolation == "none":
-            return kind, ()
+    for kind in contained * (isolation != "seccomp") + filtered * (isolation != "bubblewrap"):
         try:
             leaks = _leaks(kind)
         except RewardError as error:
@@ -293,20 +295,6 @@ def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
                 return kind, tuple(dict.fromkeys(refused))
             refused.append(f"{kind}: does not contain {leaks}")
     return None, tuple(dict.fromkeys(refused))
-
-
-def _candidates(isolation: Isolation) -> list[Kind]:
-    root = os.geteuid() == 0
-    contained = [Kind("bubblewrap", other_user=True, threads=True)] if root else []
-    contained += [Kind("bubblewrap", user_namespace=True, threads=True), Kind("bubblewrap", user_namespace=True)]
-    filtered = [Kind("seccomp", other_user=True, threads=True)] if root else []
-    filtered += [Kind("seccomp")]
-    return {
-        "bubblewrap": contained,
-        "seccomp": filtered,
-        "auto": [*contained, *filtered],
-        "none": [Kind("none")],
-    }[isolation]
 
 
 def _leaks(kind: Kind) -> str:

@@ -23,7 +23,6 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +41,7 @@ THREADS = 32
 USERS_FROM = 0x70000000
 """If this process is root, programs run as users from this number on, with an offset from its process id."""
 _numbers = itertools.count()
+HARNESS = Path(harness.__file__).read_text()
 STDERR_BYTES_MAX = 2000
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -206,7 +206,7 @@ class Sandbox:
             "preload": self.preload,
         }
         interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        inside = [interpreter, "-s", "-S", "-P", "-c", _harness_source(), str(control), json.dumps(config)]
+        inside = [interpreter, "-s", "-S", "-P", "-c", HARNESS, str(control), json.dumps(config)]
         return [*self._container(), *inside] if contained else inside
 
     def _container(self) -> list[str]:
@@ -248,11 +248,6 @@ def read_and_close(file: int, most: int) -> bytes:
         return os.pread(file, most, 0)
     finally:
         os.close(file)
-
-
-@lru_cache
-def _harness_source() -> str:
-    return Path(harness.__file__).read_text()
 
 
 def installed_packages() -> list[str]:

@@ -73,7 +73,9 @@ def filter_bytes(*, files: bool, threads: bool) -> bytes:
     try:
         _add_rules(library, context, files=files, threads=threads)
         _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
-        return _exported(library, context)
+        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
+            _checked(library.seccomp_export_bpf(context, file.fileno()))
+            return os.pread(file.fileno(), 1 << 20, 0)
     finally:
         library.seccomp_release(context)
 
@@ -107,15 +109,6 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, t
     rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
     rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
     rule(_ERRNO, "setrlimit")
-
-
-def _exported(library: ctypes.CDLL, context: ctypes.c_void_p) -> bytes:
-    file = os.memfd_create("seccomp")
-    try:
-        _checked(library.seccomp_export_bpf(context, file))
-        return os.pread(file, 1 << 20, 0)
-    finally:
-        os.close(file)
 
 
 def _checked(result: int) -> None:

@@ -84,7 +84,7 @@ def make(
     is_code = shape == "open_instruct_code"
     server = Server(
         checked_url(url), expanded(headers or {}),
-        partial(code_body, max_execution_time) if is_code else items_body,
+        partial(code_body, max_execution_time) if is_code else lambda items: {"items": items},
         partial(code_scores, pass_rate_min) if is_code else items_scores,
         1 if is_code else batch, batch_ms / 1000, timeout_seconds, retries, pause_seconds,
     )  # fmt: skip
@@ -145,10 +145,6 @@ def expanded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def items_body(items: Sequence[Item]) -> object:
-    return {"items": items}
 
 
 def items_scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:

@@ -42,8 +42,8 @@ def make(
             truths = [answer.strip() for answer in accepted_answers(ground_truth)]
         answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
         if answer is not None and after:
-            _, found, answer = answer.rpartition(after)
-            answer = answer if found or not after_required else None
+            _, mark, answer = answer.rpartition(after)
+            answer = answer if mark or not after_required else None
         if answer is None:
             return {"score": 0.0}
         given = " ".join(squad_words(answer)) if normalised else answer.strip()
@@ -72,8 +72,8 @@ def contains(answer: str, truths: Sequence[str], words_max: int | None) -> bool:
     (True, False, True)
     """
     words = len(answer.split())
-    found = (truth for truth in truths if f" {truth} " in f" {answer} ")
-    return any(words_max is None or words <= max(words_max, len(truth.split())) for truth in found)
+    contained = (truth for truth in truths if f" {truth} " in f" {answer} ")
+    return any(words_max is None or words <= max(words_max, len(truth.split())) for truth in contained)
 
 
 def answer_part(text: str, tag: str, tag_required: bool) -> str | None:

@@ -40,7 +40,7 @@ def make(
             response = marks[0] + response
         single = sum(response.count(mark) == 1 for mark in marks)
         whole = shape.fullmatch(response) if single == len(marks) else None  # else it would backtrack
-        if whole is not None and not any(map(_is_empty, whole.groups())):
+        if whole is not None and all(any(map(_is_seen, part)) for part in whole.groups()):
             return 1.0
         return 0.5 * single / len(marks) if partial else 0.0
 
@@ -53,6 +53,6 @@ def solution(ground_truth: str, tags: Sequence[str] = ("think", "answer"), opene
     return response.removeprefix(f"<{tags[0]}>") if opened else response
 
 
-def _is_empty(text: str) -> bool:
-    """Returns whether a text shows nothing: only white space, and format characters such as the zero-width space."""
-    return all(character.isspace() or unicodedata.category(character) == "Cf" for character in text)
+def _is_seen(character: str) -> bool:
+    """Returns False for white space and format characters, such as the zero-width space."""
+    return not character.isspace() and unicodedata.category(character) != "Cf"

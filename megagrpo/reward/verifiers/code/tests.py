@@ -179,9 +179,9 @@ def code_tests(setup: str, tests: Sequence[str]) -> CodeTests:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the ground truth has a test that is no Python: {error}") from None
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    own = set(_defined(nodes)) | set(dir(builtins))
+    defined = {*_defined(nodes), *dir(builtins)}
     used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    names = dict.fromkeys(name for name in used if name not in own)
+    names = dict.fromkeys(name for name in used if name not in defined)
     if not names:
         calls = (node.func for node in nodes if isinstance(node, ast.Call))
         names = dict.fromkeys([name.id for name in calls if isinstance(name, ast.Name)][:1])

@@ -17,18 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megagrpo.reward.answer_text import after_thinking, final_answer, last_boxed, plain, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 from megagrpo.reward.verifiers.math.kinds import same_kind
 from megagrpo.reward.verifiers.math.notation import in_ascii, joined_boxes, readable, readings
-from megagrpo.reward.verifiers.math.numbers import same_values
+from megagrpo.reward.verifiers.math.numbers import UNREADABLE, same_values
 from megagrpo.reward.verifiers.strict_math import normalised
 from megagrpo.reward.verifiers.strict_math import solution as solution
-
-if TYPE_CHECKING:
-    import sympy
 
 LIMIT_SECONDS, AGAIN_SECONDS = 2.0, 0.1
 """Limit for reading a ground truth and for comparing an answer; pause before the next signal if one was caught."""
@@ -44,9 +41,6 @@ TERMS_MAX = 2000
 
 NODES_MAX, EXPONENT_MAX, BITS_MAX, TEXT_TERMS_MAX = 60, 100, 400, 300
 """Beyond these, an expression's text is not computed."""
-
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""Exceptions of sympy for expressions that it cannot work out."""
 
 _SIGNS = re.compile(
     r"\\(?:neq?|neg|lnot|not|to|mapsto|implies|iff|vee|lor|wedge|land|sim|equiv|cong|oplus|\\"
@@ -107,10 +101,9 @@ def make() -> RewardCallable:
             raise ValueError(problem) from None
         try:
             with time_limit():
-                found = compared(truth, after_thinking(response, prompt_text))
+                return {**compared(truth, after_thinking(response, prompt_text)), "limit_reached": 0.0}
         except LimitReachedError:
             return {"score": 0.0, "limit_reached": 1.0}
-        return {**found, "limit_reached": 0.0}
 
     compared(read_truth("$1$"), "$1$")  # the first parse builds the grammar, which would count for the first response
     return verified
@@ -160,10 +153,10 @@ def read_truth(ground_truth: str) -> Truth:
     latex = readable(ground_truth if boxed is None else boxed)
     latex = latex[1:-1].strip() if latex.count("$") == 2 and latex[0] == latex[-1] == "$" else latex
     of_kind = same_kind(latex, latex) is True
-    found = parse(latex, parsing_timeout=None) if "$" in latex else parsed(latex)
-    if not found and not of_kind:
+    parses = parse(latex, parsing_timeout=None) if "$" in latex else parsed(latex)
+    if not parses and not of_kind:
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is not an expression")
-    return Truth(in_ascii(ground_truth), latex, found, normalised(latex) if of_kind else answer_text(found), of_kind)
+    return Truth(in_ascii(ground_truth), latex, parses, normalised(latex) if of_kind else answer_text(parses), of_kind)
 
 
 def compared(truth: Truth, text: str) -> dict[str, Any]:
@@ -174,12 +167,12 @@ def compared(truth: Truth, text: str) -> dict[str, Any]:
         return {"score": 0.0}  # the last one is not closed: where the answer ends is not known
     if given is None and truth.of_kind and same_kind(truth.latex, readable(stated(text))) is not None:
         given = stated(text)
-    found = scored(truth, text, given)
+    result = scored(truth, text, given)
     several = "," in _outermost(truth.latex.strip("\\{} "))
-    if not found["score"] and several and (boxes := joined_boxes(text)):
+    if not result["score"] and several and (boxes := joined_boxes(text)):
         of_all = scored(truth, text, boxes)
-        return of_all if of_all["score"] else found
-    return found
+        return of_all if of_all["score"] else result
+    return result
 
 
 def scored(truth: Truth, text: str, given: str | None) -> dict[str, Any]:
@@ -211,12 +204,12 @@ def parsed(latex: str) -> list[Any]:
     """Returns math-verify's parses of LaTeX: an expression for each reading, and texts. Empty if there is none."""
     from math_verify import parse
 
-    found: list[Any] = []
+    parses: list[Any] = []
     for reading in readings(latex):
         parts = [parse(f"\\boxed{{{part}}}", parsing_timeout=None) for part in _OR.split(reading)]
         union = _union([part[0] for part in parts if part]) if len(parts) > 1 else None
-        found += parse(f"\\boxed{{{reading}}}", parsing_timeout=None) if union is None else [union, reading]
-    return found
+        parses += parse(f"\\boxed{{{reading}}}", parsing_timeout=None) if union is None else [union, reading]
+    return parses
 
 
 def _union(relations: list[Any]) -> Any:
@@ -275,16 +268,16 @@ def expressions(latex: str) -> list[str]:
     [['x^2', '4'], ['1', '4'], [], [], []]
     """
     outermost = _outermost(latex)
-    found: list[str] = []
+    all_sides: list[str] = []
     start = 0
     for end, after in [*(comma.span() for comma in _COMMA.finditer(outermost)), (len(latex), len(latex))]:
         signs = [start - 1, *(sign.start() for sign in _EQUALS.finditer(outermost, start, end)), end]
         sides = [latex[left + 1 : right].strip() for left, right in itertools.pairwise(signs)]
         if not sides[0] or is_name(sides[0]):
             sides = sides[1:]
-        found += sides if len(signs) > 3 or len(sides) > 1 else []
+        all_sides += sides if len(signs) > 3 or len(sides) > 1 else []
         start = after
-    return found
+    return all_sides
 
 
 def is_name(latex: str) -> bool:
@@ -324,7 +317,7 @@ def stated(text: str) -> str:
 
 def _outermost(latex: str) -> str:
     """Returns the LaTeX with a point for each character in brackets and environments, so that indices stay the same."""
-    latex = _ENVIRONMENT.sub(lambda found: "." * len(found.group()), latex)
+    latex = _ENVIRONMENT.sub(lambda rows: "." * len(rows.group()), latex)
     depth = 0
     masked = []
     for character in latex:
@@ -375,12 +368,7 @@ def _text(expression: Any) -> str:
         return str(expression.canonical)
     if isinstance(expression, sympy.And):
         return ", ".join(sorted(map(_text, expression.args)))
-    return _value_text(expression.doit())
-
-
-def _value_text(value: sympy.Expr) -> str:
-    import sympy
-
+    value = expression.doit()
     if value.has(sympy.Float):
         value = sympy.nsimplify(value, rational=True)
     if value.is_Rational or not value.is_number:

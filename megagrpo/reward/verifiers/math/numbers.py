@@ -12,6 +12,8 @@ SAME, OTHER = 10**30, 10**10
 VANISHING = 10**60
 """A value below 1 / VANISHING may be 0, which has no digits to compare."""
 POINTS = 3
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""Exceptions of sympy for expressions that it cannot work out."""
 
 
 def same_values(one: Any, other: Any) -> bool | None:
@@ -57,7 +59,7 @@ def _value(expression: Any, point: int) -> Any:
     try:
         value = expression.evalf(DIGITS, subs=values) if values else expression.evalf(DIGITS)
         parts = value.as_real_imag()
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError):
+    except UNREADABLE:
         return None
     return value if all(isinstance(part, sympy.Float | sympy.Integer) and part.is_finite for part in parts) else None
 
