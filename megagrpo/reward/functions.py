@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import math
 import sys
@@ -116,9 +115,7 @@ def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
 
 
 OF_SAMPLE: dict[str, Callable[[Prompt, Sample], Any]] = {
-    "response": lambda prompt, sample: sample.text,
-    "responses": lambda prompt, sample: sample.text,
-    "solution_str": lambda prompt, sample: sample.text,
+    **dict.fromkeys(("response", "responses", "solution_str"), lambda prompt, sample: sample.text),
     "tokens": lambda prompt, sample: sample.tokens.tolist(),
     "finish": lambda prompt, sample: sample.finish,
     "messages": messages_of,
@@ -337,12 +334,7 @@ def _spec_problems(spec: FunctionSpec) -> list[Problem]:
         problem = user_file_problem(spec)
         return [problem] if problem else []
     if spec.function == "math":  # its make() imports sympy, which takes longer than a check should
-        if spec.arguments:
-            needed = "none: math has no arguments"
-            return [Problem(f"{spec.where}.arguments", given=", ".join(spec.arguments), needed=needed)]
-        if importlib.util.find_spec("math_verify") is None:
-            return [Problem(where, "math", needed="the package math-verify", fix="pip install math-verify")]
-        return []
+        return _argument_problems(spec)
     try:
         _load_built_in(spec)
     except RewardError as error:
@@ -394,31 +386,32 @@ def _maker(spec: FunctionSpec) -> Any:
 
 
 def _load_built_in(spec: FunctionSpec) -> Function:
-    make = _maker(spec)
-    where = f"{spec.where}.arguments"
-    if refusal := refused_call(make, **spec.arguments):
-        raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
-    if problems := [problem for name in spec.arguments if (problem := _type_problem(make, name, spec))]:
+    if problems := _argument_problems(spec):
         raise RewardError(problems)
     try:
-        function = make(**spec.arguments)
+        function = _maker(spec)(**spec.arguments)
     except ValueError as error:
-        raise RewardError(Problem(where, given=str(error))) from None
+        raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
     if isinstance(function, ModelFunction):
         return Function(wanted_arguments(function.function, {}), True, function.function, function.arguments)
     return Function(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function)
 
 
-def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Problem | None:
-    """Returns a problem if the type of an argument differs from its annotation in `make`."""
-    parameter = inspect.signature(make, eval_str=True).parameters.get(name)
-    value = spec.arguments[name]
-    if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
-        return None
-    needed = inspect.formatannotation(parameter.annotation).replace("collections.abc.", "")
-    if get_origin(parameter.annotation) is Literal:
-        needed = " or ".join(get_args(parameter.annotation))
-    return Problem(f"{spec.where}.arguments.{name}", brief(value), needed, f"give `{name}` another value, or remove it")
+def _argument_problems(spec: FunctionSpec) -> list[Problem]:
+    """Returns a problem for each argument whose type differs from its annotation in `make`, or one for them all."""
+    where, make = f"{spec.where}.arguments", _maker(spec)
+    if refusal := refused_call(make, **spec.arguments):
+        return [Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}")]
+    problems, parameters = [], inspect.signature(make, eval_str=True).parameters
+    for name, value in spec.arguments.items():
+        if name not in parameters or _fits(value, parameters[name].annotation):  # make checks one of **arguments
+            continue
+        annotation = parameters[name].annotation
+        needed = inspect.formatannotation(annotation).replace("collections.abc.", "")
+        if get_origin(annotation) is Literal:
+            needed = " or ".join(get_args(annotation))
+        problems.append(Problem(f"{where}.{name}", brief(value), needed, f"give `{name}` another value, or remove it"))
+    return problems
 
 
 def _fits(value: object, annotation: Any) -> bool:

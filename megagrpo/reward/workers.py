@@ -80,7 +80,7 @@ class Answer(BaseModel):
 
 @dataclass(frozen=True)
 class Call:
-    """A call in flight: the index of its function, its number of responses, and its times on time.monotonic's clock."""
+    """A call in flight, with its times on time.monotonic's clock."""
 
     function: int
     responses: int

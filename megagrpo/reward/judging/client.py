@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megagrpo.errors import brief
 from megagrpo.reward.judging.cache import AnswerCache, key_of
@@ -48,15 +48,13 @@ class Arguments(Section):
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Checks the given arguments and returns them. Raises ValueError with the problems in one line."""
         try:
-            made = cls.model_validate(dict(given))
+            return cls.model_validate(dict(given))
         except ValidationError as error:
-            problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()[:SHOWN_MAX]]
-            raise ValueError("; ".join(f"{place}: {text}" if place else text for place, text in problems)) from None
-        made.check()
-        return made
-
-    def check(self) -> None:
-        """Raises ValueError if the fields do not fit together."""
+            problems = [
+                ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, "))))
+                for one in error.errors()[:SHOWN_MAX]
+            ]
+            raise ValueError("; ".join(problems)) from None
 
 
 class BudgetConfig(Section):
@@ -122,7 +120,8 @@ class AskConfig(Arguments):
     cache: bool = True
     """Answers are kept in the run's directory: an equal request is not sent again."""
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         """Raises ValueError if the url, its key, the sampling or the price is wrong."""
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
@@ -135,6 +134,7 @@ class AskConfig(Arguments):
             raise ValueError(f"sampling has {taken[0]}, which is not yours to set")
         if self.budget.cost is not None and self.price is None:
             raise ValueError("budget.cost needs price: {input: ..., output: ...}, per million tokens")
+        return self
 
     def body(self, text: str) -> dict[str, Any]:
         """Returns the body of the request that asks `text`."""
@@ -265,7 +265,8 @@ class Judge:
         for attempt in range(self.config.retries + 1):
             if attempt:
                 self.spent["retries"] += 1
-                await asyncio.sleep(self._backoff(attempt))
+                longest = min(BACKOFF_SECONDS_MAX, self.config.backoff_seconds * 2 ** (attempt - 1))
+                await asyncio.sleep(min(random.uniform(0.5, 1.0) * longest, self._seconds_left()))
             async with self._slots:
                 await asyncio.sleep(min(max(0.0, self._not_before - time.monotonic()), self._seconds_left()))
                 self._require_budget()
@@ -306,10 +307,6 @@ class Judge:
             return f"no answer in {self.config.timeout_seconds:g} s"
         except OSError as error:
             return f"{type(error).__name__}: {error}"
-
-    def _backoff(self, attempt: int) -> float:
-        longest = min(BACKOFF_SECONDS_MAX, self.config.backoff_seconds * 2 ** (attempt - 1))
-        return min(random.uniform(0.5, 1.0) * longest, self._seconds_left())
 
     def _count(self, body: dict[str, Any], text: str, answer: Any) -> float:
         """Returns the tokens of a request and its answer, and adds them to the totals."""

@@ -125,22 +125,17 @@ def main() -> None:
 
 
 def _answer(control: socket.socket, child: int, woken: int) -> None:
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(woken, select.POLLIN)
     ended, status = 0, 0
     while not ended:
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        if woken in ready:
+        if woken in select.select([control.fileno(), woken], [], [])[0]:
             os.read(woken, 4096)
             ended, status = os.waitpid(child, os.WNOHANG)
-        elif not control.recv(4096):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            sys.exit()
         else:
+            goes_on = control.recv(4096)
             os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, 0)
+            if not goes_on:
+                sys.exit()
     control.send(json.dumps({"status": os.waitstatus_to_exitcode(status), "clean": _clean()}).encode())
 
 
@@ -149,10 +144,8 @@ def _clean() -> bool:
     try:
         with os.scandir(WORK_DIRECTORY) as files:  # there may be millions
             return next(files, None) is None
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 # --- the child: limits, then the program ------------------------------------------------------------------------------
@@ -160,11 +153,11 @@ def _clean() -> bool:
 
 def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
     """Runs one job and ends the process. Descriptors: the job, the file of its errors, and one or two sockets."""
-    code = 1
+    finished = False
     try:
-        code = int(not _finished(lambda: _run_job(request, descriptors, config, common)))
+        finished = _finished(lambda: _run_job(request, descriptors, config, common))
     finally:
-        os._exit(code)
+        os._exit(not finished)
 
 
 def _finished(run: Callable[[], None]) -> bool:
@@ -347,16 +340,16 @@ def _run_tests(job: Mapping[str, Any], channels: list[socket.socket], common: Ma
     names: dict[str, Any] = {name: Remote(connection, name) for name in job["names"]}
     exec(compile(job["source"], "setup.py", "exec"), names)
     for test in job["tests"]:
-        passed = ended = False
+        verdict = b"1"
         try:
             exec(compile(test, "test.py", "exec"), dict(names))
-            passed = True
         except ProgramEndedError:
-            ended = True
+            verdict = b"e"
         except (Exception, SystemExit):  # noqa: BLE001
             traceback.print_exc()
-        verdicts.send(b"e" if ended else b"1" if passed else b"0")
-        if ended:
+            verdict = b"0"
+        verdicts.send(verdict)
+        if verdict == b"e":
             return
 
 
@@ -430,15 +423,16 @@ def encode(value: Any, objects: list[object] | None = None) -> object:
         return value
     if isinstance(value, Remote):
         return {"object": value._number}
-    if isinstance(value, (bool, int, float, str)):
-        kinds = (kind for kind in (bool, int, float, str) if isinstance(value, kind))
-        return next(kinds)(value)
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
     if isinstance(value, list):
         return [encode(item, objects) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, objects), encode(item, objects)] for key, item in value.items()]}
     for name, kind in KINDS.items():
         if isinstance(value, kind):
-            items = value.items() if name == "dict" else value
-            return {name: [encode(list(item) if name == "dict" else item, objects) for item in items]}
+            return {name: [encode(item, objects) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from megagrpo.reward.functions import ModelFunction, Outcome
 from megagrpo.reward.judging.client import AskConfig, Judge, JudgeError, OverBudgetError
-from megagrpo.reward.judging.rubric import Rubric, of_row
-from megagrpo.reward.judging.verdicts import Scale, VerdictConfig, reader
+from megagrpo.reward.judging.rubric import Rubric, Scale, VerdictConfig, of_row, reader
 from megagrpo.section import PositiveInt
 
 RUBRIC = """Which of two responses answers the question better?

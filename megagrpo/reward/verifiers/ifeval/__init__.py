@@ -145,8 +145,8 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     if "func_name" in value:
         arguments = {name: argument for name, argument in value.items() if name != "func_name"}
         return [constraint(BY_NAME, value["func_name"], arguments)], True
-    field = next((field for field in IDS if value.get(field) is not None), None)
-    if field is None:
+    field = next((field for field in IDS if value.get(field) is not None), "")
+    if not field:
         raise ValueError(f"the constraints have none of the fields func_name, {', '.join(IDS)}: {brief(dict(value))}")
     ids, arguments_of_all = _list(value[field]), _list(value.get("kwargs"))
     if not 1 <= len(ids) <= CONSTRAINTS_MAX or len(ids) != len(arguments_of_all):

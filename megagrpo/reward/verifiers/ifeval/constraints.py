@@ -72,7 +72,7 @@ def language__response_language(response: str, language: str) -> bool:
 
 
 def length_constraints__number_sentences(response: str, num_sentences: int, relation: Relation) -> bool:
-    return holds(text.sentence_count(response), relation, num_sentences)
+    return holds(len(text.sentences(response)), relation, num_sentences)
 
 
 def length_constraints__number_paragraphs(response: str, num_paragraphs: int) -> bool:
@@ -86,7 +86,8 @@ def has_parts(parts: list[str], count: int) -> bool:
 
 
 def length_constraints__number_words(response: str, num_words: int, relation: Relation) -> bool:
-    return holds(text.word_count(response), relation, num_words)
+    """Checks the number of runs of letters, digits and underscores: "It's 3.5 km" has five."""
+    return holds(len(re.findall(r"\w+", response)), relation, num_words)
 
 
 def length_constraints__nth_paragraph_first_word(

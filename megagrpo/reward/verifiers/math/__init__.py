@@ -1,7 +1,7 @@
 r"""Comparison of mathematical expressions by math-verify (https://github.com/huggingface/Math-Verify).
 
 Texts are first put into its notation (notation.py). Answers that it would misread are compared in kinds.py, expressions
-by their values in numbers.py. Its own wall-clock limits are off: the limit here counts computing time, so that a busy
+by their values. Its own wall-clock limits are off: the limit here counts computing time, so that a busy
 machine gives the same scores. A long C call delays that limit; the worker process is killed at the recipe's time limit.
 """
 
@@ -10,20 +10,20 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import random
 import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from megagrpo.reward.answer_text import after_thinking, final_answer, last_boxed, plain, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 from megagrpo.reward.verifiers.math.kinds import same_kind
 from megagrpo.reward.verifiers.math.notation import in_ascii, joined_boxes, readable, readings
-from megagrpo.reward.verifiers.math.numbers import UNREADABLE, same_values
 from megagrpo.reward.verifiers.strict_math import normalised
 from megagrpo.reward.verifiers.strict_math import solution as solution
 
@@ -41,6 +41,16 @@ TERMS_MAX = 2000
 
 NODES_MAX, EXPONENT_MAX, BITS_MAX, TEXT_TERMS_MAX = 60, 100, 400, 300
 """Beyond these, an expression's text is not computed."""
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""Exceptions of sympy for expressions that it cannot work out."""
+
+DIGITS = 40
+SAME, OTHER = 10**30, 10**10
+"""Values that differ by less than one part in SAME are equal, by more than one in OTHER are different."""
+VANISHING = 10**60
+"""A value below 1 / VANISHING may be 0, which has no digits to compare."""
+POINTS = 3
 
 _SIGNS = re.compile(
     r"\\(?:neq?|neg|lnot|not|to|mapsto|implies|iff|vee|lor|wedge|land|sim|equiv|cong|oplus|\\"
@@ -410,3 +420,67 @@ def terms(expression: Any) -> float:
         return float(math.comb(int(of_base) + power - 1, power))
     of_parts = [terms(part) for part in expression.args] or [1.0]
     return sum(of_parts) if isinstance(expression, sympy.Add) else math.prod(of_parts)
+
+
+# --- values at random points: fast where expanding an expression would take for ever ----------------------------------
+
+
+def same_values(one: Any, other: Any) -> bool | None:
+    """Returns whether two expressions have equal values at random points, negative ones included; None if undecided.
+
+    Undecided if numbers are rounded, both are plain numbers, symbols differ, or a value is infinite or unknown.
+
+    >>> import sympy; one = sympy.sympify("(x + y)**30")
+    >>> [same_values(one, sympy.sympify(text)) for text in ("(x + y)**29*(x + y)", "(x + y)**29", "(x + z)**30")]
+    [True, False, None]
+    """
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    rounded = (sympy.Float, sympy.core.expr.UnevaluatedExpr, AppliedUndef, sympy.Integral, sympy.Derivative)
+    for expression in (one, other):
+        if not isinstance(expression, sympy.Expr) or isinstance(expression, sympy.Symbol) or expression.has(*rounded):
+            return None
+        if expression.has(sympy.Sum, sympy.Product, sympy.Limit, sympy.MatrixExpr, sympy.MatrixBase):
+            return None
+    if one.free_symbols != other.free_symbols or (one.is_Number and other.is_Number):
+        return None
+    decided: bool | None = True
+    for point in range(POINTS if one.free_symbols else 1):
+        values = [_value(expression, point) for expression in (one, other)]
+        if None in values:
+            return None
+        size, difference = max(map(abs, values)), abs(values[0] - values[1])
+        if size * VANISHING < 1:
+            return None
+        if difference * OTHER > size:
+            return False
+        decided = decided if difference * SAME < size else None
+    return decided
+
+
+def _value(expression: Any, point: int) -> Any:
+    """Returns the value of an expression with DIGITS digits, None if there is none."""
+    import sympy
+
+    symbols = sorted(expression.free_symbols, key=str)
+    values = dict(zip(symbols, _numbers(point, len(symbols)), strict=True))
+    try:
+        value = expression.evalf(DIGITS, subs=values) if values else expression.evalf(DIGITS)
+        parts = value.as_real_imag()
+    except UNREADABLE:
+        return None
+    return value if all(isinstance(part, sympy.Float | sympy.Integer) and part.is_finite for part in parts) else None
+
+
+@cache
+def _numbers(point: int, count: int) -> tuple[Any, ...]:
+    """Returns numbers from 1/2 to 5/2: positive at the first point, negative at the second, both signs at the third."""
+    import sympy
+
+    drawn = random.Random(point)
+    signs = ((1,), (-1,), (1, -1))[point]
+    return tuple(
+        sympy.Rational(drawn.randrange(10**9, 5 * 10**9), 2 * 10**9) * signs[place % len(signs)]
+        for place in range(count)
+    )
