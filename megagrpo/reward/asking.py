@@ -121,9 +121,9 @@ class Asking(Executor):
             return ScoringModel(cast(ServedClassifier, served))
         if self._cache is None and self._directory is not None:
             self._cache = AnswerCache(self._directory)
-        if config.url is None:
-            return Judge(config, cast(Endpoint, served), self._cache)
-        return Judge(config, HttpEndpoint(config.url, self._keys[number], config.concurrency), self._cache)
+        if config.url is not None:
+            served = HttpEndpoint(config.url, self._keys[number], config.concurrency)
+        return Judge(config, cast(Endpoint, served), self._cache)
 
     async def _take_metrics(self) -> dict[str, float]:
         metrics: defaultdict[str, float] = defaultdict(float)

@@ -134,16 +134,16 @@ class Task:
 
     def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
         """Returns the arguments of these names as plain values."""
-        by_group = "responses" in wanted
-        return {name: self._argument(name, by_group) for name in wanted}
-
-    def _argument(self, name: str, by_group: bool) -> Any:
-        if (of_sample := OF_SAMPLE.get(name)) is not None:
-            values = (of_sample(self.prompt, sample) for sample in self.samples)
-            return list(values) if by_group else next(values)
-        if name == "prompt":
-            return [dict(message) for message in self.prompt.messages]
-        return self.prompt.text if name == "prompt_text" else getattr(self.prompt, name)
+        arguments: dict[str, Any] = {}
+        for name in wanted:
+            if of_sample := OF_SAMPLE.get(name):
+                values = [of_sample(self.prompt, sample) for sample in self.samples]
+                arguments[name] = values if "responses" in wanted else values[0]
+            elif name == "prompt":
+                arguments[name] = [dict(message) for message in self.prompt.messages]
+            else:
+                arguments[name] = getattr(self.prompt, "text" if name == "prompt_text" else name)
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,22 +299,16 @@ class _Run:
                 self._lose(worker, timed_out(self.pool.limits.timeout_seconds), late)
 
     def _assign(self, worker: Worker) -> None:
-        if not worker.ready or worker.alone or worker.broken:
-            return
-        if self.suspects and not worker.in_flight:
-            worker.alone = True
-            number = self.suspects.popleft()
-            worker.send(number, *self.calls[number])
-            return
-        while self.waiting and len(worker.in_flight) < ASYNC_AT_ONCE and not worker.broken:
-            is_async = worker.functions[self.calls[self.waiting[0]][0]].is_async
-            if worker.in_flight and not is_async:
+        while worker.ready and not (worker.alone or worker.broken) and len(worker.in_flight) < ASYNC_AT_ONCE:
+            queue = self.suspects if self.suspects and not worker.in_flight else self.waiting
+            if not queue:
                 return
-            number = self.waiting.popleft()
-            worker.send(number, *self.calls[number])
-            if not is_async:
-                worker.alone = True
+            alone = queue is self.suspects or not worker.functions[self.calls[queue[0]][0]].is_async
+            if alone and worker.in_flight:
                 return
+            worker.alone = alone
+            number = queue.popleft()
+            worker.send(number, *self.calls[number])
 
     def _read(self, worker: Worker) -> None:
         try:

@@ -321,16 +321,16 @@ class Judge:
 
     def _require_budget(self) -> None:
         budget, tokens = self.config.budget, self.spent["input_tokens"] + self.spent["output_tokens"]
-        for what, spent, most in (
+        for limit, spent, most in (
             ("tokens", tokens, budget.tokens),
             ("cost", self.spent["cost"], budget.cost),
             ("seconds", self._waited(), budget.seconds),
         ):
             if most is not None and spent >= most:
-                raise self._over(what, most)
+                raise self._over(limit, most)
 
-    def _over(self, what: str, limit: float | None) -> OverBudgetError:
-        return OverBudgetError(f"the step's budget is spent: {what} {limit or 0:g}")
+    def _over(self, limit: str, most: float | None) -> OverBudgetError:
+        return OverBudgetError(f"the step's budget is spent: {limit} {most or 0:g}")
 
     def _waited(self) -> float:
         return self._seconds + (time.monotonic() - self._since if self._active else 0.0)

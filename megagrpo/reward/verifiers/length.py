@@ -50,7 +50,7 @@ def make(
         return scored(len(tokens), ground_truth, extra_info)
 
     def by_text(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
-        return scored(len(response.split()) if unit == "words" else len(response), ground_truth, extra_info)
+        return scored(len(response.split() if unit == "words" else response), ground_truth, extra_info)
 
     return by_tokens if unit == "tokens" else by_text
 

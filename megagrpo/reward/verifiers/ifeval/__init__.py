@@ -194,19 +194,16 @@ def _argument(what: str, value: object, hint: Any) -> object:
     """
     if hint is int:
         # A column in which some rows lack a number holds floats.
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise ValueError(f"{what} is {brief(value)}, not an integer from 0 up")
-    if typing.get_origin(hint) is typing.Literal:
-        if value in typing.get_args(hint):
-            return value
-        raise ValueError(f"{what} is {brief(value)}, not {' or '.join(typing.get_args(hint))}")
-    if hint is str and isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    texts = [value] if isinstance(value, str) else value
-    fits = hint != list[str] if isinstance(value, str) else hint is not str
-    if fits and isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts):
-        return value
-    raise ValueError(f"{what} is {brief(value)}, not {'a list of texts' if hint == list[str] else 'a text'}")
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        fits, needed = type(value) is int and value >= 0, "an integer from 0 up"
+    elif typing.get_origin(hint) is Literal:
+        fits, needed = value in typing.get_args(hint), " or ".join(typing.get_args(hint))
+    else:
+        value = value[0] if hint is str and isinstance(value, list) and len(value) == 1 else value
+        of_kind = hint != list[str] if isinstance(value, str) else isinstance(value, list) and hint is not str
+        texts: Any = [value] if isinstance(value, str) else value
+        fits = of_kind and bool(texts) and all(isinstance(text, str) and text.strip() for text in texts)
+        needed = "a list of texts" if hint == list[str] else "a text"
+    if not fits:
+        raise ValueError(f"{what} is {brief(value)}, not {needed}")
+    return value
