@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -45,13 +47,9 @@ def retry_after(header: str | None) -> float | None:
     >>> retry_after("7"), retry_after("Thu, 01 Jan 1970 00:00:00 GMT"), retry_after("soon"), retry_after("1e9")
     (7.0, 0.0, None, 300.0)
     """
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX) if seconds == seconds else None
+    seconds = math.nan
+    with suppress(ValueError, OverflowError):
+        seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
+    with suppress(ValueError):
+        seconds = float(header or "")
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)

@@ -24,7 +24,7 @@ from megagrpo.reward.functions import (
     static_problems,
     user_file_problem,
 )
-from megagrpo.reward.workers import WorkerPool, limits_of, load_problems
+from megagrpo.reward.workers import WorkerPool, limits_of
 from megagrpo.types import Group, Sample, Score
 
 OVERLONG = "overlong"
@@ -214,8 +214,17 @@ class Scorer:
 def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> list[Problem]:
     """Returns all problems of the section; without `sandbox`, not those of this machine's isolation. Imports the user's
     own files, in a process that ends afterwards."""
+    problems = static_problems(reward, sandbox=sandbox)
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, limits_of(reward)) if loadable else [])
+    if loadable:
+        pool = WorkerPool(dict(enumerate(loadable)), workers=1, limits=limits_of(reward))
+        try:
+            pool.by_group()
+        except RewardError as error:
+            problems += error.problems
+        finally:
+            pool.close()
+    return problems
 
 
 def solved_from(solved_at: float | None, specs: Sequence[FunctionSpec]) -> float:

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ValidationError
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail, waited
-from megagrpo.reward.functions import FunctionSpec, Outcome, Signature, Task, checked_outcome, timed_out, with_source
+from megagrpo.reward.functions import Outcome, Signature, Task, checked_outcome, timed_out, with_source
 from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of, python
 from megagrpo.timeline import TIMELINE
 from megagrpo.user_functions import IMPORTED
@@ -343,15 +343,3 @@ class _Run:
         elif numbers:
             died = Outcome(None, error=f"the reward's process died ({how})")
             self._settle(numbers[0], [outcome or died] * len(self.calls[numbers[0]][1].samples))
-
-
-def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
-    """Returns the problems found by loading these functions in a process, which is ended afterwards."""
-    pool = WorkerPool(dict(enumerate(specs)), workers=1, limits=limits)
-    try:
-        pool.by_group()
-    except RewardError as error:
-        return list(error.problems)
-    finally:
-        pool.close()
-    return []

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -175,7 +176,14 @@ def reader(verdict: VerdictConfig, scale: Scale | None) -> Reader:
     low, high = scale or ([0.0, 10.0] if verdict == "score" else [0.0, 1.0])
     if low == high:
         raise ValueError(f"scale {[low, high]}: its two numbers mean 0 and 1, and must differ")
-    find = _finder(verdict, max(low, high))
+    find: Reader
+    if isinstance(verdict, PatternConfig):
+        find = _pattern(verdict.pattern)
+    elif isinstance(verdict, FieldConfig):
+        find = partial(_field, verdict.field.split("."))
+    else:
+        named: dict[str, Reader] = {"score": partial(_score, max(low, high)), "yes_no": yes_no, "a_b": a_b}
+        find = named[verdict]
 
     def read(text: str) -> float:
         number = find(text.rpartition("</think>")[2][-CHARACTERS_READ:])
@@ -188,16 +196,7 @@ def reader(verdict: VerdictConfig, scale: Scale | None) -> Reader:
     return read
 
 
-def _finder(verdict: VerdictConfig, most: float) -> Callable[[str], float]:
-    if isinstance(verdict, PatternConfig):
-        return _pattern(verdict.pattern)
-    if isinstance(verdict, FieldConfig):
-        path = verdict.field.split(".")
-        return lambda text: _field(text, path)
-    return {"score": lambda text: _score(text, most), "yes_no": yes_no, "a_b": a_b}[verdict]
-
-
-def _score(text: str, most: float) -> float:
+def _score(most: float, text: str) -> float:
     """Returns the number of the last "Score: 7", "**Rating**: 7/10" or "score": 7."""
     *_, last = [None, *SCORE.finditer(text)]
     if last is None:
@@ -254,7 +253,7 @@ def _pattern(pattern: str) -> Callable[[str], float]:
     return find
 
 
-def _field(text: str, path: list[str]) -> float:
+def _field(path: list[str], text: str) -> float:
     last: Any = None
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:  # the outermost JSON objects, in order

@@ -122,22 +122,6 @@ class Program:
             return Ran("returned too much")
         if not line:
             return Ran(self._end(_left(deadline)) or "ended")
-        return self._answer(line)
-
-    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
-        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
-        parts: list[bytes] = []
-        length = 0
-        while length < self.sandbox.limits.output_bytes:
-            channel.settimeout(_left(deadline))
-            data = channel.recv(1 << 16)
-            parts.append(data)
-            length += len(data)
-            if not data or data.endswith(b"\n"):
-                return b"".join(parts) if data else b""
-        return None
-
-    def _answer(self, line: bytes) -> Ran:
         try:
             answer = json.loads(line)
             if "value" in answer:
@@ -146,6 +130,17 @@ class Program:
         except (ValueError, TypeError, KeyError, RecursionError):
             self.stop()
             return Ran("sent what is no answer")
+
+    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
+        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
+        line = bytearray()
+        while len(line) < self.sandbox.limits.output_bytes:
+            channel.settimeout(_left(deadline))
+            data = channel.recv(1 << 16)
+            line += data
+            if not data or data.endswith(b"\n"):
+                return bytes(line) if data else b""
+        return None
 
     def _ready(self, mode: Mode) -> socket.socket:
         """Returns the channel to the process, which is started if there is none."""

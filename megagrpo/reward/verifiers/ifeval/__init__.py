@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megagrpo.errors import brief
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import RewardCallable
-from megagrpo.reward.verifiers.ifeval import constraints, iftrain, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import constraints, open_instruct, text
 
 IDS = ("instruction_id_list", "instruction_id")
 """The field with the ids: IFEval's, and that of open-instruct's IF-multi-constraints."""
@@ -21,9 +21,7 @@ IDS = ("instruction_id_list", "instruction_id")
 CONSTRAINTS_MAX = 100
 
 BY_ID: dict[str, Callable[..., bool]] = {
-    name.replace("__", ":"): value
-    for name, value in {**vars(constraints), **vars(iftrain)}.items()
-    if "__" in name.strip("_")
+    name.replace("__", ":"): value for name, value in vars(constraints).items() if "__" in name.strip("_")
 }
 """Every constraint that a row can name by an id. Its function has the id as its name, with __ for the colon."""
 BY_NAME: dict[str, Callable[..., bool]] = {
