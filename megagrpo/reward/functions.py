@@ -292,12 +292,10 @@ def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Probl
     specs = function_specs(reward)
     if not sandbox:
         specs = tuple(_in_any_sandbox(spec) for spec in specs)
-    problems = [problem for spec in specs for problem in _spec_problems(spec)]
+    problems = [problem for spec in specs for problem in _spec_problems(spec, reward.timeout_seconds)]
     isolated = list(dict.fromkeys(spec.function for spec in specs if executor_of(spec.function) == "workers"))
     if isolated and reward.workers == 0:
         problems.append(Problem("reward.workers", given="0", needed=f"at least 1, for {', '.join(isolated)}"))
-    if not problems:
-        problems += [problem for spec in specs if (problem := _late_problem(spec, reward.timeout_seconds))]
     return problems
 
 
@@ -313,18 +311,7 @@ def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
     return replace(spec, arguments={**spec.arguments, "isolation": "none"})
 
 
-def _late_problem(spec: FunctionSpec, timeout_seconds: float) -> Problem | None:
-    """Returns a problem if `seconds` of a SANDBOXED verifier reach the timeout, which would end it without a score."""
-    if spec.function not in SANDBOXED:
-        return None
-    seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
-    if seconds < timeout_seconds:
-        return None
-    needed = f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
-    return Problem(f"{spec.where}.arguments.seconds", f"{seconds:g}", needed, "raise reward.timeout_seconds")
-
-
-def _spec_problems(spec: FunctionSpec) -> list[Problem]:
+def _spec_problems(spec: FunctionSpec, timeout_seconds: float) -> list[Problem]:
     where = f"{spec.where}.function"
     if spec.name in TAKEN_NAMES:
         given = f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward"
@@ -339,6 +326,14 @@ def _spec_problems(spec: FunctionSpec) -> list[Problem]:
         _load_built_in(spec)
     except RewardError as error:
         return list(error.problems)
+    if spec.function in SANDBOXED:
+        seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
+        if seconds >= timeout_seconds:
+            needed = (
+                f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
+            )
+            fix = "raise reward.timeout_seconds"
+            return [Problem(f"{spec.where}.arguments.seconds", f"{seconds:g}", needed, fix)]
     return []
 
 

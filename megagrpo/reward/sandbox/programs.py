@@ -43,11 +43,7 @@ class Ran:
     failure: str = ""
     """The reason for a failure, in one line; empty if the run ended by itself without an error."""
     value: Any = None
-    """The printed text, or the returned value: lists and plain data. Objects of other kinds are `Opaque`."""
-
-
-class Opaque:
-    """A returned object that is no data: equal to nothing."""
+    """The printed text, or the returned value: lists and plain data. An object that is no data is a bare object()."""
 
 
 class Program:
@@ -125,7 +121,7 @@ class Program:
         try:
             answer = json.loads(line)
             if "value" in answer:
-                return Ran(value=decode(answer["value"], lambda _: Opaque()))
+                return Ran(value=decode(answer["value"], lambda _: object()))
             return Ran(f"{answer['raised']}: {answer['text']}"[:REASON_BYTES_MAX])
         except (ValueError, TypeError, KeyError, RecursionError):
             self.stop()
