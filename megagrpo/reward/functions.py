@@ -329,11 +329,9 @@ def _spec_problems(spec: FunctionSpec, timeout_seconds: float) -> list[Problem]:
     if spec.function in SANDBOXED:
         seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
         if seconds >= timeout_seconds:
-            needed = (
-                f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
-            )
-            fix = "raise reward.timeout_seconds"
-            return [Problem(f"{spec.where}.arguments.seconds", f"{seconds:g}", needed, fix)]
+            needed = f"less than {timeout_seconds:g}, reward.timeout_seconds: slow programs would have no score"
+            where, fix = f"{spec.where}.arguments.seconds", "raise reward.timeout_seconds"
+            return [Problem(where, f"{seconds:g}", needed, fix)]
     return []
 
 
