@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_764,
     ("plan",): 5_453,
     ("data",): 2_835,
-    ("reward",): 8_030,
+    ("reward",): 8_018,
     ("agents",): 5_280,
     ("track", "report"): 5_431,
     ("importing",): 3_616,
@@ -47,7 +47,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=379),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=378),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

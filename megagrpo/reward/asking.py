@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING, cast
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import Calls, Executor, Outcomes, Specs
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, load, outcomes_of
-from megagrpo.reward.judging.cache import AnswerCache
-from megagrpo.reward.judging.client import (
-    AskConfig,
-    Endpoint,
-    HttpEndpoint,
-    Judge,
-    OverBudgetError,
-    ScoringModel,
-    ServedClassifier,
-)
+from megagrpo.reward.judging.client import AnswerCache, AskConfig, Endpoint, HttpEndpoint, Judge, OverBudgetError
+from megagrpo.reward.verifiers.reward_model import ScoringModel, ServedClassifier
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig

@@ -1,23 +1,27 @@
-"""Clients of models that score: of a judge behind an OpenAI-compatible endpoint, with retries and a step's budget; of a
-served classifier, whose concurrent requests form one batch."""
+"""Client of a judge behind an OpenAI-compatible endpoint: its retries, a step's budget, and a cache of answers.
+
+The cache is a file of the run's directory: no request is sent and paid for twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
+import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, model_validator
 
-from megagrpo.errors import brief
-from megagrpo.reward.judging.cache import AnswerCache, key_of
+from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.section import Count, NonNegativeFloat, Number, PositiveFloat, PositiveInt, Seconds, Section
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -368,67 +372,68 @@ def _tokens(usage: Any, name: str, characters: int) -> int:
     return -(-characters // CHARACTERS_PER_TOKEN)
 
 
-# --- classifiers ------------------------------------------------------------------------------------------------------
+# --- answers that are kept --------------------------------------------------------------------------------------------
 
-Conversation = Sequence[Mapping[str, Any]]
-
-
-class ServedClassifier(Protocol):
-    """A served model with a head for sequence classification."""
-
-    async def labels(self) -> list[str]:
-        """Returns the names of the model's logits."""
-
-    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
-        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
+FILE = "judge_cache.sqlite"
+WAIT_SECONDS = 30.0
+"""Timeout while another process writes."""
+WRITE_SECONDS = 1.0
+"""Time between two writes: each waits for the disk."""
 
 
-class ScoringModel:
-    """A client of a classifier for one reward function. For one event loop."""
+class AnswerCache:
+    """Answers by the hash of their request. Several processes may open one cache. An answer is stored whole or not at
+    all; those of the last second are stored once `write` is called. For one thread. Raises RewardError if the file
+    cannot be read or written."""
 
-    def __init__(self, served: ServedClassifier) -> None:
-        self._served = served
-        self._waiting: list[tuple[Conversation, asyncio.Future[list[float] | str]]] = []
-        self._sending: asyncio.Task[None] | None = None
-        self._labels: list[str] | None = None
-        self.spent: defaultdict[str, float] = defaultdict(float)
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._new: dict[bytes, str] = {}
+        self._written = time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+        with self._reported():
+            self._file = sqlite3.connect(self._path, timeout=WAIT_SECONDS, isolation_level=None)
+            self._file.execute("PRAGMA synchronous = NORMAL")
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
 
-    def new_step(self) -> dict[str, float]:
-        """Returns the totals that the step has spent. Begins new ones."""
-        spent = {"seconds": 0.0, **self.spent}
-        self.spent.clear()
-        return spent
+    def get(self, key: bytes) -> str | None:
+        if key in self._new:
+            return self._new[key]
+        with self._reported():
+            row = self._file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
 
-    async def close(self) -> None:
-        """Does nothing: the run ends the model."""
+    def put(self, key: bytes, text: str) -> None:
+        self._new[key] = text
+        if time.monotonic() > self._written + WRITE_SECONDS:
+            self.write()
 
-    async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
-        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
-        answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, answer))
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
-        logits = await answer
-        if isinstance(logits, str):
-            self.spent["failed"] += 1
-            raise JudgeError(logits)
-        return logits, self._labels or []
+    def write(self) -> None:
+        """Writes all new answers to the file."""
+        if not self._new:
+            return
+        with self._reported(), self._file:
+            self._file.execute("BEGIN IMMEDIATE")
+            self._file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", self._new.items())
+        self._new.clear()
+        self._written = time.monotonic()
 
-    async def _send(self) -> None:
-        """Sends one batch after another, until nothing waits."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            began = time.monotonic()
-            answers: list[list[float] | str]
-            try:
-                if self._labels is None:
-                    self._labels = await self._served.labels()
-                answers = await self._served.logits([conversation for conversation, _ in batch])
-            except OSError as error:  # TimeoutError is one
-                answers = [f"the reward model does not answer: {type(error).__name__}: {error}"] * len(batch)
-            self.spent["seconds"] += time.monotonic() - began
-            self.spent["scored"] += len(batch)
-            for (_, answer), value in zip(batch, answers, strict=True):
-                if not answer.done():
-                    answer.set_result(value)
-        self._sending = None
+    def close(self) -> None:
+        try:
+            self.write()
+        finally:
+            self._file.close()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
+            where, needed = f"{self._path}: the answers of judges", "a file to write"
+            raise RewardError(Problem(where, str(error), needed, fix)) from error
+
+
+def key_of(identity: str, body: dict[str, Any]) -> bytes:
+    """Returns the key of a request. identity: the endpoint, or the model's directory. body: all that is sent to it."""
+    return hashlib.sha256(json.dumps([identity, body], sort_keys=True).encode()).digest()
