@@ -7,12 +7,12 @@ public data sets. No format is unpickled: LiveCodeBench's private tests have to 
 
 from __future__ import annotations
 
-import ast
 import builtins
 import json
 import math
 import random
 import re
+import symtable
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -283,32 +283,19 @@ def code_tests(setup: str, tests: Sequence[str], prefix: str = "") -> Tests:
     ('sum',)
     """
     try:
-        trees = [ast.parse(source) for source in (setup, *tests)]
+        scopes = [symtable.symtable(source, "test", "exec") for source in (setup, *tests)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the ground truth has a test that is no Python: {error}") from None
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    defined = {*_defined(nodes), *dir(builtins)}
-    used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    names = dict.fromkeys(name for name in used if name not in defined)
-    if not names:
-        calls = (node.func for node in nodes if isinstance(node, ast.Call))
-        names = dict.fromkeys([name.id for name in calls if isinstance(name, ast.Name)][:1])
+    for scope in scopes:  # which grows by the scopes within
+        scopes += scope.get_children()
+    symbols = [symbol for scope in scopes for symbol in scope.get_symbols()]
+    bound = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported() or symbol.is_parameter()
+    }
+    used = dict.fromkeys(symbol.get_name() for symbol in symbols if symbol.is_referenced())
+    free = [name for name in used if name not in bound]
+    names = [name for name in free if name not in dir(builtins)] or free[:1]
     return Tests(tuple(tests), CodeTests(setup, tuple(names), tuple(tests)), prefix)
-
-
-def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        match node:
-            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
-                yield node.name
-            case ast.Name(ctx=ast.Store()):
-                yield node.id
-            case ast.arg():
-                yield node.arg
-            case ast.alias():
-                yield (node.asname or node.name).partition(".")[0]
-            case ast.ExceptHandler(name=str(name)):
-                yield name
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
