@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_764,
     ("plan",): 5_453,
     ("data",): 2_835,
-    ("reward",): 8_003,
+    ("reward",): 7_999,
     ("agents",): 5_280,
     ("track", "report"): 5_431,
     ("importing",): 3_616,

@@ -114,11 +114,7 @@ def _pieces(text: str, bytes_min: int) -> Iterator[str]:
 
 
 def _letter_bytes(text: str) -> int:
-    return sum(
-        1 if character.isascii() else len(character.encode(errors="replace"))
-        for character in text
-        if character.isalpha()
-    )
+    return len("".join(filter(str.isalpha, text)).encode(errors="replace"))
 
 
 @lru_cache(maxsize=65536)
