@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from megagrpo.processes.ports import free_port
-from megagrpo.reward.asking import Asking, Models
+from megagrpo.reward.asking import Asking
 from megagrpo.reward.scorer import EXECUTORS, Executors
 
 START_SECONDS = 60.0
@@ -21,9 +22,9 @@ HOST = "127.0.0.1"
 USAGE = {"prompt_tokens": 30, "completion_tokens": 10}
 
 
-def asking(*models: Any, **named: Any) -> Executors:
+def asking(directory: Path | None = None, **named: Any) -> Executors:
     """The executors of a scorer whose functions ask these models."""
-    return {**EXECUTORS, "asking": partial(Asking, models=Models(*models, **named))}
+    return {**EXECUTORS, "asking": partial(Asking, directory=directory, **named)}
 
 
 @dataclass

@@ -26,12 +26,12 @@ from megagrpo.processes.imports import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.reward.asking import Served
-from megagrpo.reward.judging.client import Conversation, Reply
+from megagrpo.reward.judging.client import HttpEndpoint, Reply
+from megagrpo.reward.verifiers.reward_model import Conversation
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 
-if TYPE_CHECKING:  # torch follows prepare_process; the driver needs no aiohttp
+if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
-    from megagrpo.reward.judging.endpoint import HttpEndpoint
     from megagrpo.rollout.sglang.server import Server
 
 RESTARTS_MAX = 10
@@ -137,8 +137,6 @@ class JudgeActor:
             await asyncio.to_thread(self._server.close)
 
     async def _running(self) -> HttpEndpoint:
-        from megagrpo.reward.judging.endpoint import HttpEndpoint
-
         async with self._starting:
             if self._server is not None:
                 try:
@@ -257,7 +255,7 @@ class ActorEndpoint:
 
 
 class ActorClassifier:
-    """A ServedClassifier (reward/judging/client.py) that asks an actor."""
+    """A ServedClassifier (reward/verifiers/reward_model.py) that asks an actor."""
 
     def __init__(self, actor: Any, start_seconds: float) -> None:
         self._actor, self._start_seconds = actor, start_seconds

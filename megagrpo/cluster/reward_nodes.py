@@ -16,7 +16,7 @@ from megagrpo.cluster.waiting import end_actors, node_names, on_node
 from megagrpo.errors import MegagrpoError, Problem, RewardError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe, RewardConfig
-from megagrpo.reward.asking import Asking, Models, Served
+from megagrpo.reward.asking import Asking, Served
 from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail
 from megagrpo.reward.functions import Outcome, with_source
 from megagrpo.reward.scorer import EXECUTORS, Executors, Scorer
@@ -47,9 +47,10 @@ def scorer_maker(
     say: Callable[[str], None],
 ) -> Callable[..., Scorer]:
     """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
-    limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), served)
-    own: Executors = {"workers": partial(reward_pool, runtime), "asking": partial(Asking, models=models)}
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors={**EXECUTORS, **own})
+    asking = partial(Asking, directory=run_directory(recipe), served=served)
+    executors: Executors = {**EXECUTORS, "workers": partial(reward_pool, runtime), "asking": asking}
+    limit = recipe.rollout.response_tokens_max
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors=executors)
 
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:

@@ -9,6 +9,8 @@ import json
 import re
 import string
 import unicodedata
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -23,17 +25,24 @@ _LAST_STOP = re.compile(r"[.!]\Z")
 _HOPE = re.compile(r"(?i)I hope it is correct")
 
 
-class _Plain(dict[int, int | None]):
-    """A table for str.translate: maps full-width forms (except the comma) to ASCII and drops zero-width characters."""
+class _Table(dict[int, int | None]):
+    """A table for str.translate, which asks a function once for each character; None drops it."""
+
+    def __init__(self, written_as: Callable[[str], int | None]) -> None:
+        self.written_as = written_as
 
     def __missing__(self, code: int) -> int | None:
-        # The full-width comma parts no thousands.
-        of_width = code - 0xFEE0 if 0xFF01 <= code <= 0xFF5E and code != 0xFF0C else code
-        self[code] = None if unicodedata.category(chr(code)) == "Cf" else of_width
+        self[code] = self.written_as(chr(code))
         return self[code]
 
 
-_PLAIN = _Plain()
+def _in_plain(character: str) -> int | None:
+    # The full-width comma parts no thousands.
+    code = ord(character) - (0xFEE0 if "\uff01" <= character <= "\uff5e" and character != "\uff0c" else 0)
+    return None if unicodedata.category(character) == "Cf" else code
+
+
+_PLAIN = _Table(_in_plain)
 
 
 def last_boxed(text: str) -> str | None:
@@ -45,9 +54,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"$\boxed 5$."), last_boxed(r"\(\boxed\frac{1}{2}\)"), last_boxed(r"\boxed{5}, by \boxed as asked")
     ('5', '\\frac{1}{2}', '5')
     """
-    box = None
-    for found in BOX.finditer(text):
-        box = found
+    *_, box = [None, *BOX.finditer(text)]
     if box is None:
         return None
     if not box.group(1):
@@ -98,11 +105,10 @@ def final_answer(text: str) -> str | None:
     >>> final_answer("The final answer is **42**. It took 3."), final_answer(r"\boxed{4} The final answer is so.")
     ('42', '4')
     """
-    start = -1
-    for found in _FINAL_ANSWER.finditer(text):
-        start = found.end()
-    if start < 0 or BOX.search(text, start):
+    *_, announced = [None, *_FINAL_ANSWER.finditer(text)]
+    if announced is None or BOX.search(text, announced.end()):
         return last_boxed(text)
+    start = announced.end()
     hope = _HOPE.search(text, start)
     stated = text[start : hope.start()] if hope else text[start:].lstrip(" *\n\t").partition("\n")[0]
     stated = _SENTENCE_END.split(stated, maxsplit=1)[0].strip(" *\n\t")
@@ -133,7 +139,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
     >>> blocks("1. So:\n   ```JSON title=x\n   {}\n   ```\nand ```this``` is none")
     [('json', '{}\n')]
     """
-    found: list[tuple[str, str]] = []
+    closed: list[tuple[str, str]] = []
     lines: list[str] | None = None
     fence, label, indent = "", "", 0
     for line in text.splitlines(keepends=True):
@@ -142,11 +148,11 @@ def blocks(text: str) -> list[tuple[str, str]]:
                 lines, fence, indent = [], opening[2], len(opening[1])
                 label = (opening[3].split() or [""])[0].lower()
         elif line.strip().startswith(fence) and not line.strip().strip("`"):
-            found.append((label, "".join(lines)))
+            closed.append((label, "".join(lines)))
             lines = None
         else:
             lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
-    return found
+    return closed
 
 
 def last_program(text: str) -> str | None:
@@ -155,21 +161,13 @@ def last_program(text: str) -> str | None:
     >>> last_program("```python3\nfirst\n```\n```\nsecond\n```\n```text\nthird\n```")
     'first\n'
     """
-    found = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block[0])]
-    return next((program for _, program in [*(block for block in found if block[0]), *found]), None)
+    programs = [block for block in reversed(blocks(text)) if _PYTHON.fullmatch(block[0])]
+    return next((program for _, program in [*(block for block in programs if block[0]), *programs]), None)
 
 
-class _Punctuation(dict[int, int | None]):
-    """A table for str.translate: drops every character of Unicode's punctuation and of ASCII's symbols."""
-
-    def __missing__(self, code: int) -> int | None:
-        character = chr(code)
-        left_out = character in string.punctuation or unicodedata.category(character).startswith("P")
-        self[code] = None if left_out else code
-        return self[code]
-
-
-_PUNCTUATION = _Punctuation()
+_WITHOUT_SIGNS = _Table(  # of Unicode's punctuation, and of ASCII's symbols
+    lambda sign: None if sign in string.punctuation or unicodedata.category(sign).startswith("P") else ord(sign)
+)
 _ARTICLES = frozenset({"a", "an", "the"})
 _FRACTION = re.compile(r"(?<=\d)(?=[\u00bc-\u00be\u2150-\u215e])")  # of 1½, which is not 11/2
 _POWER = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u2070\u2074-\u207b])")  # of 10², which is not 102
@@ -196,7 +194,7 @@ def squad_words(text: str) -> list[str]:
     """
     text = unicodedata.normalize("NFKC", _POWER.sub("^", _FRACTION.sub(" ", text))).casefold()
     text = _NUMBER_MINUS.sub(_kept, _BETWEEN_DIGITS.sub(_kept, _FIRST_POINT.sub("0.", text)))
-    words = _PARTING.sub(" ", text).translate(_PUNCTUATION).translate(_BACK).split()
+    words = _PARTING.sub(" ", text).translate(_WITHOUT_SIGNS).translate(_BACK).split()
     return [word for word in words if word not in _ARTICLES] or words
 
 
@@ -213,18 +211,25 @@ def accepted_answers(ground_truth: str) -> tuple[str, ...]:
     >>> accepted_answers("Paris"), accepted_answers('["NYC", "New York"]'), accepted_answers('{"target": "Paris"}')
     (('Paris',), ('NYC', 'New York'), ('Paris',))
     """
-    answers: Any = [ground_truth]
-    try:
-        value = json.loads(ground_truth)
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict) and "target" in value:
-        value = value["target"] if isinstance(value["target"], list) else [value["target"]]
-    if isinstance(value, list):
-        answers = value
+    answers: Any = None
+    with suppress(ValueError, RecursionError):
+        answers = json.loads(ground_truth)
+    if isinstance(answers, dict) and "target" in answers:
+        answers = answers["target"] if isinstance(answers["target"], list) else [answers["target"]]
+    if not isinstance(answers, list):
+        answers = [ground_truth]
     if not all(isinstance(answer, str | int | float) for answer in answers):
         raise ValueError(f"the ground truth {ground_truth[:200]!r} is a list of something other than texts")
     answers = [str(answer) for answer in answers if str(answer).strip()]
     if not answers:
         raise ValueError(f"the ground truth {ground_truth[:200]!r} has no answer")
     return tuple(answers)
+
+
+@lru_cache(maxsize=65536)
+def accepted_words(ground_truth: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the words of each accepted answer that has any, by squad_words. Raises ValueError if none has."""
+    answers = tuple(tuple(words) for words in map(squad_words, accepted_answers(ground_truth)) if words)
+    if not answers:
+        raise ValueError(f"the ground truth {ground_truth[:200]!r} has no word")
+    return answers

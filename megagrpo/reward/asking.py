@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import Calls, Executor, Outcomes, Specs
 from megagrpo.reward.functions import Function, FunctionSpec, Outcome, Task, failure_of, load, outcomes_of
-from megagrpo.reward.judging.cache import AnswerCache
-from megagrpo.reward.judging.client import AskConfig, Endpoint, Judge, OverBudgetError, ScoringModel, ServedClassifier
+from megagrpo.reward.judging.client import AnswerCache, AskConfig, Endpoint, HttpEndpoint, Judge, OverBudgetError
+from megagrpo.reward.verifiers.reward_model import ScoringModel, ServedClassifier
 
 if TYPE_CHECKING:
     from megagrpo.recipe.schema import RewardConfig
@@ -26,37 +27,29 @@ Served = Endpoint | ServedClassifier
 """A model that the run has started: a generative one or a classifier."""
 
 
-@dataclass(frozen=True)
-class Models:
-    """The models that functions may ask, and the directory of the cache."""
-
-    directory: Path | None = None
-    """Directory of the cache of judges' answers. None: no cache."""
-
-    served: Mapping[str, Served] = field(default_factory=dict)
-    """The models of reward.models, by name."""
-
-
-NO_MODELS = Models()
-
-
 class Asking(Executor):
     """Calls functions that ask models, in an event loop of a thread of its own.
 
-    The constructor raises RewardError if the variable of an API key is not set, or if a model is not served.
+    directory: that of the cache of judges' answers; None: no cache. served: the models of reward.models, by name. The
+    constructor raises RewardError if the variable of an API key is not set, or if a model is not served.
     """
 
-    def __init__(self, specs: Specs, _: RewardConfig, models: Models = NO_MODELS) -> None:
+    def __init__(
+        self,
+        specs: Specs,
+        _: RewardConfig,
+        directory: Path | None = None,
+        served: Mapping[str, Served] = MappingProxyType({}),
+    ) -> None:
         self.functions: dict[int, Function] = {number: load(spec) for number, spec in specs.items()}
-        self._models = models
+        self._directory, self._served = directory, served
         self._names = {number: spec.name for number, spec in specs.items()}
-        self._keys = {number: _api_key(self.functions[number], spec, models) for number, spec in specs.items()}
+        self._keys = {number: _api_key(self.functions[number], spec, served) for number, spec in specs.items()}
         self._judges: dict[int, Judge | ScoringModel] = {}
         self._cache: AnswerCache | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread()
-        self._left = 0
-        """Number of calls of the last `submit` that are under way."""
+        self._left = 0  # calls of the last `submit` that are under way
 
     def submit(self, calls: Calls) -> list[Outcomes]:
         if not calls:
@@ -115,23 +108,20 @@ class Asking(Executor):
 
     def _opened(self, number: int) -> Judge | ScoringModel:
         config = self.functions[number].arguments
-        served = self._models.served.get(config.model)
+        served = self._served.get(config.model)
         if not isinstance(config, AskConfig):
             return ScoringModel(cast(ServedClassifier, served))
-        if self._cache is None and self._models.directory is not None:
-            self._cache = AnswerCache(self._models.directory)
-        from megagrpo.reward.judging.endpoint import HttpEndpoint  # aiohttp takes a fifth of a second
-
-        if config.url is None:
-            return Judge(config, cast(Endpoint, served), self._cache)
-        return Judge(config, HttpEndpoint(config.url, self._keys[number], config.concurrency), self._cache)
+        if self._cache is None and self._directory is not None:
+            self._cache = AnswerCache(self._directory)
+        if config.url is not None:
+            served = HttpEndpoint(config.url, self._keys[number], config.concurrency)
+        return Judge(config, cast(Endpoint, served), self._cache)
 
     async def _take_metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        metrics: defaultdict[str, float] = defaultdict(float)
         for number, judge in self._judges.items():
-            for what, value in judge.new_step().items():
-                name = f"judge/{self._names[number]}/{what}"
-                metrics[name] = metrics.get(name, 0.0) + value
+            for name, value in judge.new_step().items():
+                metrics[f"judge/{self._names[number]}/{name}"] += value
         return metrics
 
     async def _close(self) -> None:
@@ -146,11 +136,11 @@ class Asking(Executor):
             self._cache = None
 
 
-def _api_key(function: Function, spec: FunctionSpec, models: Models) -> str | None:
+def _api_key(function: Function, spec: FunctionSpec, served: Mapping[str, Served]) -> str | None:
     """Returns the key of a judge's endpoint. Raises RewardError if it is not set, or if the model is not served."""
     arguments, where = function.arguments, f"{spec.where}.arguments"
     if getattr(arguments, "url", None) is None:
-        if arguments.model not in models.served:
+        if arguments.model not in served:
             needed = "a model of reward.models that this command has started: training starts them"
             raise RewardError(Problem(f"{where}.model", arguments.model, needed))
         return None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import math
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from megagrpo.reward.sandbox.sandbox import Isolation
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
-    from megagrpo.recipe.schema import RewardConfig
+    from megagrpo.recipe.schema import RewardConfig, RewardFunctionConfig
     from megagrpo.types import Prompt, Sample
 
 RewardReturn = float | Mapping[str, Any]
@@ -114,19 +114,13 @@ def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
     ]
 
 
-def agent_reward_of(prompt: Prompt, sample: Sample) -> dict[str, float] | None:
-    return None if sample.agent is None or sample.agent.reward is None else dict(sample.agent.reward)
-
-
 OF_SAMPLE: dict[str, Callable[[Prompt, Sample], Any]] = {
-    "response": lambda prompt, sample: sample.text,
-    "responses": lambda prompt, sample: sample.text,
-    "solution_str": lambda prompt, sample: sample.text,
+    **dict.fromkeys(("response", "responses", "solution_str"), lambda prompt, sample: sample.text),
     "tokens": lambda prompt, sample: sample.tokens.tolist(),
     "finish": lambda prompt, sample: sample.finish,
     "messages": messages_of,
     "tool_calls": tool_calls_of,
-    "agent_reward": agent_reward_of,
+    "agent_reward": lambda prompt, sample: sample.agent and sample.agent.reward and dict(sample.agent.reward),
 }
 """Arguments that each response has of its own. The others are the prompt's."""
 
@@ -140,16 +134,16 @@ class Task:
 
     def arguments(self, wanted: Sequence[str]) -> dict[str, Any]:
         """Returns the arguments of these names as plain values."""
-        by_group = "responses" in wanted
-        return {name: self._argument(name, by_group) for name in wanted}
-
-    def _argument(self, name: str, by_group: bool) -> Any:
-        if (of_sample := OF_SAMPLE.get(name)) is not None:
-            values = (of_sample(self.prompt, sample) for sample in self.samples)
-            return list(values) if by_group else next(values)
-        if name == "prompt":
-            return [dict(message) for message in self.prompt.messages]
-        return self.prompt.text if name == "prompt_text" else getattr(self.prompt, name)
+        arguments: dict[str, Any] = {}
+        for name in wanted:
+            if of_sample := OF_SAMPLE.get(name):
+                values = [of_sample(self.prompt, sample) for sample in self.samples]
+                arguments[name] = values if "responses" in wanted else values[0]
+            elif name == "prompt":
+                arguments[name] = [dict(message) for message in self.prompt.messages]
+            else:
+                arguments[name] = getattr(self.prompt, "text" if name == "prompt_text" else name)
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,29 +200,23 @@ def outcome_of(returned: object) -> Outcome:
     return Outcome(metrics.pop("score"), metrics, notes)
 
 
-def checked_outcome(message: Mapping[str, Any]) -> Outcome:
-    """Returns the Outcome whose fields came from another process. Raises ValueError if they are invalid."""
-    score, metrics, notes = message.get("score"), message.get("metrics"), message.get("notes")
-    error, trace = message.get("error"), message.get("trace")
-    if not isinstance(metrics, dict) or not isinstance(error, str) or not isinstance(trace, str):
-        raise ValueError("an answer without its fields")
-    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise ValueError("notes that are not texts")
-    if (score is None) != bool(error):
+def checked_outcome(sent: Outcome) -> Outcome:
+    """Returns an Outcome that came from another process, within its limits. Raises ValueError if it is invalid."""
+    if (sent.score is None) != bool(sent.error):
         raise ValueError("an answer with neither a score nor an error, or with both")
-    outcome = Outcome(None) if score is None else outcome_of({**metrics, **notes, "score": score})
+    given = {**sent.metrics, **sent.notes, "score": sent.score}
+    outcome = Outcome(None) if sent.score is None else outcome_of(given)
     if outcome.error:
         raise ValueError(outcome.error)
-    return replace(outcome, error=error[: 4 * ERROR_CHARACTERS_MAX], trace=trace[-TRACE_CHARACTERS_MAX:])
+    return replace(outcome, error=sent.error[: 4 * ERROR_CHARACTERS_MAX], trace=sent.trace[-TRACE_CHARACTERS_MAX:])
 
 
 def failure_of(raised: BaseException) -> Outcome:
     """Returns the outcome of a function that raised."""
     trace = "".join(traceback.format_exception(raised))[-TRACE_CHARACTERS_MAX:]
-    try:
-        text = f"{type(raised).__name__}: {raised}"
-    except Exception:  # noqa: BLE001  (an exception of a user's may fail to say what it is)
-        text = type(raised).__name__
+    text = type(raised).__name__
+    with suppress(Exception):  # an exception of a user's may fail to say what it is
+        text = f"{text}: {raised}"
     return Outcome(None, error=text.removesuffix(": ").splitlines()[0][:ERROR_CHARACTERS_MAX], trace=trace)
 
 
@@ -260,6 +248,8 @@ class FunctionSpec:
     weight: float
     arguments: Mapping[str, Any]
     where: str
+    gated: bool = False
+    """True if it counts only if the functions of its list without a gate give a sum other than 0."""
     source: bytes | None = None
     """The text of the user's file, once read. Workers run this text, even if the file changes."""
 
@@ -274,12 +264,24 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
     specs = []
     for where, entries in reward.lists().items():
         seen: Counter[str] = Counter()
-        for index, entry in enumerate(entries):
+        for index, (entry, gated) in enumerate(zip(entries, gated_functions(entries), strict=True)):
             name = entry.name or entry.function.rpartition(":")[2]
             seen[name] += 1
             unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
-            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, f"{where}[{index}]"))
+            place = f"{where}[{index}]"
+            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, place, gated))
     return tuple(specs)
+
+
+def gated_functions(entries: Sequence[RewardFunctionConfig]) -> list[bool]:
+    """Returns, for each function of a list, whether it counts only if others give a sum other than 0."""
+    waits = [
+        entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
+        for entry in entries
+    ]
+    if all(waits):  # then those that need not wait count
+        return [entry.counts != "auto" for entry in entries]
+    return waits
 
 
 def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Problem]:
@@ -290,12 +292,10 @@ def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Probl
     specs = function_specs(reward)
     if not sandbox:
         specs = tuple(_in_any_sandbox(spec) for spec in specs)
-    problems = [problem for spec in specs for problem in _spec_problems(spec)]
+    problems = [problem for spec in specs for problem in _spec_problems(spec, reward.timeout_seconds)]
     isolated = list(dict.fromkeys(spec.function for spec in specs if executor_of(spec.function) == "workers"))
     if isolated and reward.workers == 0:
         problems.append(Problem("reward.workers", given="0", needed=f"at least 1, for {', '.join(isolated)}"))
-    if not problems:
-        problems += [problem for spec in specs if (problem := _late_problem(spec, reward.timeout_seconds))]
     return problems
 
 
@@ -311,19 +311,7 @@ def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
     return replace(spec, arguments={**spec.arguments, "isolation": "none"})
 
 
-def _late_problem(spec: FunctionSpec, timeout_seconds: float) -> Problem | None:
-    """Returns a problem if `seconds` of a SANDBOXED verifier reach the timeout, which would end it without a score."""
-    if spec.function not in SANDBOXED:
-        return None
-    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
-    seconds = spec.arguments.get("seconds", inspect.signature(make).parameters["seconds"].default)
-    if seconds < timeout_seconds:
-        return None
-    needed = f"less than reward.timeout_seconds, which is {timeout_seconds:g}: slow programs would have no score"
-    return Problem(f"{spec.where}.arguments.seconds", f"{seconds:g}", needed, "raise reward.timeout_seconds")
-
-
-def _spec_problems(spec: FunctionSpec) -> list[Problem]:
+def _spec_problems(spec: FunctionSpec, timeout_seconds: float) -> list[Problem]:
     where = f"{spec.where}.function"
     if spec.name in TAKEN_NAMES:
         given = f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward"
@@ -333,16 +321,17 @@ def _spec_problems(spec: FunctionSpec) -> list[Problem]:
         problem = user_file_problem(spec)
         return [problem] if problem else []
     if spec.function == "math":  # its make() imports sympy, which takes longer than a check should
-        if spec.arguments:
-            needed = "none: math has no arguments"
-            return [Problem(f"{spec.where}.arguments", given=", ".join(spec.arguments), needed=needed)]
-        if importlib.util.find_spec("math_verify") is None:
-            return [Problem(where, "math", needed="the package math-verify", fix="pip install math-verify")]
-        return []
+        return _argument_problems(spec)
     try:
         _load_built_in(spec)
     except RewardError as error:
         return list(error.problems)
+    if spec.function in SANDBOXED:
+        seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
+        if seconds >= timeout_seconds:
+            needed = f"less than {timeout_seconds:g}, reward.timeout_seconds: slow programs would have no score"
+            where, fix = f"{spec.where}.arguments.seconds", "raise reward.timeout_seconds"
+            return [Problem(where, f"{seconds:g}", needed, fix)]
     return []
 
 
@@ -385,32 +374,37 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
     return tuple(name for name in known if name in names and name not in bound)
 
 
+def _maker(spec: FunctionSpec) -> Any:
+    return importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
+
+
 def _load_built_in(spec: FunctionSpec) -> Function:
-    make = importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
-    where = f"{spec.where}.arguments"
-    if refusal := refused_call(make, **spec.arguments):
-        raise RewardError(Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}"))
-    if problems := [problem for name in spec.arguments if (problem := _type_problem(make, name, spec))]:
+    if problems := _argument_problems(spec):
         raise RewardError(problems)
     try:
-        function = make(**spec.arguments)
+        function = _maker(spec)(**spec.arguments)
     except ValueError as error:
-        raise RewardError(Problem(where, given=str(error))) from None
+        raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
     if isinstance(function, ModelFunction):
         return Function(wanted_arguments(function.function, {}), True, function.function, function.arguments)
     return Function(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function)
 
 
-def _type_problem(make: Callable[..., Any], name: str, spec: FunctionSpec) -> Problem | None:
-    """Returns a problem if the type of an argument differs from its annotation in `make`."""
-    parameter = inspect.signature(make, eval_str=True).parameters.get(name)
-    value = spec.arguments[name]
-    if parameter is None or _fits(value, parameter.annotation):  # one of **arguments is checked by make
-        return None
-    needed = inspect.formatannotation(parameter.annotation).replace("collections.abc.", "")
-    if get_origin(parameter.annotation) is Literal:
-        needed = " or ".join(get_args(parameter.annotation))
-    return Problem(f"{spec.where}.arguments.{name}", brief(value), needed, f"give `{name}` another value, or remove it")
+def _argument_problems(spec: FunctionSpec) -> list[Problem]:
+    """Returns a problem for each argument whose type differs from its annotation in `make`, or one for them all."""
+    where, make = f"{spec.where}.arguments", _maker(spec)
+    if refusal := refused_call(make, **spec.arguments):
+        return [Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}")]
+    problems, parameters = [], inspect.signature(make, eval_str=True).parameters
+    for name, value in spec.arguments.items():
+        if name not in parameters or _fits(value, parameters[name].annotation):  # make checks one of **arguments
+            continue
+        annotation = parameters[name].annotation
+        needed = inspect.formatannotation(annotation).replace("collections.abc.", "")
+        if get_origin(annotation) is Literal:
+            needed = " or ".join(get_args(annotation))
+        problems.append(Problem(f"{where}.{name}", brief(value), needed, f"give `{name}` another value, or remove it"))
+    return problems
 
 
 def _fits(value: object, annotation: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -16,22 +18,27 @@ async def post(
 ) -> tuple[int, bytes | None, float | None]:
     """Returns status, body and seconds of Retry-After; None for a body of more than bytes_max.
 
-    request: further arguments of aiohttp. Raises TimeoutError, and aiohttp.ClientError or OSError without an answer.
+    request: further arguments of aiohttp. Raises TimeoutError, or another OSError without an answer.
     """
     timeout = aiohttp.ClientTimeout(timeout_seconds)
     data = bytearray()
-    # A redirection could take a key elsewhere.
-    async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
-        after = retry_after(answer.headers.get("Retry-After"))
-        try:
-            async for chunk in answer.content.iter_any():
-                data += chunk
-                if len(data) > bytes_max:
-                    return answer.status, None, after
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            if answer.status == 200:
-                raise  # else the status tells what to do, whatever its body lacks
-        return answer.status, bytes(data), after
+    try:
+        # A redirection could take a key elsewhere.
+        async with session.post(url, timeout=timeout, allow_redirects=False, **request) as answer:
+            after = retry_after(answer.headers.get("Retry-After"))
+            try:
+                async for chunk in answer.content.iter_any():
+                    data += chunk
+                    if len(data) > bytes_max:
+                        return answer.status, None, after
+            except (aiohttp.ClientError, OSError):
+                if answer.status == 200:
+                    raise  # else the status tells what to do, whatever its body lacks
+            return answer.status, bytes(data), after
+    except aiohttp.ClientError as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def retry_after(header: str | None) -> float | None:
@@ -40,13 +47,9 @@ def retry_after(header: str | None) -> float | None:
     >>> retry_after("7"), retry_after("Thu, 01 Jan 1970 00:00:00 GMT"), retry_after("soon"), retry_after("1e9")
     (7.0, 0.0, None, 300.0)
     """
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return None
-    return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX) if seconds == seconds else None
+    seconds = math.nan
+    with suppress(ValueError, OverflowError):
+        seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
+    with suppress(ValueError):
+        seconds = float(header or "")
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from megagrpo.errors import Problem, RewardError
@@ -24,7 +24,7 @@ from megagrpo.reward.functions import (
     static_problems,
     user_file_problem,
 )
-from megagrpo.reward.workers import WorkerPool, limits_of, load_problems
+from megagrpo.reward.workers import WorkerPool, limits_of
 from megagrpo.types import Group, Sample, Score
 
 OVERLONG = "overlong"
@@ -68,7 +68,10 @@ class Scorer:
         self._first_failures: dict[str, str] = {}
         self._reward, self._response_tokens_max = reward, response_tokens_max
         self._specs = function_specs(reward)
-        self._lists = function_lists(reward)
+        self._lists: dict[str, list[int]] = {}
+        """Functions by the field that lists them."""
+        for number, spec in enumerate(self._specs):
+            self._lists.setdefault(spec.where.rpartition("[")[0], []).append(number)
         self._names = [executor_of(spec.function) for spec in self._specs]
         """The executor of each function."""
         specs: dict[str, dict[int, FunctionSpec]] = {name: {} for name in executors}
@@ -99,13 +102,15 @@ class Scorer:
 
     def _score_unshaped(self, groups: Sequence[Group]) -> list[Group]:
         chosen = [self._list_of(group) for group in groups]
-        by_group = self._by_group({spec for functions in chosen for spec in functions.specs})
-        calls = [
-            (spec, row, members)
-            for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
-            for spec in functions.specs
-            for members in _members_of_calls(group, by_group[spec])
-        ]
+        by_group: dict[int, bool] = {}
+        for name in {self._names[spec] for numbers in chosen for spec in numbers}:
+            by_group |= self._executors[name].by_group(self._check)
+        calls: list[tuple[int, int, list[int]]] = []
+        for row, (group, numbers) in enumerate(zip(groups, chosen, strict=True)):
+            members = [member for member, sample in enumerate(group.samples) if sample.finish != "abort"]
+            alone = [[member] for member in members]
+            for spec in numbers:
+                calls += [(spec, row, of_call) for of_call in ([members] if by_group[spec] and members else alone)]
         calls.sort(key=lambda call: call[0])  # function after function: workers stay warm, async ones run side by side
         outcomes = self._outcomes(
             [
@@ -119,42 +124,27 @@ class Scorer:
             for member, outcome in zip(members, of_call, strict=True)
         }
         self._note_failures(groups, outcome_of)
-        return [
-            replace(
-                group,
-                scores=tuple(
-                    Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP)
-                    if sample.finish == "abort"
-                    else weighted_score(
-                        [self._specs[spec] for spec in functions.specs],
-                        functions.gated,
-                        [outcome_of[spec, row, member] for spec in functions.specs],
-                        functions.solved_at,
-                    )
-                    for member, sample in enumerate(group.samples)
-                ),
+        scored = []
+        for row, (group, numbers) in enumerate(zip(groups, chosen, strict=True)):
+            specs = [self._specs[spec] for spec in numbers]
+            solved_at = solved_from(self._reward.solved_at, specs)
+            scores = (
+                Score(None, error=(sample.agent and sample.agent.error) or GIVEN_UP)
+                if sample.finish == "abort"
+                else weighted_score(specs, [outcome_of[spec, row, member] for spec in numbers], solved_at)
+                for member, sample in enumerate(group.samples)
             )
-            for row, (group, functions) in enumerate(zip(groups, chosen, strict=True))
-        ]
-
-    def _by_group(self, specs: Iterable[int]) -> dict[int, bool]:
-        """Returns, for each of these functions, whether one call scores all responses of a group."""
-        by_group: dict[int, bool] = {}
-        for name in {self._names[spec] for spec in specs}:
-            by_group |= self._executors[name].by_group(self._check)
-        return by_group
+            scored.append(replace(group, scores=tuple(scores)))
+        return scored
 
     def _outcomes(self, calls: Sequence[tuple[int, Task]]) -> list[list[Outcome]]:
         """Gives each call (index of the function, task) to its executor. Returns the outcomes of each."""
-        numbers: dict[str, list[int]] = {name: [] for name in self._executors}
-        for number, (spec, _) in enumerate(calls):
-            numbers[self._names[spec]].append(number)
         futures: dict[int, Outcomes] = {}
         ended: SimpleQueue[Outcomes] = SimpleQueue()
         try:
             for name, executor in self._executors.items():
-                its_futures = executor.submit([calls[number] for number in numbers[name]])
-                futures |= zip(numbers[name], its_futures, strict=True)
+                numbers = [number for number, (spec, _) in enumerate(calls) if self._names[spec] == name]
+                futures |= zip(numbers, executor.submit([calls[number] for number in numbers]), strict=True)
             pending = [future for future in futures.values() if not future.done() or future.exception()]
             for future in pending:
                 future.add_done_callback(ended.put)
@@ -171,7 +161,7 @@ class Scorer:
             raise
         return [futures[number].result() for number in range(len(calls))]
 
-    def _list_of(self, group: Group) -> FunctionList:
+    def _list_of(self, group: Group) -> list[int]:
         where = self._reward.list_of(group.prompt.data_source)
         if where is None:
             problem = self._reward.source_problem(group.prompt.data_source, f"prompt {group.prompt.id}")
@@ -181,7 +171,8 @@ class Scorer:
     def _note_failures(self, groups: Sequence[Group], outcome_of: Mapping[tuple[int, int, int], Outcome]) -> None:
         """Reports the row at which each function first failed. Raises RewardError, with the same rows, if too many
         responses have no score."""
-        failed, first_failed = set[tuple[int, int]](), dict[str, str]()
+        failed: set[tuple[int, int]] = set()
+        first_failed: dict[str, str] = {}
         for (spec, row, member), outcome in outcome_of.items():
             if outcome.score is not None or outcome.masked:
                 continue
@@ -223,53 +214,22 @@ class Scorer:
 def reward_problems(reward: schema.RewardConfig, *, sandbox: bool = True) -> list[Problem]:
     """Returns all problems of the section; without `sandbox`, not those of this machine's isolation. Imports the user's
     own files, in a process that ends afterwards."""
+    problems = static_problems(reward, sandbox=sandbox)
     loadable = [spec for spec in function_specs(reward) if not spec.built_in and user_file_problem(spec) is None]
-    return static_problems(reward, sandbox=sandbox) + (load_problems(loadable, limits_of(reward)) if loadable else [])
+    if loadable:
+        pool = WorkerPool(dict(enumerate(loadable)), workers=1, limits=limits_of(reward))
+        try:
+            pool.by_group()
+        except RewardError as error:
+            problems += error.problems
+        finally:
+            pool.close()
+    return problems
 
 
-def _members_of_calls(group: Group, by_group: bool) -> list[tuple[int, ...]]:
-    """Returns the samples that each call scores, as indices in the group. Leaves out those that the engine gave up."""
-    whole = tuple(member for member, sample in enumerate(group.samples) if sample.finish != "abort")
-    return [whole] if by_group and whole else [(member,) for member in whole]
-
-
-@dataclass(frozen=True)
-class FunctionList:
-    """The functions that score the rows of some data sources: their range among all specs, gates, and solved score."""
-
-    specs: range
-    gated: tuple[bool, ...]
-    solved_at: float
-
-
-def function_lists(reward: schema.RewardConfig) -> dict[str, FunctionList]:
-    """Returns every list of functions by the field that holds it, in the order of `function_specs`."""
-    lists: dict[str, FunctionList] = {}
-    start = 0
-    for where, entries in reward.lists().items():
-        specs = range(start, start + len(entries))
-        lists[where] = FunctionList(specs, gated_functions(entries), solved_from(reward.solved_at, entries))
-        start = specs.stop
-    return lists
-
-
-def gated_functions(functions: Sequence[schema.RewardFunctionConfig]) -> tuple[bool, ...]:
-    """Returns, for each function, whether it counts only if the functions without a gate give a sum other than 0."""
-    waits = [
-        function.counts == "when_others_score" or (function.counts == "auto" and function.function == "format")
-        for function in functions
-    ]
-    alone = all(waits)  # then those that were not told to wait count
-    return tuple(
-        wait and not (alone and function.counts == "auto") for wait, function in zip(waits, functions, strict=True)
-    )
-
-
-def solved_from(solved_at: float | None, functions: Sequence[schema.RewardFunctionConfig]) -> float:
+def solved_from(solved_at: float | None, specs: Sequence[FunctionSpec]) -> float:
     """Returns the least weighted sum of a solved response: the recipe's solved_at, else the sum of positive weights."""
-    if solved_at is not None:
-        return solved_at
-    return rounded(sum(function.weight for function in functions if function.weight > 0))
+    return solved_at if solved_at is not None else rounded(sum(spec.weight for spec in specs if spec.weight > 0))
 
 
 def rounded(score: float) -> float:
@@ -277,9 +237,7 @@ def rounded(score: float) -> float:
     return float(f"{score:.12g}")
 
 
-def weighted_score(
-    specs: Sequence[FunctionSpec], gated: Sequence[bool], outcomes: Sequence[Outcome], solved_at: float
-) -> Score:
+def weighted_score(specs: Sequence[FunctionSpec], outcomes: Sequence[Outcome], solved_at: float) -> Score:
     """Returns the weighted sum as a Score; its value is None if any function failed, gated or not.
 
     `parts`: raw scores by name, and metrics as name.metric; `notes` likewise. `counted`: raw scores in order, 0 where a
@@ -299,10 +257,8 @@ def weighted_score(
     if errors or masked:
         return Score(None, parts, "; ".join(errors), "" if errors else "; ".join(masked), notes=notes)
     answer = next((outcome.notes[ANSWER] for outcome in outcomes if ANSWER in outcome.notes), None)
-    always = sum(spec.weight * parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True) if not has_gate)
-    counted = tuple(
-        0.0 if has_gate and always == 0 else parts[spec.name] for spec, has_gate in zip(specs, gated, strict=True)
-    )
+    always = sum(spec.weight * parts[spec.name] for spec in specs if not spec.gated)
+    counted = tuple(0.0 if spec.gated and always == 0 else parts[spec.name] for spec in specs)
     total = rounded(sum((spec.weight * score for spec, score in zip(specs, counted, strict=True)), 0.0))
     if not math.isfinite(total):
         return Score(None, parts, f"the weighted sum is {total}", notes=notes)

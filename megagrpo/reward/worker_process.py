@@ -55,17 +55,16 @@ def work(descriptor: int) -> None:
 async def _serve(connection: Connection, functions: dict[int, Function], timeout_seconds: float) -> None:
     messages: asyncio.Queue[Message] = asyncio.Queue()
     threading.Thread(target=_receive, args=(connection, asyncio.get_running_loop(), messages), daemon=True).start()
-    running: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks weakly
     worker = os.getpid()
-    while True:
-        number, index, arguments, responses = await messages.get()
-        answering = _answer(connection, number, functions[index], arguments, responses, timeout_seconds, worker)
-        if functions[index].is_async:
-            started = asyncio.create_task(answering)
-            running.add(started)
-            started.add_done_callback(running.discard)
-        else:
-            await answering
+    async with asyncio.TaskGroup() as running:  # the event loop itself holds tasks weakly
+        while True:
+            message = await messages.get()
+            function = functions[message[1]]
+            answering = _answer(connection, function, message, timeout_seconds, worker)
+            if function.is_async:
+                running.create_task(answering)
+            else:
+                await answering
 
 
 def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[Message]) -> None:
@@ -78,14 +77,9 @@ def _receive(connection: Connection, loop: asyncio.AbstractEventLoop, messages: 
 
 
 async def _answer(
-    connection: Connection,
-    number: int,
-    function: Function,
-    arguments: dict[str, Any],
-    responses: int,
-    timeout_seconds: float,
-    worker: int,
+    connection: Connection, function: Function, message: Message, timeout_seconds: float, worker: int
 ) -> None:
+    number, _, arguments, responses = message
     outcomes: list[Outcome]
     try:
         async with asyncio.timeout(timeout_seconds) as limit:

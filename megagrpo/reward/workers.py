@@ -11,7 +11,6 @@ where bubblewrap works no process but their own.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -26,11 +25,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
 
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail, waited
-from megagrpo.reward.functions import FunctionSpec, Outcome, Signature, Task, checked_outcome, timed_out, with_source
+from megagrpo.reward.functions import Outcome, Signature, Task, checked_outcome, timed_out, with_source
 from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of, python
 from megagrpo.timeline import TIMELINE
 from megagrpo.user_functions import IMPORTED
@@ -63,9 +64,23 @@ def limits_of(reward: RewardConfig) -> Limits:
     return Limits(reward.timeout_seconds, int(reward.memory_gib * 2**30), environment_of(reward.environment))
 
 
+class Loaded(BaseModel):
+    """The first message of a worker."""
+
+    problems: list[Problem]
+    functions: list[Signature]
+
+
+class Answer(BaseModel):
+    """Any other message of a worker."""
+
+    number: int
+    outcomes: list[Outcome]
+
+
 @dataclass(frozen=True)
 class Call:
-    """A call in flight: the index of its function, its number of responses, and its times on time.monotonic's clock."""
+    """A call in flight, with its times on time.monotonic's clock."""
 
     function: int
     responses: int
@@ -109,7 +124,7 @@ class Worker:
             return self.start_deadline
         return min((call.deadline for call in self.in_flight.values()), default=float("inf"))
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[bytes]:
         """Returns the messages that have arrived whole. Raises EOFError if it died, ValueError for bad data."""
         data = os.read(self.connection.fileno(), 1 << 16)
         if not data:
@@ -117,42 +132,22 @@ class Worker:
         *lines, self._unread = (self._unread + data).split(b"\n")
         if max(map(len, [*lines, self._unread])) > ANSWER_BYTES_MAX:
             raise ValueError(f"more than {ANSWER_BYTES_MAX:,} bytes")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except RecursionError:
-            raise ValueError("lists in lists without end") from None
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("JSON, but no object")
-        return messages
+        return lines
 
-    def greet(self, message: dict[str, Any]) -> None:
+    def greet(self, message: bytes) -> None:
         """Reads the first message. Raises RewardError if a function cannot be loaded, ValueError for bad messages."""
-        try:
-            problems = [
-                Problem(**{str(key): str(value) for key, value in given.items()}) for given in message["problems"]
-            ]
-            functions = [
-                Signature(tuple(map(str, given["wanted"])), bool(given["is_async"])) for given in message["functions"]
-            ]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from None
-        if problems:
-            raise RewardError(problems)
-        if len(functions) != len(self.specs):
-            raise ValueError("another number of functions")
-        self.functions, self.ready = dict(zip(self.specs, functions, strict=True)), True
+        loaded = Loaded.model_validate_json(message, strict=True)
+        if loaded.problems:
+            raise RewardError(loaded.problems)
+        self.functions, self.ready = dict(zip(self.specs, loaded.functions, strict=True)), True
 
-    def take(self, message: dict[str, Any]) -> tuple[int, list[Outcome]]:
+    def take(self, message: bytes) -> tuple[int, list[Outcome]]:
         """Returns the number of the call that a message answers, and its outcomes. Raises ValueError otherwise."""
-        number, outcomes = message.get("number"), message.get("outcomes")
-        if type(number) is not int or number not in self.in_flight:
-            raise ValueError("an answer to no call")
-        if not isinstance(outcomes, list) or not all(isinstance(outcome, dict) for outcome in outcomes):
-            raise ValueError("an answer without outcomes")
-        call = self.in_flight[number]
-        if len(outcomes) != call.responses:
-            raise ValueError("outcomes of another number of responses")
-        checked = list(map(checked_outcome, outcomes))
+        answer = Answer.model_validate_json(message, strict=True)
+        number, call = answer.number, self.in_flight.get(answer.number)
+        if call is None or len(answer.outcomes) != call.responses:
+            raise ValueError("an answer to no call, or outcomes of another number of responses")
+        checked = list(map(checked_outcome, answer.outcomes))
         TIMELINE.record("reward workers", self.specs[call.function].name, call.begun, time.monotonic())
         del self.in_flight[number]
         self.alone = False
@@ -304,22 +299,16 @@ class _Run:
                 self._lose(worker, timed_out(self.pool.limits.timeout_seconds), late)
 
     def _assign(self, worker: Worker) -> None:
-        if not worker.ready or worker.alone or worker.broken:
-            return
-        if self.suspects and not worker.in_flight:
-            worker.alone = True
-            number = self.suspects.popleft()
-            worker.send(number, *self.calls[number])
-            return
-        while self.waiting and len(worker.in_flight) < ASYNC_AT_ONCE and not worker.broken:
-            is_async = worker.functions[self.calls[self.waiting[0]][0]].is_async
-            if worker.in_flight and not is_async:
+        while worker.ready and not (worker.alone or worker.broken) and len(worker.in_flight) < ASYNC_AT_ONCE:
+            queue = self.suspects if self.suspects and not worker.in_flight else self.waiting
+            if not queue:
                 return
-            number = self.waiting.popleft()
-            worker.send(number, *self.calls[number])
-            if not is_async:
-                worker.alone = True
+            alone = queue is self.suspects or not worker.functions[self.calls[queue[0]][0]].is_async
+            if alone and worker.in_flight:
                 return
+            worker.alone = alone
+            number = queue.popleft()
+            worker.send(number, *self.calls[number])
 
     def _read(self, worker: Worker) -> None:
         try:
@@ -331,7 +320,8 @@ class _Run:
         except (EOFError, OSError):
             self._lose(worker, None, "its process died")
         except ValueError as error:
-            garbage = f"its process sent what is no answer ({error})"
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            garbage = f"its process sent what is no answer ({reason})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
     def _settle(self, number: int, outcomes: list[Outcome]) -> None:
@@ -353,15 +343,3 @@ class _Run:
         elif numbers:
             died = Outcome(None, error=f"the reward's process died ({how})")
             self._settle(numbers[0], [outcome or died] * len(self.calls[numbers[0]][1].samples))
-
-
-def load_problems(specs: Sequence[FunctionSpec], limits: Limits) -> list[Problem]:
-    """Returns the problems found by loading these functions in a process, which is ended afterwards."""
-    pool = WorkerPool(dict(enumerate(specs)), workers=1, limits=limits)
-    try:
-        pool.by_group()
-    except RewardError as error:
-        return list(error.problems)
-    finally:
-        pool.close()
-    return []

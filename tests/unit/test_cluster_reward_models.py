@@ -9,7 +9,6 @@ import pytest
 from megagrpo.cluster import reward_models
 from megagrpo.cluster.reward_models import JudgeActor
 from megagrpo.errors import EngineError, Problem
-from megagrpo.reward.judging import endpoint
 from megagrpo.reward.judging.client import Reply
 
 ENDED = EngineError(Problem("reward model grader: the server has ended"))
@@ -52,7 +51,7 @@ class FakeEndpoint:
 
 @pytest.fixture
 def actor(monkeypatch) -> Any:
-    monkeypatch.setattr(endpoint, "HttpEndpoint", FakeEndpoint)
+    monkeypatch.setattr(reward_models, "HttpEndpoint", FakeEndpoint)
     monkeypatch.setattr(reward_models, "prepare_process", lambda *given: None)
     spec = SimpleNamespace(name="grader", device="cpu", recipe=None, gpus=())
     made = JudgeActor.__ray_metadata__.modified_class(spec)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megagrpo.errors import RewardError
 from megagrpo.reward.functions import FunctionSpec, load
 from megagrpo.reward.verifiers import ifeval
-from megagrpo.reward.verifiers.ifeval import constraints, iftrain, make, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import constraints, make, open_instruct, text
 
 TABLE = Path(__file__).parents[1] / "golden" / "verifiers" / "ifeval.jsonl"
 PIECES = [
@@ -45,7 +45,7 @@ def test_constraints_find_what_the_expressions_of_the_original_find(response, n)
     assert open_instruct.validate_highlighted_sections(response, n) == (len(re.findall(r"\*(.*?)\*", response)) >= n)
     changed = [piece.split() for piece in re.findall(r"a .*? B", response)]
     kept = len(changed) == n and all(len(words) == 3 and words[1] != "1" for words in changed)
-    assert iftrain.copy__repeat_phrase(response, "a 1 B", n) == kept
+    assert constraints.copy__repeat_phrase(response, "a 1 B", n) == kept
 
 
 @given(NASTY)

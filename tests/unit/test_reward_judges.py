@@ -15,7 +15,7 @@ import pytest
 from megagrpo.errors import RewardError
 from megagrpo.recipe import schema
 from megagrpo.reward.functions import static_problems
-from megagrpo.reward.judging.cache import AnswerCache, key_of
+from megagrpo.reward.judging.client import AnswerCache, key_of
 from megagrpo.reward.scorer import Scorer
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import rollout_metrics
@@ -294,7 +294,7 @@ def test_several_processes_keep_answers_in_one_file(tmp_path):
     writes = """
 import sys
 from pathlib import Path
-from megagrpo.reward.judging.cache import AnswerCache, key_of
+from megagrpo.reward.judging.client import AnswerCache, key_of
 cache = AnswerCache(Path(sys.argv[1]))
 for number in range(100):
     cache.put(key_of(sys.argv[2], {"number": number}), sys.argv[2] * 1000)

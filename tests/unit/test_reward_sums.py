@@ -6,14 +6,7 @@ from hypothesis import strategies as st
 
 from megagrpo.recipe import schema
 from megagrpo.reward.functions import Outcome, function_specs
-from megagrpo.reward.scorer import (
-    REACHED_LIMIT,
-    gated_functions,
-    overlong_penalty,
-    shaped_score,
-    solved_from,
-    weighted_score,
-)
+from megagrpo.reward.scorer import REACHED_LIMIT, overlong_penalty, shaped_score, solved_from, weighted_score
 from megagrpo.trainer.step_metrics import rollout_metrics
 from megagrpo.types import Group, Prompt, Score
 from tests.unit.test_reward_scorer import reward_of, sample_of
@@ -27,8 +20,8 @@ def format_function(**options):
 
 def scored(reward, *scores):
     outcomes = [score if isinstance(score, Outcome) else Outcome(score) for score in scores]
-    solved_at = solved_from(reward.solved_at, reward.functions)
-    return weighted_score(function_specs(reward), gated_functions(reward.functions), outcomes, solved_at)
+    specs = function_specs(reward)
+    return weighted_score(specs, outcomes, solved_from(reward.solved_at, specs))
 
 
 def shaped(reward, value, tokens=10, finish="stop"):
@@ -69,7 +62,7 @@ def test_what_waits_counts_where_the_weighted_sum_of_the_others_is_not_0(functio
     ],
 )
 def test_format_beside_others_waits_for_them_unless_told_otherwise(functions, gated):
-    assert gated_functions(reward_of(*functions).functions) == gated
+    assert tuple(spec.gated for spec in function_specs(reward_of(*functions))) == gated
 
 
 def test_a_function_that_fails_masks_the_sample_even_behind_a_shut_gate():

@@ -131,14 +131,14 @@ def test_what_math_cannot_compare_is_wrong_but_out_of_memory_is_no_score(monkeyp
             raise raised
         return truth == answer
 
-    monkeypatch.setattr("math_verify.verify", verify)
+    monkeypatch.setattr("megagrpo.reward.verifiers.math.comparing.verify", verify)
     with nullcontext() if outcome else pytest.raises(raised):
         assert math(r"\boxed{5}", "4") == outcome
 
 
 def test_a_ground_truth_that_math_cannot_compare_with_itself_is_refused(monkeypatch):
     math = made("math", "{}")
-    monkeypatch.setattr("math_verify.verify", lambda *_, **__: [].pop())
+    monkeypatch.setattr("megagrpo.reward.verifiers.math.comparing.verify", lambda *_, **__: [].pop())
     with pytest.raises(ValueError, match="ground truth"):
         math(r"\boxed{5}", "4")
 
@@ -152,7 +152,7 @@ def test_an_answer_that_math_does_not_compare_within_its_limit_is_wrong_and_coun
 
 def test_a_ground_truth_that_math_does_not_read_within_its_limit_is_refused(monkeypatch):
     monkeypatch.setattr("megagrpo.reward.verifiers.math.LIMIT_SECONDS", 0.05)
-    monkeypatch.setattr("megagrpo.reward.verifiers.math.read_truth", lambda _: next(n for n in count() if n < 0))
+    monkeypatch.setattr(module("math.comparing"), "read_truth", lambda _: next(n for n in count() if n < 0))
     with pytest.raises(ValueError, match="ground truth"):
         made("math", "{}")(r"\boxed{43}", "43")
 

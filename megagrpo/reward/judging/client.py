@@ -1,22 +1,27 @@
-"""Clients of models that score: of a judge behind an OpenAI-compatible endpoint, with retries and a step's budget; of a
-served classifier, whose concurrent requests form one batch."""
+"""Client of a judge behind an OpenAI-compatible endpoint: its retries, a step's budget, and a cache of answers.
+
+The cache is a file of the run's directory: no request is sent and paid for twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
+import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
-from megagrpo.errors import brief
-from megagrpo.reward.judging.cache import AnswerCache, key_of
+from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.section import Count, NonNegativeFloat, Number, PositiveFloat, PositiveInt, Seconds, Section
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -25,9 +30,10 @@ BACKOFF_SECONDS_MAX = 60.0
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a server that does not report its tokens."""
 OWNED = ("model", "messages", "n", "stream", "stream_options")
-SHOWN_MAX = 5
-"""Most problems of arguments in one error."""
+SHOWN_MAX, ANSWER_SHOWN_MAX = 5, 300
+"""Most problems of arguments in one error, and most characters of an answer."""
 MAX_TOKENS = 1024
+ANSWER_BYTES_MAX = 4 << 20
 Read = TypeVar("Read")
 
 
@@ -46,15 +52,13 @@ class Arguments(Section):
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Checks the given arguments and returns them. Raises ValueError with the problems in one line."""
         try:
-            made = cls.model_validate(dict(given))
+            return cls.model_validate(dict(given))
         except ValidationError as error:
-            problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()[:SHOWN_MAX]]
-            raise ValueError("; ".join(f"{place}: {text}" if place else text for place, text in problems)) from None
-        made.check()
-        return made
-
-    def check(self) -> None:
-        """Raises ValueError if the fields do not fit together."""
+            problems = [
+                ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, "))))
+                for one in error.errors()[:SHOWN_MAX]
+            ]
+            raise ValueError("; ".join(problems)) from None
 
 
 class BudgetConfig(Section):
@@ -120,18 +124,21 @@ class AskConfig(Arguments):
     cache: bool = True
     """Answers are kept in the run's directory: an equal request is not sent again."""
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         """Raises ValueError if the url, its key, the sampling or the price is wrong."""
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
+        url = self.url or "http://"
+        if not url.startswith(("http://", "https://")):
             raise ValueError(f"url {self.url!r}: it begins with http:// or https://")
-        if self.url is not None and ("?" in self.url or urlsplit(self.url).username is not None):
+        if "?" in url or urlsplit(url).username is not None:
             raise ValueError("url has a query or a password: errors would show it; api_key_variable is for keys")
         if taken := sorted(self.sampling.keys() & set(OWNED)):
             raise ValueError(f"sampling has {taken[0]}, which is not yours to set")
         if self.budget.cost is not None and self.price is None:
             raise ValueError("budget.cost needs price: {input: ..., output: ...}, per million tokens")
+        return self
 
     def body(self, text: str) -> dict[str, Any]:
         """Returns the body of the request that asks `text`."""
@@ -162,6 +169,37 @@ class Endpoint(Protocol):
         """Sends a request and returns the reply. Raises OSError if there is none, TimeoutError if it is late."""
 
     async def close(self) -> None: ...
+
+
+class HttpEndpoint:
+    """A judge's server at a URL. concurrency: most connections to it, 0 for any number. proxies: use those that the
+    environment names."""
+
+    def __init__(self, url: str, api_key: str | None, concurrency: int, *, proxies: bool = True) -> None:
+        import aiohttp  # a fifth of a second
+
+        self.identity, self._api_key = url, api_key
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connector = aiohttp.TCPConnector(limit=concurrency)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=proxies)
+
+    async def post(self, body: Mapping[str, Any], timeout_seconds: float) -> Reply:
+        from megagrpo.reward.http_post import post  # imports aiohttp
+
+        status, data, after = await post(self._session, self._url, timeout_seconds, ANSWER_BYTES_MAX, json=body)
+        if data is None:
+            return Reply(status, text=f"more than {ANSWER_BYTES_MAX:,} bytes")
+        answer = None
+        if status == 200:
+            with suppress(ValueError, RecursionError):
+                answer = json.loads(data)
+        text = data.decode(errors="replace")
+        shown = text.replace(self._api_key, "***") if self._api_key else text
+        return Reply(status, answer, shown[:ANSWER_SHOWN_MAX], after)
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 @dataclass(frozen=True)
@@ -208,13 +246,13 @@ class Judge:
             async with self._waiting():
                 return await self._answer(body, read)
         key = key_of(self._endpoint.identity, body)
-        if (asked := self._asked.get(key)) is not None:  # equal questions at one time are one request
-            answer: Answer[Read] = await asked
+        if (request := self._asked.get(key)) is not None:  # equal questions at one time are one request
+            answer: Answer[Read] = await request
             self.spent["cached"] += 1
             return replace(answer, metrics={})
-        if (known := self._cache.get(key)) is not None:
+        if (text_before := self._cache.get(key)) is not None:
             with suppress(ValueError):  # another rule for verdicts wrote it
-                answer = Answer(read(known), known, {})
+                answer = Answer(read(text_before), text_before, {})
                 self.spent["cached"] += 1
                 return answer
         self._asked[key] = asyncio.create_task(self._answer(body, read))
@@ -231,7 +269,8 @@ class Judge:
         for attempt in range(self.config.retries + 1):
             if attempt:
                 self.spent["retries"] += 1
-                await asyncio.sleep(self._backoff(attempt))
+                longest = min(BACKOFF_SECONDS_MAX, self.config.backoff_seconds * 2 ** (attempt - 1))
+                await asyncio.sleep(min(random.uniform(0.5, 1.0) * longest, self._seconds_left()))
             async with self._slots:
                 await asyncio.sleep(min(max(0.0, self._not_before - time.monotonic()), self._seconds_left()))
                 self._require_budget()
@@ -273,10 +312,6 @@ class Judge:
         except OSError as error:
             return f"{type(error).__name__}: {error}"
 
-    def _backoff(self, attempt: int) -> float:
-        longest = min(BACKOFF_SECONDS_MAX, self.config.backoff_seconds * 2 ** (attempt - 1))
-        return min(random.uniform(0.5, 1.0) * longest, self._seconds_left())
-
     def _count(self, body: dict[str, Any], text: str, answer: Any) -> float:
         """Returns the tokens of a request and its answer, and adds them to the totals."""
         usage = answer.get("usage")
@@ -290,16 +325,16 @@ class Judge:
 
     def _require_budget(self) -> None:
         budget, tokens = self.config.budget, self.spent["input_tokens"] + self.spent["output_tokens"]
-        for what, spent, most in (
+        for limit, spent, most in (
             ("tokens", tokens, budget.tokens),
             ("cost", self.spent["cost"], budget.cost),
             ("seconds", self._waited(), budget.seconds),
         ):
             if most is not None and spent >= most:
-                raise self._over(what, most)
+                raise self._over(limit, most)
 
-    def _over(self, what: str, limit: float | None) -> OverBudgetError:
-        return OverBudgetError(f"the step's budget is spent: {what} {limit or 0:g}")
+    def _over(self, limit: str, most: float | None) -> OverBudgetError:
+        return OverBudgetError(f"the step's budget is spent: {limit} {most or 0:g}")
 
     def _waited(self) -> float:
         return self._seconds + (time.monotonic() - self._since if self._active else 0.0)
@@ -337,67 +372,68 @@ def _tokens(usage: Any, name: str, characters: int) -> int:
     return -(-characters // CHARACTERS_PER_TOKEN)
 
 
-# --- classifiers ------------------------------------------------------------------------------------------------------
+# --- answers that are kept --------------------------------------------------------------------------------------------
 
-Conversation = Sequence[Mapping[str, Any]]
-
-
-class ServedClassifier(Protocol):
-    """A served model with a head for sequence classification."""
-
-    async def labels(self) -> list[str]:
-        """Returns the names of the model's logits."""
-
-    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
-        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
+FILE = "judge_cache.sqlite"
+WAIT_SECONDS = 30.0
+"""Timeout while another process writes."""
+WRITE_SECONDS = 1.0
+"""Time between two writes: each waits for the disk."""
 
 
-class ScoringModel:
-    """A client of a classifier for one reward function. For one event loop."""
+class AnswerCache:
+    """Answers by the hash of their request. Several processes may open one cache. An answer is stored whole or not at
+    all; those of the last second are stored once `write` is called. For one thread. Raises RewardError if the file
+    cannot be read or written."""
 
-    def __init__(self, served: ServedClassifier) -> None:
-        self._served = served
-        self._waiting: list[tuple[Conversation, asyncio.Future[list[float] | str]]] = []
-        self._sending: asyncio.Task[None] | None = None
-        self._labels: list[str] | None = None
-        self.spent: defaultdict[str, float] = defaultdict(float)
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._new: dict[bytes, str] = {}
+        self._written = time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+        with self._reported():
+            self._file = sqlite3.connect(self._path, timeout=WAIT_SECONDS, isolation_level=None)
+            self._file.execute("PRAGMA synchronous = NORMAL")
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
 
-    def new_step(self) -> dict[str, float]:
-        """Returns the totals that the step has spent. Begins new ones."""
-        spent = {"seconds": 0.0, **self.spent}
-        self.spent.clear()
-        return spent
+    def get(self, key: bytes) -> str | None:
+        if key in self._new:
+            return self._new[key]
+        with self._reported():
+            row = self._file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
 
-    async def close(self) -> None:
-        """Does nothing: the run ends the model."""
+    def put(self, key: bytes, text: str) -> None:
+        self._new[key] = text
+        if time.monotonic() > self._written + WRITE_SECONDS:
+            self.write()
 
-    async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
-        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
-        answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, answer))
-        if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
-        logits = await answer
-        if isinstance(logits, str):
-            self.spent["failed"] += 1
-            raise JudgeError(logits)
-        return logits, self._labels or []
+    def write(self) -> None:
+        """Writes all new answers to the file."""
+        if not self._new:
+            return
+        with self._reported(), self._file:
+            self._file.execute("BEGIN IMMEDIATE")
+            self._file.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", self._new.items())
+        self._new.clear()
+        self._written = time.monotonic()
 
-    async def _send(self) -> None:
-        """Sends one batch after another, until nothing waits."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            began = time.monotonic()
-            answers: list[list[float] | str]
-            try:
-                if self._labels is None:
-                    self._labels = await self._served.labels()
-                answers = await self._served.logits([conversation for conversation, _ in batch])
-            except OSError as error:  # TimeoutError is one
-                answers = [f"the reward model does not answer: {type(error).__name__}: {error}"] * len(batch)
-            self.spent["seconds"] += time.monotonic() - began
-            self.spent["scored"] += len(batch)
-            for (_, answer), value in zip(batch, answers, strict=True):
-                if not answer.done():
-                    answer.set_result(value)
-        self._sending = None
+    def close(self) -> None:
+        try:
+            self.write()
+        finally:
+            self._file.close()
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            fix = "make room, or delete the file: its answers are asked for again; cache: false does without"
+            where, needed = f"{self._path}: the answers of judges", "a file to write"
+            raise RewardError(Problem(where, str(error), needed, fix)) from error
+
+
+def key_of(identity: str, body: dict[str, Any]) -> bytes:
+    """Returns the key of a request. identity: the endpoint, or the model's directory. body: all that is sent to it."""
+    return hashlib.sha256(json.dumps([identity, body], sort_keys=True).encode()).digest()

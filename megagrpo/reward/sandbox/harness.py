@@ -125,22 +125,17 @@ def main() -> None:
 
 
 def _answer(control: socket.socket, child: int, woken: int) -> None:
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(woken, select.POLLIN)
     ended, status = 0, 0
     while not ended:
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        if woken in ready:
+        if woken in select.select([control.fileno(), woken], [], [])[0]:
             os.read(woken, 4096)
             ended, status = os.waitpid(child, os.WNOHANG)
-        elif not control.recv(4096):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            sys.exit()
         else:
+            goes_on = control.recv(4096)
             os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, 0)
+            if not goes_on:
+                sys.exit()
     control.send(json.dumps({"status": os.waitstatus_to_exitcode(status), "clean": _clean()}).encode())
 
 
@@ -149,10 +144,8 @@ def _clean() -> bool:
     try:
         with os.scandir(WORK_DIRECTORY) as files:  # there may be millions
             return next(files, None) is None
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 # --- the child: limits, then the program ------------------------------------------------------------------------------
@@ -160,11 +153,11 @@ def _clean() -> bool:
 
 def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
     """Runs one job and ends the process. Descriptors: the job, the file of its errors, and one or two sockets."""
-    code = 1
+    finished = False
     try:
-        code = int(not _finished(lambda: _run_job(request, descriptors, config, common)))
+        finished = _finished(lambda: _run_job(request, descriptors, config, common))
     finally:
-        os._exit(code)
+        os._exit(not finished)
 
 
 def _finished(run: Callable[[], None]) -> bool:
@@ -190,7 +183,8 @@ def _run_job(
     os.dup2(descriptors[1], 1)
     os.dup2(descriptors[1], 2)
     channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
-    _close_all_but(descriptors[2:])
+    for first, last in itertools.pairwise([2, *sorted(descriptors[2:]), DESCRIPTORS_MAX]):
+        os.closerange(first + 1, last)
     _limit(request, config)
     if config["imports_first"]:
         _import_first(job["source"], packages=bool(config["packages"]))
@@ -207,11 +201,6 @@ def _finish_program() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _close_all_but(kept: list[int]) -> None:
-    for first, last in itertools.pairwise([2, *sorted(kept), DESCRIPTORS_MAX]):
-        os.closerange(first + 1, last)
 
 
 def _import_first(source: str, *, packages: bool) -> None:
@@ -314,30 +303,27 @@ def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: 
 
 
 def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
-    target = request["object"]
-    found: Any = _named(module, target) if isinstance(target, str) else objects[target]
+    name, target_of = request["object"], objects.__getitem__
+    if not isinstance(name, str):
+        target: Any = target_of(name)
+    elif "Solution" in vars(module) and name not in vars(module):  # as on LeetCode
+        target = getattr(module.Solution(), name)
+    else:
+        target = getattr(module, name)
     match request["do"]:
         case "call":
-            arguments, named = (decode(request[name], objects.__getitem__) for name in ("arguments", "named"))
-            return found(*arguments, **named)
+            return target(*decode(request["arguments"], target_of), **decode(request["named"], target_of))
         case "attribute":
-            return getattr(found, request["name"])
+            return getattr(target, request["name"])
         case "set":
-            setattr(found, request["name"], decode(request["value"], objects.__getitem__))
+            setattr(target, request["name"], decode(request["value"], target_of))
             return None
         case "item":
-            return found[decode(request["key"], objects.__getitem__)]
+            return target[decode(request["key"], target_of)]
         case "length":
-            return len(found)
+            return len(target)
         case _:
-            return list(found)
-
-
-def _named(module: types.ModuleType, name: str) -> object:
-    """Returns a function of the program, or a method of its class Solution, as on LeetCode."""
-    if "Solution" in vars(module) and name not in vars(module):
-        return getattr(module.Solution(), name)
-    return getattr(module, name)
+            return list(target)
 
 
 # --- tests that are code: in another sandbox than the program's -------------------------------------------------------
@@ -354,16 +340,16 @@ def _run_tests(job: Mapping[str, Any], channels: list[socket.socket], common: Ma
     names: dict[str, Any] = {name: Remote(connection, name) for name in job["names"]}
     exec(compile(job["source"], "setup.py", "exec"), names)
     for test in job["tests"]:
-        passed = ended = False
+        verdict = b"1"
         try:
             exec(compile(test, "test.py", "exec"), dict(names))
-            passed = True
         except ProgramEndedError:
-            ended = True
+            verdict = b"e"
         except (Exception, SystemExit):  # noqa: BLE001
             traceback.print_exc()
-        verdicts.send(b"e" if ended else b"1" if passed else b"0")
-        if ended:
+            verdict = b"0"
+        verdicts.send(verdict)
+        if verdict == b"e":
             return
 
 
@@ -437,15 +423,16 @@ def encode(value: Any, objects: list[object] | None = None) -> object:
         return value
     if isinstance(value, Remote):
         return {"object": value._number}
-    if isinstance(value, (bool, int, float, str)):
-        kinds = (kind for kind in (bool, int, float, str) if isinstance(value, kind))
-        return next(kinds)(value)
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
     if isinstance(value, list):
         return [encode(item, objects) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, objects), encode(item, objects)] for key, item in value.items()]}
     for name, kind in KINDS.items():
         if isinstance(value, kind):
-            items = value.items() if name == "dict" else value
-            return {name: [encode(list(item) if name == "dict" else item, objects) for item in items]}
+            return {name: [encode(item, objects) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):

@@ -43,11 +43,7 @@ class Ran:
     failure: str = ""
     """The reason for a failure, in one line; empty if the run ended by itself without an error."""
     value: Any = None
-    """The printed text, or the returned value: lists and plain data. Objects of other kinds are `Opaque`."""
-
-
-class Opaque:
-    """A returned object that is no data: equal to nothing."""
+    """The printed text, or the returned value: lists and plain data. An object that is no data is a bare object()."""
 
 
 class Program:
@@ -122,30 +118,25 @@ class Program:
             return Ran("returned too much")
         if not line:
             return Ran(self._end(_left(deadline)) or "ended")
-        return self._answer(line)
-
-    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
-        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
-        parts: list[bytes] = []
-        length = 0
-        while length < self.sandbox.limits.output_bytes:
-            channel.settimeout(_left(deadline))
-            data = channel.recv(1 << 16)
-            parts.append(data)
-            length += len(data)
-            if not data or data.endswith(b"\n"):
-                return b"".join(parts) if data else b""
-        return None
-
-    def _answer(self, line: bytes) -> Ran:
         try:
             answer = json.loads(line)
             if "value" in answer:
-                return Ran(value=decode(answer["value"], lambda _: Opaque()))
+                return Ran(value=decode(answer["value"], lambda _: object()))
             return Ran(f"{answer['raised']}: {answer['text']}"[:REASON_BYTES_MAX])
         except (ValueError, TypeError, KeyError, RecursionError):
             self.stop()
             return Ran("sent what is no answer")
+
+    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
+        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
+        line = bytearray()
+        while len(line) < self.sandbox.limits.output_bytes:
+            channel.settimeout(_left(deadline))
+            data = channel.recv(1 << 16)
+            line += data
+            if not data or data.endswith(b"\n"):
+                return bytes(line) if data else b""
+        return None
 
     def _ready(self, mode: Mode) -> socket.socket:
         """Returns the channel to the process, which is started if there is none."""
@@ -167,7 +158,11 @@ class Program:
             status = self.sandbox.finish(seconds)
         finally:
             errors = read_and_close(self._errors, self.sandbox.limits.output_bytes)
-        return _end_words(status, errors)
+        if status == -signal.SIGXCPU:
+            return "took too long"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return _last_line(errors) if status else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +177,13 @@ class CodeTests:
 
 
 def verdicts(
-    sandboxes: tuple[Sandbox, Sandbox], source: str, given: CodeTests, *, seconds: float, deadline: float
-) -> Iterator[Ran]:
-    """Yields the result of each test. The program runs in the first sandbox; the tests, hidden from it, in the second.
+    of_program: Sandbox, of_tests: Sandbox, source: str, given: CodeTests, *, seconds: float, deadline: float
+) -> Iterator[str]:
+    """Yields for each test why it failed, empty if it passed. Program and tests run in a sandbox each.
 
     Tests run one after another in one process. After a test that took too long, or that ended the program, the rest
     runs in new processes. Each test has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
     """
-    of_program, of_tests = sandboxes
     of_program.renew()
     of_tests.renew()
     done = 0
@@ -197,16 +191,14 @@ def verdicts(
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
             asks, answers = (stack.enter_context(end) for end in socket.socketpair())
-            job = {"source": given.setup, "names": list(given.names), "tests": list(given.tests[done:])}
-            jobs: tuple[tuple[Sandbox, Mode, dict[str, Any], list[socket.socket]], ...] = (
-                (of_program, "calls", {"source": source}, [answers]),
-                (of_tests, "tests", job, [theirs, asks]),
-            )
-            for sandbox, mode, what, channels in jobs:
-                stack.callback(os.close, sandbox.start(mode, what, channels, _cpu_seconds(deadline)))
-                stack.callback(sandbox.finish)
-                for channel in channels:
-                    channel.close()
+            job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
+            cpu_seconds = _cpu_seconds(deadline)
+            stack.callback(os.close, of_program.start("calls", {"source": source}, [answers], cpu_seconds))
+            stack.callback(of_program.finish)
+            stack.callback(os.close, of_tests.start("tests", job, [theirs, asks], cpu_seconds))
+            stack.callback(of_tests.finish)
+            for channel in (answers, theirs, asks):
+                channel.close()
             verdict = b"1"
             while verdict in (b"1", b"0") and done < len(given.tests) and (left := deadline - time.monotonic()) > 0:
                 ours.settimeout(min(seconds, left))
@@ -215,7 +207,7 @@ def verdicts(
                 except TimeoutError:
                     verdict = b"late"
                 done += 1
-                yield Ran({b"1": "", b"late": "took too long"}.get(verdict, "failed"))
+                yield {b"1": "", b"late": "took too long"}.get(verdict, "failed")
 
 
 def _left(deadline: float) -> float:
@@ -224,14 +216,6 @@ def _left(deadline: float) -> float:
 
 def _cpu_seconds(deadline: float) -> int:
     return math.ceil(max(0.0, deadline - time.monotonic())) + 1
-
-
-def _end_words(status: int, errors: bytes) -> str:
-    if status == -signal.SIGXCPU:
-        return "took too long"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return _last_line(errors) if status else ""
 
 
 def _last_line(errors: bytes) -> str:
@@ -281,10 +265,16 @@ def checked_kind(isolation: Isolation) -> Kind:
 @lru_cache
 def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
     """Returns the best kind, None if there is none, and the reasons why better ones were refused."""
+    if isolation == "none":
+        return Kind("none"), ()
+    as_root = [True] if os.geteuid() == 0 else []
+    contained = [
+        *(Kind("bubblewrap", other_user=True, threads=True) for _ in as_root),
+        *(Kind("bubblewrap", user_namespace=True, threads=threads) for threads in (True, False)),
+    ]
+    filtered = [*(Kind("seccomp", other_user=True, threads=True) for _ in as_root), Kind("seccomp")]
     refused: list[str] = []
-    for kind in _candidates(isolation):
-        if kind.isolation == "none":
-            return kind, ()
+    for kind in contained * (isolation != "seccomp") + filtered * (isolation != "bubblewrap"):
         try:
             leaks = _leaks(kind)
         except RewardError as error:
@@ -296,20 +286,6 @@ def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
                 return kind, tuple(dict.fromkeys(refused))
             refused.append(f"{kind}: does not contain {leaks}")
     return None, tuple(dict.fromkeys(refused))
-
-
-def _candidates(isolation: Isolation) -> list[Kind]:
-    root = os.geteuid() == 0
-    contained = [Kind("bubblewrap", other_user=True, threads=True)] if root else []
-    contained += [Kind("bubblewrap", user_namespace=True, threads=True), Kind("bubblewrap", user_namespace=True)]
-    filtered = [Kind("seccomp", other_user=True, threads=True)] if root else []
-    filtered += [Kind("seccomp")]
-    return {
-        "bubblewrap": contained,
-        "seccomp": filtered,
-        "auto": [*contained, *filtered],
-        "none": [Kind("none")],
-    }[isolation]
 
 
 def _leaks(kind: Kind) -> str:

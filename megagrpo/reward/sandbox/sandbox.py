@@ -12,6 +12,8 @@ Inputs, programs and outputs are files in memory, which the child gets as descri
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import itertools
 import json
 import os
@@ -21,7 +23,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +32,6 @@ from typing import Any, Literal
 from megagrpo.errors import Problem, RewardError
 from megagrpo.reward.sandbox import harness
 from megagrpo.reward.sandbox.harness import WORK_DIRECTORY
-from megagrpo.reward.sandbox.seccomp import filter_bytes
 
 Isolation = Literal["auto", "bubblewrap", "seccomp", "none"]
 Mode = Literal["scripts", "calls", "tests"]
@@ -42,6 +43,7 @@ THREADS = 32
 USERS_FROM = 0x70000000
 """If this process is root, programs run as users from this number on, with an offset from its process id."""
 _numbers = itertools.count()
+HARNESS = Path(harness.__file__).read_text()
 STDERR_BYTES_MAX = 2000
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -206,7 +208,7 @@ class Sandbox:
             "preload": self.preload,
         }
         interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        inside = [interpreter, "-s", "-S", "-P", "-c", _harness_source(), str(control), json.dumps(config)]
+        inside = [interpreter, "-s", "-S", "-P", "-c", HARNESS, str(control), json.dumps(config)]
         return [*self._container(), *inside] if contained else inside
 
     def _container(self) -> list[str]:
@@ -250,11 +252,6 @@ def read_and_close(file: int, most: int) -> bytes:
         os.close(file)
 
 
-@lru_cache
-def _harness_source() -> str:
-    return Path(harness.__file__).read_text()
-
-
 def installed_packages() -> list[str]:
     """Returns the directories of the packages that are installed here, for programs that may import them."""
     return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -265,3 +262,111 @@ def refusal(given: str) -> RewardError:
     needed = "bubblewrap 0.7 or later that can make namespaces, or seccomp, with libseccomp.so.2"
     fix = "apt-get install bubblewrap libseccomp2, or isolation: none where a container that you trust holds all"
     return RewardError(Problem("the sandbox of programs", given, needed, fix))
+
+
+# --- the filter of system calls, compiled by libseccomp ---------------------------------------------------------------
+# Every other call fails with EPERM; where there is no file system, one that looks for a file fails with ENOENT. Nothing
+# allowed here starts a process, runs a file, opens a socket, sends a signal, traces or reads another process, or
+# changes a limit.
+
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # seccomp.h
+_NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
+_OPTIMIZE, _BINARY_TREE = 8, 2
+
+CLONE_THREAD = 0x10000
+AT_EMPTY_PATH = 0x1000
+
+ALWAYS = (
+    "brk", "mmap", "munmap", "mremap", "mprotect", "madvise", "futex", "rseq", "set_robust_list", "get_robust_list",
+    "set_tid_address", "arch_prctl", "membarrier", "sched_yield", "sched_getaffinity", "gettid", "getcpu", "getpid",
+    "getppid", "getuid", "geteuid", "getgid", "getegid", "getresuid", "getresgid", "getgroups", "getpgrp",
+    "getpgid", "getsid", "getrlimit", "getrusage", "times", "sysinfo", "uname", "getrandom", "read", "write",
+    "readv", "writev", "pread64", "pwrite64", "preadv", "pwritev", "lseek", "close", "close_range", "dup", "dup2",
+    "dup3", "fcntl", "fstat", "ftruncate", "poll", "ppoll", "select", "pselect6", "epoll_create1", "epoll_ctl",
+    "epoll_wait", "epoll_pwait", "eventfd2", "pipe", "pipe2", "socketpair", "recvfrom", "recvmsg", "shutdown",
+    "clock_gettime", "clock_getres", "clock_nanosleep", "nanosleep", "gettimeofday", "time", "alarm", "getitimer",
+    "setitimer", "rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "rt_sigtimedwait", "rt_sigpending",
+    "sigaltstack", "pause", "restart_syscall", "exit", "exit_group",
+)  # fmt: skip
+FILES = (
+    "open", "openat", "creat", "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2",
+    "readlink", "readlinkat", "getdents", "getdents64", "getcwd", "chdir", "fchdir", "mkdir", "mkdirat", "rmdir",
+    "unlink", "unlinkat", "rename", "renameat", "renameat2", "link", "linkat", "symlink", "symlinkat", "truncate",
+    "fallocate", "fsync", "fdatasync", "flock", "utimensat", "chmod", "fchmod", "fchmodat", "umask", "statfs",
+    "fstatfs", "sendfile", "copy_file_range",
+)  # fmt: skip
+"""Calls that are allowed if the sandbox has a file system of its own."""
+LOOKS = (
+    "stat", "lstat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat", "chdir", "rmdir", "unlink",
+    "unlinkat", "rename", "renameat", "renameat2", "truncate", "utimensat", "chmod", "fchmodat", "statfs",
+)  # fmt: skip
+"""Calls that fail with ENOENT if there is no file system. With one, they are among FILES."""
+TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x5421, 0x541B, 0x5451, 0x5450)
+"""ioctl requests that Python's files make: TCGETS, TIOCGWINSZ, FIONBIO, FIONREAD, FIOCLEX, FIONCLEX."""
+
+
+class _Comparison(ctypes.Structure):
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("a", ctypes.c_uint64),
+        ("b", ctypes.c_uint64),
+    )
+
+
+@lru_cache
+def filter_bytes(*, files: bool, threads: bool) -> bytes:
+    """Returns the filter as an array of struct sock_filter.
+
+    With `files`, calls that name files are allowed; otherwise they find no file and can make none. Raises OSError if
+    libseccomp is not installed or refuses.
+    """
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ERRNO | errno.EPERM)))
+    if not context:
+        raise OSError("seccomp_init failed")
+    try:
+        _add_rules(library, context, files=files, threads=threads)
+        _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
+        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
+            _checked(library.seccomp_export_bpf(context, file.fileno()))
+            return os.pread(file.fileno(), 1 << 20, 0)
+    finally:
+        library.seccomp_release(context)
+
+
+def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, threads: bool) -> None:
+    def rule(action: int, name: str, comparisons: Iterable[tuple[int, int, int, int]] = ()) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this processor's kernel has no such call
+            return
+        given = [_Comparison(*comparison) for comparison in comparisons]
+        array = (_Comparison * len(given))(*given)
+        _checked(library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(given), array))
+
+    for name in (*ALWAYS, *(FILES if files else ())):
+        rule(_ALLOW, name)
+    if not files:
+        rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
+        rule(_ALLOW, "getcwd")
+        for name in LOOKS:
+            rule(_ERRNO | errno.ENOENT, name)
+        rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
+        for name, flags in {"open": 1, "openat": 2}.items():
+            rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
+    if threads:
+        rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
+    rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
+    rule(_ALLOW, "sendto", [(4, _EQUAL, 0, 0)])  # to the other end of a socketpair, to no address
+    for request in TERMINAL_QUESTIONS:
+        rule(_ALLOW, "ioctl", [(1, _EQUAL, request, 0)])
+    # Programs raise their own limits and would end if they could not: they are told that it was done.
+    rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
+    rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
+    rule(_ERRNO, "setrlimit")
+
+
+def _checked(result: int) -> None:
+    if result < 0:
+        raise OSError(-result, f"libseccomp: {os.strerror(-result)}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
+from collections.abc import Sequence
 
-from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words
+from megagrpo.reward.answer_text import accepted_words, after_thinking, squad_words
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 from megagrpo.reward.verifiers.string_match import answer_part
+from megagrpo.reward.verifiers.string_match import solution as solution
 
 
 def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
@@ -23,7 +24,7 @@ def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
     """
 
     def f1(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
-        truths = [_word_counts(truth) for truth in accepted_answers(ground_truth)]
+        truths = accepted_words(ground_truth)
         answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
         if answer is None:
             return {"score": 0.0, "precision": 0.0, "recall": 0.0}
@@ -34,24 +35,9 @@ def make(tag: str = "answer", tag_required: bool = False) -> RewardCallable:
     return f1
 
 
-def solution(ground_truth: str, tag: str = "answer") -> str:
-    """Returns a right response. Raises ValueError for a ground truth without an answer."""
-    return f"<{tag}>{accepted_answers(ground_truth)[0]}</{tag}>"
-
-
-def word_overlap(words: list[str], truth: Counter[str]) -> tuple[float, float, float]:
-    """Returns (F1, precision, recall) of words against the counted words of a text."""
-    counts = Counter(words)
-    shared = sum(min(number, counts[word]) for word, number in truth.items())
+def word_overlap(words: Sequence[str], truth: Sequence[str]) -> tuple[float, float, float]:
+    """Returns (F1, precision, recall) of words against those of a right text."""
+    shared = (Counter(truth) & Counter(words)).total()
     if not shared:
         return 0.0, 0.0, 0.0
-    precision, recall = shared / len(words), shared / truth.total()
-    return 2 * shared / (len(words) + truth.total()), precision, recall
-
-
-@lru_cache(maxsize=65536)
-def _word_counts(truth: str) -> Counter[str]:
-    counts = Counter(squad_words(truth))
-    if not counts:
-        raise ValueError(f"the ground truth {truth[:200]!r} has no word")
-    return counts
+    return 2 * shared / (len(words) + len(truth)), shared / len(words), shared / len(truth)

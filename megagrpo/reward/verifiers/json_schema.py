@@ -50,10 +50,12 @@ def make(
         if value is _NONE:
             return {"score": 0.0}
         try:
-            right = (validator is None or _is_valid(validator, value)) and (not equal or same(value, truth))
+            right = (validator is None or validator.is_valid(value)) and (not equal or same(value, truth))
             return {"score": float(right), "answer": json.dumps(value, sort_keys=True, separators=(",", ":"))}
         except RecursionError:  # nested deeper than it can be compared
             return {"score": 0.0}
+        except referencing.exceptions.Unresolvable as reason:
+            raise ValueError(f"the schema refers to what it does not have: {reason}") from None
 
     return json_schema
 
@@ -96,13 +98,6 @@ def _refuse(constant: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _is_valid(validator: Any, value: Any) -> bool:
-    try:
-        return bool(validator.is_valid(value))
-    except referencing.exceptions.Unresolvable as reason:
-        raise ValueError(f"the schema refers to what it does not have: {reason}") from None
 
 
 @lru_cache(maxsize=4096)

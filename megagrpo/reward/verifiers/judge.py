@@ -7,8 +7,7 @@ from typing import Any
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, ModelFunction
 from megagrpo.reward.judging.client import AskConfig, Judge
-from megagrpo.reward.judging.rubric import Rubric
-from megagrpo.reward.judging.verdicts import Scale, VerdictConfig, reader
+from megagrpo.reward.judging.rubric import Rubric, Scale, VerdictConfig, reader
 
 RUBRIC = """Rate how well the response answers the question, on a scale from 0 (useless or wrong) to 10 (perfect).
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megagrpo.reward.functions import ModelFunction, Outcome
-from megagrpo.reward.judging.client import Answer, AskConfig, Judge, JudgeError, OverBudgetError, Read
-from megagrpo.reward.judging.rubric import Rubric, of_row
-from megagrpo.reward.judging.verdicts import Scale, VerdictConfig, reader
+from megagrpo.reward.judging.client import Answer, AskConfig, Judge, JudgeError, OverBudgetError
+from megagrpo.reward.judging.rubric import Rubric, Scale, VerdictConfig, of_row, reader
 from megagrpo.section import PositiveInt
 
 RUBRIC = """Which of two responses answers the question better?
@@ -34,6 +33,7 @@ instruction to you. Their order and their length mean nothing. Think it over in 
 last line of the form "Verdict: A", "Verdict: B" or "Verdict: tie"."""
 ALONE = "the response is the only one of its group"
 
+Pair = tuple[int, int]
 Comparison = tuple[int, int, float]
 """Two responses, and the share of the comparison that the first has won: 1, 0.5 for a tie, 0."""
 
@@ -80,72 +80,61 @@ def make(**arguments: Any) -> ModelFunction:
     async def judge_pairs(
         model: Judge, responses: list[str], prompt_text: str, **row: Any
     ) -> list[dict[str, Any] | Outcome]:
-
-        def question(a: str, b: str) -> str:
-            return rubric.filled(row, {"response_a": a, "response_b": b, "answer_a": a, "answer_b": b})
-
         shown = rubric.shown(responses, prompt_text)
         if config.against != "others":
-            reference = of_row(config.against, row)
-            texts = [*shown, reference]
+            texts = [*shown, of_row(config.against, row)]
             pairs = [(i, len(responses)) for i in range(len(responses))]
         elif len(responses) < 2:
             return [Outcome(None, masked=ALONE)] * len(responses)
         else:
             texts = shown
             pairs = chosen_pairs(len(texts), config.pairs_max, seed="\0".join(texts))
-        comparisons, notes = await _compared(model, config.both_orders, texts, pairs, question, read)
+
+        def ask(i: int, j: int) -> Awaitable[Answer[float]]:
+            a, b = texts[i], texts[j]
+            shown_pair = {"response_a": a, "response_b": b, "answer_a": a, "answer_b": b}
+            return model.ask(rubric.filled(row, shown_pair), read)
+
+        comparisons, notes = await _compared(ask, config.both_orders, texts, pairs)
         rated = config.scores == "win_rate" or config.against != "others"
         scores = (win_rates if rated else bradley_terry)(len(texts), comparisons)
-        return [_outcome(scores[i], notes[i]) for i in range(len(responses))]
+        return [
+            Outcome(None, error="no comparison of this response has a verdict")
+            if score is None
+            else {"score": score, "comparisons": len(texts_on), "verdict": "\n\n".join(texts_on)}
+            for score, texts_on in zip(scores[: len(responses)], notes, strict=False)
+        ]
 
     return ModelFunction(judge_pairs, config)
 
 
 async def _compared(
-    model: Judge,
-    both_orders: bool,
-    texts: Sequence[str],
-    pairs: Sequence[tuple[int, int]],
-    question: Callable[[str, str], str],
-    read: Callable[[str], float],
+    ask: Callable[[int, int], Awaitable[Answer[float]]], both_orders: bool, texts: Sequence[str], pairs: Sequence[Pair]
 ) -> tuple[list[Comparison], list[list[str]]]:
-    """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request."""
+    """Returns the comparisons, and the judge's texts on each response. Equal texts tie without a request.
+
+    Raises OverBudgetError, and JudgeError if no question has a verdict.
+    """
     unlike = [(i, j) for i, j in pairs if texts[i] != texts[j]]
     ordered = [(i, j) for pair in unlike for i, j in ((pair, pair[::-1]) if both_orders else (pair,))]
-    answers = await answers_of([model.ask(question(texts[i], texts[j]), read) for i, j in ordered])
+    answers = await asyncio.gather(*(ask(i, j) for i, j in ordered), return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    for error in errors:
+        if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
+            raise error
+    if errors and len(errors) == len(answers):
+        raise errors[0]
     comparisons: list[Comparison] = [(i, j, 0.5) for i, j in pairs if texts[i] == texts[j]]
     notes: list[list[str]] = [[] for _ in texts]
     for (i, j), answer in zip(ordered, answers, strict=True):
-        if answer is not None:
+        if not isinstance(answer, BaseException):
             comparisons.append((i, j, answer.read))
             notes[i].append(f"A, against {j}: {answer.text}")
             notes[j].append(f"B, against {i}: {answer.text}")
     return comparisons, notes
 
 
-def _outcome(score: float | None, notes: Sequence[str]) -> dict[str, Any] | Outcome:
-    if score is None:
-        return Outcome(None, error="no comparison of this response has a verdict")
-    return {"score": score, "comparisons": len(notes), "verdict": "\n\n".join(notes)}
-
-
-async def answers_of(questions: Sequence[Coroutine[Any, Any, Answer[Read]]]) -> list[Answer[Read] | None]:
-    """Returns a judge's answers to several questions, None where there is no verdict.
-
-    Raises OverBudgetError, and JudgeError if no question has a verdict.
-    """
-    answers = await asyncio.gather(*questions, return_exceptions=True)
-    raised = [answer for answer in answers if isinstance(answer, BaseException)]
-    for error in raised:
-        if isinstance(error, OverBudgetError) or not isinstance(error, JudgeError):
-            raise error
-    if raised and len(raised) == len(answers):
-        raise raised[0]
-    return [None if isinstance(answer, BaseException) else answer for answer in answers]
-
-
-def chosen_pairs(count: int, most: int, seed: str) -> list[tuple[int, int]]:
+def chosen_pairs(count: int, most: int, seed: str) -> list[Pair]:
     """Returns pairs of `count` responses to compare: all, or `most` of them, with each response in about as many.
 
     The responses lie on a ring in an order that `seed` decides; neighbours are compared first, then those two apart,

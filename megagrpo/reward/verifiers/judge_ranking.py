@@ -8,8 +8,7 @@ from typing import Any
 
 from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, ModelFunction, Outcome
 from megagrpo.reward.judging.client import AskConfig, Judge
-from megagrpo.reward.judging.rubric import Rubric, fence_of
-from megagrpo.reward.judging.verdicts import CHARACTERS_READ, UnreadableError
+from megagrpo.reward.judging.rubric import CHARACTERS_READ, Rubric, UnreadableError, fence_of
 from megagrpo.reward.verifiers.judge_pairs import ALONE
 
 RANKING = re.compile(r"\[?\d+\]?(?:\s*>\s*\[?\d+\]?)+")

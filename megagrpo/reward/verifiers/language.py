@@ -64,9 +64,11 @@ def make(
         of_row = wanted or (language_of(_NO_LANGUAGE.sub(" ", _question(prompt))),)
         letters: Counter[str] = Counter()
         for piece in _pieces(_NO_LANGUAGE.sub(" ", response), bytes_min):
-            own, foreign = _own_letters(piece)
-            letters[language_of(piece)] += own
-            letters["other"] += foreign
+            scripts = Counter(_script(character) for character in piece if character.isalpha())
+            main = scripts.most_common(1)[0][0]
+            of_main = scripts[main] + (scripts["LATIN"] if main != "LATIN" else 0)  # names, in another main script
+            letters[language_of(piece)] += of_main
+            letters["other"] += scripts.total() - of_main
         if not letters:
             short = response.strip() and _letter_bytes(_COMMAND.sub(" ", response)) < bytes_min
             return {"score": 1.0, "share": 1.0} if short else {"score": 0.0, "share": 0.0}
@@ -88,10 +90,10 @@ def _identifier() -> Any:
 
 
 def _question(prompt: Sequence[Mapping[str, Any]]) -> str:
-    asked = [message["content"] for message in prompt if message.get("role") == "user"]
-    if not asked or not isinstance(asked[-1], str) or not _letter_bytes(asked[-1]):
+    questions = [message["content"] for message in prompt if message.get("role") == "user"]
+    if not questions or not isinstance(questions[-1], str) or not _letter_bytes(questions[-1]):
         raise ValueError("the prompt has no message of a user to tell the language by")
-    return asked[-1]
+    return questions[-1]
 
 
 def _pieces(text: str, bytes_min: int) -> Iterator[str]:
@@ -100,34 +102,19 @@ def _pieces(text: str, bytes_min: int) -> Iterator[str]:
     enough = max(PIECE_BYTES, bytes_min)
     size = enough
     for line in text.splitlines():
-        if not (of_line := _letter_bytes(line)):
-            continue
-        if size < enough:
+        if of_line := _letter_bytes(line):
+            if size >= enough:
+                pieces.append("")
+                size = 0
             pieces[-1] += " " + line.strip()
             size += of_line
-        else:
-            pieces.append(line.strip())
-            size = of_line
     if len(pieces) > 1 and size < enough:
-        last = pieces.pop()
-        pieces[-1] += " " + last
-    yield from (piece for piece in pieces if _letter_bytes(piece) >= bytes_min)
-
-
-def _own_letters(piece: str) -> tuple[int, int]:
-    """Returns (letters of the main script, letters of others). Latin beside another main script counts as its own."""
-    scripts = Counter(_script(character) for character in piece if character.isalpha())
-    main = scripts.most_common(1)[0][0]
-    own = scripts[main] + (scripts["LATIN"] if main != "LATIN" else 0)
-    return own, scripts.total() - own
+        pieces[-2:] = ["".join(pieces[-2:])]
+    yield from (piece.strip() for piece in pieces if _letter_bytes(piece) >= bytes_min)
 
 
 def _letter_bytes(text: str) -> int:
-    return sum(
-        1 if character.isascii() else len(character.encode(errors="replace"))
-        for character in text
-        if character.isalpha()
-    )
+    return len("".join(filter(str.isalpha, text)).encode(errors="replace"))
 
 
 @lru_cache(maxsize=65536)

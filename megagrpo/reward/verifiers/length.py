@@ -35,7 +35,14 @@ def make(
         tolerance = _positive(tolerance, "tolerance")
 
     def scored(units: int, ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
-        wanted = length if length is not None else _wanted(key, ground_truth, extra_info)
+        if length is not None:
+            wanted = length
+        elif not key:
+            wanted = _positive(ground_truth, "the ground truth")
+        elif key in extra_info:
+            wanted = _positive(extra_info[key], f"{key} of the row's extra_info")
+        else:
+            raise ValueError(f"the row's extra_info has no {key}")
         away = max(units - wanted, 0) if kind == "budget" else abs(units - wanted)
         return {"score": max(0.0, 1.0 - away / (tolerance or wanted)), "length": units}
 
@@ -43,17 +50,9 @@ def make(
         return scored(len(tokens), ground_truth, extra_info)
 
     def by_text(response: str, ground_truth: str, extra_info: Mapping[str, Any]) -> RewardReturn:
-        return scored(len(response.split()) if unit == "words" else len(response), ground_truth, extra_info)
+        return scored(len(response.split() if unit == "words" else response), ground_truth, extra_info)
 
     return by_tokens if unit == "tokens" else by_text
-
-
-def _wanted(key: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
-    if not key:
-        return _positive(ground_truth, "the ground truth")
-    if key not in extra_info:
-        raise ValueError(f"the row's extra_info has no {key}")
-    return _positive(extra_info[key], f"{key} of the row's extra_info")
 
 
 def _positive(value: Any, name: str) -> float:

@@ -108,24 +108,23 @@ def _chosen(text: str, letters: str, choices: Mapping[str, str]) -> str:
         return _read(marked, letters, choices) or _stated(marked, letters, choices)
     text = _BLANKS.sub(" ", text).strip()
     last_line = text.rpartition("\n")[2]
-    found = _stated(text, letters, choices) or _read(text, letters, choices)
-    if found or (found := _read(last_line, letters, choices, among=text)):
-        return found
-    bracketed = [found for found in _BRACKETED.finditer(last_line) if found.group(1) in letters]
-    if len({found.group(1) for found in bracketed}) != 1 or last_line.startswith("("):
+    chosen = _stated(text, letters, choices) or _read(text, letters, choices)
+    if chosen or (chosen := _read(last_line, letters, choices, among=text)):
+        return chosen
+    bracketed = [option for option in _BRACKETED.finditer(last_line) if option[1] in letters]
+    if len({option[1] for option in bracketed}) != 1 or last_line.startswith("("):
         return ""  # an option at the start of the line, that is listed as others are
-    rejected = _REJECTED.match(last_line, bracketed[-1].end()) or _REJECTING.search(last_line[: bracketed[-1].start()])
-    return "" if rejected else bracketed[-1].group(1)
+    last = bracketed[-1]
+    rejected = _REJECTED.match(last_line, last.end()) or _REJECTING.search(last_line[: last.start()])
+    return "" if rejected else last[1]
 
 
 def _stated(text: str, letters: str, choices: Mapping[str, str]) -> str:
     """Returns the letters that the last sentence such as "the answer is B" names; empty if it is open or taken back."""
     words = _BLANKS.sub(" ", _WRAPPERS.sub("", text))
-    stated = None
-    for found in _STATED.finditer(words):
-        stated = found
+    *_, stated = [None, *_STATED.finditer(words)]
     if stated is not None:
-        return "" if _is_open(words, stated) else _read(stated.group(1), letters, {})
+        return "" if _is_open(words, stated) else _read(stated[1], letters, {})
     if in_asia := _STATED_IN_ASIA.findall(words):
         return _in_order(re.sub(r"[^A-Z]", "", in_asia[-1]), letters)
     if choices:
@@ -150,23 +149,23 @@ def _read(text: str, letters: str, choices: Mapping[str, str], among: str = "") 
     `B. Paris` chooses nothing if `among`, the text around it, has each option once: it lists them all.
     """
     words = _BLANKS.sub(" ", _WRAPPERS.sub("", text)).strip() if len(text) < 2000 else ""
-    if len(words) > 3 and (by_text := _by_text(words, choices)):  # (B) is the letter, whatever options say
+    by_text = _by_text(words, choices)
+    if by_text and len(words) > 3:  # (B) is the letter, whatever options say
         return by_text
     is_word = len(words) > 3 and words.islower() and "," not in words and "(" not in words
-    if not is_word and (found := _LETTERS.fullmatch(words)):
-        one = _in_order(re.sub(r"(?i)\band\b|[^A-Za-z]", "", found.group(1)).upper(), letters)
-        return one or _by_text(words, choices)
-    if by_text := _by_text(words, choices):
+    if not is_word and (named := _LETTERS.fullmatch(words)):
+        return _in_order(re.sub(r"(?i)\band\b|[^A-Za-z]", "", named[1]).upper(), letters) or by_text
+    if by_text:
         return by_text
-    if (found := _LETTER_AND_TEXT.match(words)) and not _REJECTED.match(words, found.end(found.lastindex or 0)):
-        letter = (found.group(1) or found.group(2)).upper()
+    if (option := _LETTER_AND_TEXT.match(words)) and not _REJECTED.match(words, option.end(option.lastindex or 0)):
+        letter = (option[1] or option[2]).upper()
         options = Counter(one or other for one, other in _OPTION.findall(among or words))
         return "" if len(options) > 1 and options[letter] == 1 else _in_order(letter, letters)
     return ""
 
 
-def _in_order(found: str, letters: str) -> str:
-    return ",".join(sorted(set(found))) if found and set(found) <= set(letters) else ""
+def _in_order(chosen: str, letters: str) -> str:
+    return ",".join(sorted(set(chosen))) if chosen and set(chosen) <= set(letters) else ""
 
 
 def _by_text(text: str, choices: Mapping[str, str]) -> str:

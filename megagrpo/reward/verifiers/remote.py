@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -38,15 +39,6 @@ class PostError(Exception):
     def __init__(self, text: str, *, busy: bool = False, again: bool = True, after: float = 0.0) -> None:
         super().__init__(text)
         self.busy, self.again, self.after = busy, again, after
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The format of a POST: `body` makes it from items, `read` returns their scores from its answer, None for an item
-    without one. `read` raises ValueError for any other answer."""
-
-    body: Callable[[Sequence[Item]], object]
-    read: Callable[[Any, Sequence[Item]], list[RewardReturn | None]]
 
 
 def make(
@@ -82,17 +74,18 @@ def make(
     Traceback (most recent call last):
     ValueError: url is 'localhost:8000/score', not http://HOST/PATH or https://HOST/PATH
     """
-    require_from_to("batch", batch, 1, BATCH_MAX)
-    require_from_to("batch_ms", batch_ms, 0, 10_000)
-    require_from_to("timeout_seconds", timeout_seconds, 0.001, 86_400)
-    require_from_to("retries", retries, 0, 20)
-    require_from_to("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX)
-    require_from_to("max_execution_time", max_execution_time, 0.001, 86_400)
-    require_from_to("pass_rate_min", pass_rate_min, 0, 1)
+    for name, value, least, most in (
+        ("batch", batch, 1, BATCH_MAX), ("batch_ms", batch_ms, 0, 10_000), ("retries", retries, 0, 20),
+        ("timeout_seconds", timeout_seconds, 0.001, 86_400), ("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX),
+        ("max_execution_time", max_execution_time, 0.001, 86_400), ("pass_rate_min", pass_rate_min, 0, 1),
+    ):  # fmt: skip
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
     is_code = shape == "open_instruct_code"
     server = Server(
         checked_url(url), expanded(headers or {}),
-        code_shape(max_execution_time, pass_rate_min) if is_code else Shape(items_body, items_scores),
+        partial(code_body, max_execution_time) if is_code else lambda items: {"items": items},
+        partial(code_scores, pass_rate_min) if is_code else items_scores,
         1 if is_code else batch, batch_ms / 1000, timeout_seconds, retries, pause_seconds,
     )  # fmt: skip
 
@@ -109,11 +102,6 @@ def make(
         return await server.score({**item, "extra_info": extra_info})
 
     return remote
-
-
-def require_from_to(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
 
 
 def without_secrets(url: str) -> str:
@@ -159,10 +147,6 @@ def expanded(headers: Mapping[str, str]) -> dict[str, str]:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def items_body(items: Sequence[Item]) -> object:
-    return {"items": items}
-
-
 def items_scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, list) or len(scores) != len(items):
@@ -172,26 +156,23 @@ def items_scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None
     return scores
 
 
-def code_shape(max_execution_time: float, pass_rate_min: float) -> Shape:
-    """Returns the shape of open-instruct's code server, one program at a time."""
+def code_body(max_execution_time: float, items: Sequence[Item]) -> object:
+    """Returns the request of open-instruct's code server, for one program."""
+    response, tests = items[0]["response"], tests_of(items[0]["ground_truth"])
+    program = last_program(response)
+    program = response if program is None else program.rstrip()
+    return {"program": program, "tests": tests, "max_execution_time": max_execution_time}
 
-    def body(items: Sequence[Item]) -> object:
-        response, tests = items[0]["response"], tests_of(items[0]["ground_truth"])
-        program = last_program(response)
-        program = response if program is None else program.rstrip()
-        return {"program": program, "tests": tests, "max_execution_time": max_execution_time}
 
-    def scores(answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
-        results = answer.get("results") if isinstance(answer, dict) else None
-        tests = tests_of(items[0]["ground_truth"])
-        if not isinstance(results, list) or not results or (isinstance(tests, list) and len(results) != len(tests)):
-            raise ValueError("no object with a list of results, one for each test")
-        if not all(isinstance(result, int | float) and 0 <= result <= 1 for result in results):
-            raise ValueError("a result that is not from 0 to 1")
-        rate = sum(results) / len(results)
-        return [{"score": rate if rate >= pass_rate_min else 0.0, "pass_rate": rate, "tests": float(len(results))}]
-
-    return Shape(body, scores)
+def code_scores(pass_rate_min: float, answer: Any, items: Sequence[Item]) -> list[RewardReturn | None]:
+    results = answer.get("results") if isinstance(answer, dict) else None
+    tests = tests_of(items[0]["ground_truth"])
+    if not isinstance(results, list) or not results or (isinstance(tests, list) and len(results) != len(tests)):
+        raise ValueError("no object with a list of results, one for each test")
+    if not all(isinstance(result, int | float) and 0 <= result <= 1 for result in results):
+        raise ValueError("a result that is not from 0 to 1")
+    rate = sum(results) / len(results)
+    return [{"score": rate if rate >= pass_rate_min else 0.0, "pass_rate": rate, "tests": float(len(results))}]
 
 
 def tests_of(ground_truth: str) -> object:
@@ -224,7 +205,10 @@ class Server:
 
     url: str
     headers: Mapping[str, str]
-    shape: Shape
+    body: Callable[[Sequence[Item]], object]
+    """Makes a request from items."""
+    read: Callable[[Any, Sequence[Item]], list[RewardReturn | None]]
+    """Returns the items' scores in an answer, None for an item without one. Raises ValueError for any other answer."""
     batch_max: int
     batch_seconds: float
     timeout_seconds: float
@@ -270,7 +254,7 @@ class Server:
     async def _scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
         """Returns a score, None, or an exception for each item."""
         try:
-            body = json.dumps(self.shape.body(items), default=str).encode()
+            body = json.dumps(self.body(items), default=str).encode()
         except (ValueError, TypeError) as unusable:
             return [unusable for _ in items]
         attempt = 0
@@ -301,15 +285,16 @@ class Server:
                 )
         except TimeoutError:
             raise PostError(f"{where} did not answer in {seconds:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise PostError(f"{where} could not be reached, or broke off: {type(error).__name__}", busy=True) from None
+        except OSError as error:
+            kind = type(error.__cause__ or error).__name__
+            raise PostError(f"{where} could not be reached, or broke off: {kind}", busy=True) from None
         if status != 200:
             again, busy = status in BUSY or status >= 500, status in BUSY
             raise PostError(f"{where} answered with status {status}", busy=busy, again=again, after=after or 0.0)
         if data is None:
             raise PostError(f"{where} answered with more than {ANSWER_BYTES_MAX:,} bytes")
         try:
-            return self.shape.read(json.loads(data), items)
+            return self.read(json.loads(data), items)
         except RecursionError:
             raise PostError(f"{where} answered with brackets in brackets") from None
         except ValueError as wrong:

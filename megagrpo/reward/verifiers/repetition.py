@@ -26,7 +26,9 @@ def make(
         raise ValueError(f"ngram is {ngram!r} and penalty {penalty!r}: a whole number and a number above 0 are needed")
 
     def scored(units: Sequence[object]) -> RewardReturn:
-        share = repeated_share(units, ngram)
+        total = max(0, len(units) - ngram + 1)
+        different = len(set(zip(*(units[start:] for start in range(ngram)), strict=False)))
+        share = 1.0 - different / total if total else 0.0
         return {"score": 0.0 - penalty * share, "share": share}
 
     def by_tokens(tokens: list[int]) -> RewardReturn:
@@ -36,12 +38,3 @@ def make(
         return scored(response.lower().split() if unit == "words" else response)
 
     return by_tokens if unit == "tokens" else by_text
-
-
-def repeated_share(units: Sequence[object], ngram: int) -> float:
-    """Returns the share of n-grams that occurred before among them; 0.0 if there are too few units for one."""
-    total = len(units) - ngram + 1
-    if total < 1:
-        return 0.0
-    different = len(set(zip(*(units[start:] for start in range(ngram)), strict=False)))
-    return 1.0 - different / total

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Literal
 
-from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words, tagged
+from megagrpo.reward.answer_text import accepted_words, after_thinking, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
-from megagrpo.reward.verifiers.f1 import solution as solution
 from megagrpo.reward.verifiers.f1 import word_overlap
 from megagrpo.reward.verifiers.string_match import check_words_max, contains
+from megagrpo.reward.verifiers.string_match import solution as solution
 
 
 def make(
@@ -35,19 +34,17 @@ def make(
     check_words_max(words_max, method)
 
     def search_answer(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
-        truths = [words for words in map(squad_words, accepted_answers(ground_truth)) if words]
-        if not truths:
-            raise ValueError(f"the ground truth {ground_truth[:200]!r} has no word")
+        truths = accepted_words(ground_truth)
         words = squad_words(tagged(after_thinking(response, prompt_text), tag) or "")
         if not words:
             return {"score": 0.0}
         answer = " ".join(words)
         if method == "exact":
-            score = float(words in truths)
+            score = float(tuple(words) in truths)
         elif method == "contains":
             score = float(contains(answer, [" ".join(truth) for truth in truths], words_max))
         else:
-            score = max(word_overlap(words, Counter(truth))[0] for truth in truths)
+            score = max(word_overlap(words, truth)[0] for truth in truths)
         return {"score": score or format_score, "answer": answer}
 
     return search_answer

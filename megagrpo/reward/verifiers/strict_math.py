@@ -69,7 +69,7 @@ def make() -> RewardCallable:
 
 def solution(ground_truth: str) -> str:
     """Returns a right response: the ground truth in a box, unless it has one."""
-    return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth}}}"
+    return ground_truth if "\\boxed" in ground_truth else f"\\boxed{{{ground_truth.strip().strip('$')}}}"
 
 
 def normalised(latex: str) -> str:
@@ -85,10 +85,10 @@ def normalised(latex: str) -> str:
     text = _UNIT.sub("", _STYLED.sub(r"\1", _UNIT.sub("", text)))
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    text = _SHORT_FRACTION.sub(lambda found: f"\\frac{_braced(found.group(1))}{_braced(found.group(2))}", text)
+    text = _SHORT_FRACTION.sub(lambda parts: f"\\frac{_braced(parts[1])}{_braced(parts[2])}", text)
     text = "".join(text.split()).removeprefix("+")
     if slash := _SLASH.fullmatch(text):
-        text = f"{slash.group(1)}\\frac{{{slash.group(2)}}}{{{slash.group(3)}}}"
+        text = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
     return _DECIMAL.sub(_decimal, text)
 
 
@@ -96,8 +96,8 @@ def _braced(argument: str) -> str:
     return argument if argument.startswith("{") else f"{{{argument}}}"
 
 
-def _decimal(found: re.Match[str]) -> str:
-    return f"{found.group(1) or '0'}.{found.group(2)}".rstrip("0").removesuffix(".")
+def _decimal(number: re.Match[str]) -> str:
+    return f"{number[1] or '0'}.{number[2]}".rstrip("0").removesuffix(".")
 
 
 @lru_cache(maxsize=65536)

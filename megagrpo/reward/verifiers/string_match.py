@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
-from megagrpo.reward.answer_text import accepted_answers, after_thinking, squad_words, tagged
+from megagrpo.reward.answer_text import accepted_answers, accepted_words, after_thinking, squad_words, tagged
 from megagrpo.reward.functions import RewardCallable, RewardReturn
 
 
@@ -36,18 +35,15 @@ def make(
     """
     check_words_max(words_max, method)
 
-    @lru_cache(maxsize=65536)
-    def comparable(text: str) -> str:
-        return " ".join(squad_words(text)) if normalised else text.strip()
-
     def string_match(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
-        truths = [truth for truth in map(comparable, accepted_answers(ground_truth)) if truth]
-        if not truths:
-            raise ValueError(f"the ground truth {ground_truth[:200]!r} has no word")
+        if normalised:
+            truths = [" ".join(words) for words in accepted_words(ground_truth)]
+        else:
+            truths = [answer.strip() for answer in accepted_answers(ground_truth)]
         answer = answer_part(after_thinking(response, prompt_text), tag, tag_required)
         if answer is not None and after:
-            _, found, answer = answer.rpartition(after)
-            answer = answer if found or not after_required else None
+            _, mark, answer = answer.rpartition(after)
+            answer = answer if mark or not after_required else None
         if answer is None:
             return {"score": 0.0}
         given = " ".join(squad_words(answer)) if normalised else answer.strip()
@@ -76,8 +72,8 @@ def contains(answer: str, truths: Sequence[str], words_max: int | None) -> bool:
     (True, False, True)
     """
     words = len(answer.split())
-    found = (truth for truth in truths if f" {truth} " in f" {answer} ")
-    return any(words_max is None or words <= max(words_max, len(truth.split())) for truth in found)
+    contained = (truth for truth in truths if f" {truth} " in f" {answer} ")
+    return any(words_max is None or words <= max(words_max, len(truth.split())) for truth in contained)
 
 
 def answer_part(text: str, tag: str, tag_required: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -28,13 +29,20 @@ def make(
     if not names or isinstance(tags, str) or not all(isinstance(tag, str) and tag for tag in names):
         raise ValueError(f"tags is {tags!r}, not a list of names such as [think, answer]")
     marks = [mark for tag in names for mark in (f"<{tag}>", f"</{tag}>")]
+    around = ".*" if text_between else r"\s*"
+    parts = (
+        f"{re.escape(opening)}(.*){re.escape(closing)}" for opening, closing in zip(*[iter(marks)] * 2, strict=True)
+    )
+    shape = re.compile(around + "".join(part + around for part in parts), re.DOTALL)
 
     def think_answer(response: str) -> RewardReturn:
         if opened and marks[0] not in response:
             response = marks[0] + response
-        if _complete(response, marks, text_between):
+        single = sum(response.count(mark) == 1 for mark in marks)
+        whole = shape.fullmatch(response) if single == len(marks) else None  # else it would backtrack
+        if whole is not None and all(any(map(_is_seen, part)) for part in whole.groups()):
             return 1.0
-        return 0.5 * sum(response.count(mark) == 1 for mark in marks) / len(marks) if partial else 0.0
+        return 0.5 * single / len(marks) if partial else 0.0
 
     return think_answer
 
@@ -45,18 +53,6 @@ def solution(ground_truth: str, tags: Sequence[str] = ("think", "answer"), opene
     return response.removeprefix(f"<{tags[0]}>") if opened else response
 
 
-def _complete(response: str, marks: list[str], text_between: bool) -> bool:
-    if any(response.count(mark) != 1 for mark in marks):
-        return False
-    rest = response
-    for opening, closing in zip(marks[::2], marks[1::2], strict=True):
-        before, _, rest = rest.partition(opening)
-        content, closed, rest = rest.partition(closing)
-        if not closed or _is_empty(content) or (before.strip() and not text_between):
-            return False
-    return text_between or not rest.strip()
-
-
-def _is_empty(text: str) -> bool:
-    """Returns whether a text shows nothing: only white space, and format characters such as the zero-width space."""
-    return all(character.isspace() or unicodedata.category(character) == "Cf" for character in text)
+def _is_seen(character: str) -> bool:
+    """Returns False for white space and format characters, such as the zero-width space."""
+    return not character.isspace() and unicodedata.category(character) != "Cf"

@@ -7,14 +7,13 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 from megagrpo.errors import brief
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import RewardCallable
-from megagrpo.reward.verifiers.ifeval import constraints, iftrain, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import constraints, open_instruct, text
 
 IDS = ("instruction_id_list", "instruction_id")
 """The field with the ids: IFEval's, and that of open-instruct's IF-multi-constraints."""
@@ -22,9 +21,7 @@ IDS = ("instruction_id_list", "instruction_id")
 CONSTRAINTS_MAX = 100
 
 BY_ID: dict[str, Callable[..., bool]] = {
-    name.replace("__", ":"): value
-    for name, value in {**vars(constraints), **vars(iftrain)}.items()
-    if "__" in name.strip("_")
+    name.replace("__", ":"): value for name, value in vars(constraints).items() if "__" in name.strip("_")
 }
 """Every constraint that a row can name by an id. Its function has the id as its name, with __ for the colon."""
 BY_NAME: dict[str, Callable[..., bool]] = {
@@ -68,9 +65,8 @@ def make(mode: Literal["strict", "loose"] = "strict", score: Literal["share", "a
         answer = answer_of(response, strip, prompt_text)
         texts = [variant for variant in (variants(answer) if mode == "loose" else [answer]) if variant.strip()]
         outcomes: dict[str, list[bool]] = {}
-        for constraint in constraints_of_row:
-            kept = any(constraint.holds(variant) for variant in texts)
-            outcomes.setdefault(constraint.name, []).append(kept)
+        for name, holds in constraints_of_row:
+            outcomes.setdefault(name, []).append(any(map(holds, texts)))
         flat = [kept for several in outcomes.values() for kept in several]
         parts = {"share": sum(flat) / len(flat), "all": float(all(flat))}
         return {"score": parts[score], **parts, **{name: sum(kept) / len(kept) for name, kept in outcomes.items()}}
@@ -100,14 +96,8 @@ def variants(response: str) -> list[str]:
 # --- the constraints of a row -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """A constraint: `holds(response)` returns whether a response keeps it. Several of a row may share a name."""
-
-    name: str
-    holds: Callable[[str], bool]
-
-
+Constraint = tuple[str, Callable[[str], bool]]
+"""A name, which several constraints of a row may share, and the function that checks a response."""
 Instructions = tuple[list[Constraint], bool]
 """All constraints of a row, and whether spaces around a response do not count, as in open-instruct."""
 
@@ -117,7 +107,7 @@ def instructions_of(ground_truth: str, extra_info: Mapping[str, Any]) -> Instruc
 
     Raises ValueError if neither has any, or for one that is unknown or lacks an argument.
     """
-    if ground_truth.lstrip()[:1] in ("{", "["):
+    if ground_truth.lstrip().startswith(("{", "[")):
         return of_ground_truth(ground_truth)
     if "instruction_id_list" in extra_info:
         return of_mapping(extra_info)
@@ -147,14 +137,14 @@ def of_mapping(value: Mapping[str, Any]) -> Instructions:
     """Returns the constraints of a mapping in any of the three formats.
 
     >>> row = {"func_name": "validate_word_constraint", "N": 3, "quantifier": "at most", "word": None}
-    >>> [constraint.holds("just three words") for constraint in of_mapping(row)[0]]
+    >>> [holds("just three words") for _, holds in of_mapping(row)[0]]
     [True]
     """
     if "func_name" in value:
         arguments = {name: argument for name, argument in value.items() if name != "func_name"}
         return [constraint(BY_NAME, value["func_name"], arguments)], True
-    field = next((field for field in IDS if value.get(field) is not None), None)
-    if field is None:
+    field = next((field for field in IDS if value.get(field) is not None), "")
+    if not field:
         raise ValueError(f"the constraints have none of the fields func_name, {', '.join(IDS)}: {brief(dict(value))}")
     ids, arguments_of_all = _list(value[field]), _list(value.get("kwargs"))
     if not 1 <= len(ids) <= CONSTRAINTS_MAX or len(ids) != len(arguments_of_all):
@@ -186,7 +176,7 @@ def constraint(functions: Mapping[str, Callable[..., bool]], name: object, argum
     checked = {key: _argument(f"{key} of {name}", given[key], hint) for key, hint in hints.items()}
     holds = partial(function, **checked)
     holds("a")  # a function may have further rules for its arguments, which do not wait for a response
-    return Constraint(str(name).replace(":", "_"), holds)
+    return str(name).replace(":", "_"), holds
 
 
 @cache
@@ -202,19 +192,16 @@ def _argument(what: str, value: object, hint: Any) -> object:
     """
     if hint is int:
         # A column in which some rows lack a number holds floats.
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        raise ValueError(f"{what} is {brief(value)}, not an integer from 0 up")
-    if typing.get_origin(hint) is typing.Literal:
-        if value in typing.get_args(hint):
-            return value
-        raise ValueError(f"{what} is {brief(value)}, not {' or '.join(typing.get_args(hint))}")
-    if hint is str and isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    texts = [value] if isinstance(value, str) else value
-    fits = hint != list[str] if isinstance(value, str) else hint is not str
-    if fits and isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts):
-        return value
-    raise ValueError(f"{what} is {brief(value)}, not {'a list of texts' if hint == list[str] else 'a text'}")
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        fits, needed = type(value) is int and value >= 0, "an integer from 0 up"
+    elif typing.get_origin(hint) is Literal:
+        fits, needed = value in typing.get_args(hint), " or ".join(typing.get_args(hint))
+    else:
+        value = value[0] if hint is str and isinstance(value, list) and len(value) == 1 else value
+        of_kind = hint != list[str] if isinstance(value, str) else isinstance(value, list) and hint is not str
+        texts: Any = [value] if isinstance(value, str) else value
+        fits = of_kind and bool(texts) and all(isinstance(text, str) and text.strip() for text in texts)
+        needed = "a list of texts" if hint == list[str] else "a text"
+    if not fits:
+        raise ValueError(f"{what} is {brief(value)}, not {needed}")
+    return value

@@ -8,7 +8,6 @@ originals, but for the differences that docs/rewards.md lists.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Literal
 
@@ -124,15 +123,6 @@ def validate_sections(response: str, N: int, section_splitter: str) -> bool:
     return len(sections) - (sections[0] == "") == N
 
 
-def validate_json_format(response: str) -> bool:
-    """Checks that the whole response is JSON, without a fence."""
-    try:
-        json.loads(response)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def validate_repeat_prompt(response: str, original_prompt: str) -> bool:
     return response.startswith(original_prompt)
 
@@ -160,8 +150,6 @@ def validate_end(response: str, end_phrase: str) -> bool:
     return response.endswith(end_phrase)
 
 
-def validate_quotation(response: str) -> bool:
-    return len(response) > 1 and response[0] == response[-1] == '"'
-
-
+validate_json_format = constraints.is_json
+validate_quotation = constraints.is_quoted
 validate_no_commas = constraints.punctuation__no_comma

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
@@ -20,7 +20,18 @@ _CONGRUENCE = re.compile(
 )
 _LIST = re.compile(r"\s*(?:,|\band\b|\bor\b)\s*")
 
-_BASES = ("", "", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "sixteen": 16,
+}
 _IN_BASE = re.compile(
     r"\(?\s*(?P<digits>\d[\dA-Z]*|[A-Z]+\d[\dA-Z]*|[A-Z]+(?=_\{?\d\d))\s*\)?\s*_\s*\{?\s*(?P<base>\d+|[a-z]+)\s*\}?"
 )
@@ -112,11 +123,10 @@ def _bases(truth: str, answer: str) -> bool | None:
 
 
 def _in_base(latex: str) -> tuple[str, int] | None:
-    if not (found := _IN_BASE.fullmatch(latex)):
+    if not (numeral := _IN_BASE.fullmatch(latex)):
         return None
-    base = int(found["base"]) if found["base"].isdigit() else 16 if found["base"] == "sixteen" else 0
-    base = base or (_BASES.index(found["base"]) if found["base"] in _BASES else 0)
-    digits = found["digits"].upper()
+    name, digits = numeral["base"], numeral["digits"].upper()
+    base = int(name) if name.isdigit() else _BASES.get(name, 0)
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None
     return digits.lstrip("0"), base
@@ -133,7 +143,7 @@ def _clocks(truth: str, answer: str) -> bool | None:
     if not given or wanted[3] != given[3]:
         return False
     of_wanted, of_given = _minutes(wanted), _minutes(given)
-    whole_day = all(found[4] or int(found[1]) > 12 for found in (wanted, given))
+    whole_day = all(clock[4] or int(clock[1]) > 12 for clock in (wanted, given))
     return (of_wanted - of_given) % (1440 if whole_day else 720) == 0
 
 
@@ -155,21 +165,15 @@ def _amounts(truth: str, answer: str) -> bool | None:
 
 def _amount(text: str) -> tuple[str, Fraction, int] | None:
     """Returns the kind of an amount, its size in the base unit, and its number of parts; None for other texts."""
-    found = list(_AMOUNT.finditer(text))
-    if not found or found[0].start() or found[-1].end() != len(text):
+    parts = list(_AMOUNT.finditer(text))
+    if "".join(part.group() for part in parts) != text:
         return None
-    if any(before.end() != after.start() for before, after in pairwise(found)):
+    units = [next((unit for names, unit in _UNITS.items() if re.fullmatch(names, part[2])), ("", 0)) for part in parts]
+    kinds = {kind for kind, _ in units}
+    if len(kinds) != 1 or "" in kinds:
         return None
-    units = [_unit(part[2]) for part in found]
-    kinds = {unit[0] for unit in units if unit}
-    if None in units or len(kinds) != 1:
-        return None
-    total = sum((_fraction(part[1]) * unit[1] for part, unit in zip(found, units, strict=True) if unit), Fraction(0))
-    return kinds.pop(), total, len(found)
-
-
-def _unit(name: str) -> tuple[str, Fraction] | None:
-    return next((unit for pattern, unit in _UNITS.items() if re.fullmatch(pattern, name)), None)
+    total = sum((_fraction(part[1]) * size for part, (_, size) in zip(parts, units, strict=True)), Fraction(0))
+    return kinds.pop(), total, len(parts)
 
 
 def _fraction(number: str) -> Fraction:
@@ -199,49 +203,41 @@ def _sets(truth: str, answer: str) -> bool | None:
     names = sorted({token for text in tokens for token in text if token[0].isalpha()})
     if not all(tokens) or not 1 < len(names) <= 8 or len(tokens[0]) == 1:
         return None
-    everything = (1 << (1 << len(names))) - 1
-    masks = {
-        name: sum(1 << row for row in range(1 << len(names)) if row >> place & 1) for place, name in enumerate(names)
-    }
-    values = [_members([*text, ""], masks, everything) for text in tokens]
-    return None if None in values else values[0] == values[1]
+    rows = 1 << len(names)
+    sets = {"empty": _Members(0)}
+    for place in range(len(names)):
+        sets[f"set_{place}"] = _Members(sum(1 << row for row in range(rows) if row >> place & 1))
+    signs = _IN_PYTHON | {name: f"set_{place}" for place, name in enumerate(names)}
+    values = []
+    for text in tokens:
+        try:
+            members = eval(" ".join(signs.get(token, ".complement") for token in text), {"__builtins__": {}}, sets)
+        except (SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
+            return None
+        if not isinstance(members, _Members):
+            return None
+        values.append(members.bits & ((1 << rows) - 1))
+    return values[0] == values[1]
 
 
-def _members(tokens: list[str], masks: dict[str, int], everything: int) -> int | None:
-    r"""Returns the members of a set expression as bits, None if unreadable. \cap binds before \cup and \setminus."""
-    place = 0
+_IN_PYTHON = {"\\cap": "*", "\\cup": "+", "\\setminus": "-", "\\emptyset": "empty", "(": "(", ")": ")"}
 
-    def one() -> int:
-        nonlocal place
-        token = tokens[place]
-        place += 1
-        if token == "(":
-            value = either()
-            if tokens[place] != ")":
-                raise ValueError(tokens[place])
-            place += 1
-        else:
-            value = 0 if token == "\\emptyset" else masks[token]
-        while tokens[place] == "'" or tokens[place].startswith("^"):
-            value, place = everything & ~value, place + 1
-        return value
 
-    def chain(signs: dict[str, Callable[[int, int], int]], part: Callable[[], int]) -> int:
-        nonlocal place
-        value = part()
-        while tokens[place] in signs:
-            place += 1
-            value = signs[tokens[place - 1]](value, part())
-        return value
+@dataclass(frozen=True)
+class _Members:
+    r"""Members of a set as bits, with operators that bind as in LaTeX: \cap before \cup and \setminus."""
 
-    def both() -> int:
-        return chain({"\\cap": int.__and__}, one)
+    bits: int
 
-    def either() -> int:
-        return chain({"\\cup": int.__or__, "\\setminus": lambda left, right: left & ~right}, both)
+    def __mul__(self, other: _Members) -> _Members:
+        return _Members(self.bits & other.bits)
 
-    try:
-        value = either()
-    except (KeyError, ValueError, IndexError, RecursionError):
-        return None
-    return value if place == len(tokens) - 1 else None
+    def __add__(self, other: _Members) -> _Members:
+        return _Members(self.bits | other.bits)
+
+    def __sub__(self, other: _Members) -> _Members:
+        return _Members(self.bits & ~other.bits)
+
+    @property
+    def complement(self) -> _Members:
+        return _Members(~self.bits)

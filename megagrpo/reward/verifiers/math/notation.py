@@ -59,10 +59,10 @@ def readable(latex: str) -> str:
     latex = _GROUPS.sub(lambda number: re.sub(r"\D", "", number.group()), latex)
     latex = _GOING_ON.sub(_fraction, _REPEATING.sub(_fraction, latex))
     latex = _SHORT_BINOMIAL.sub(r"\\binom{\1}{\2}", latex)
-    latex = _CHOOSE.sub(lambda found: f"\\binom{{{found[1] or found[3]}}}{{{found[2] or found[4]}}}", latex)
-    latex = _VECTOR.sub(lambda found: f"{next(filter(None, found.groups()))} ", latex).strip()
-    if found := _FALLING.fullmatch(latex):
-        high, first, middle, second, low = found.groups()
+    latex = _CHOOSE.sub(lambda sizes: f"\\binom{{{sizes[1] or sizes[3]}}}{{{sizes[2] or sizes[4]}}}", latex)
+    latex = _VECTOR.sub(lambda names: f"{next(filter(None, names.groups()))} ", latex).strip()
+    if falling := _FALLING.fullmatch(latex):
+        high, first, middle, second, low = falling.groups()
         low_sign, high_sign = ("<" if sign == ">" else "\\le" for sign in (second, first))
         return f"{low.strip()} {low_sign} {middle.strip()} {high_sign} {high.strip()}"
     return latex
@@ -74,9 +74,9 @@ def readings(latex: str) -> list[str]:
     >>> readings("1e10"), readings("2e-3"), readings("10e"), readings("C(5,2)")
     (['1\\times 10^{10}'], ['2\\times 10^{-3}', '2e-3'], ['10e'], ['\\binom{5}{2}', 'C(5,2)'])
     """
-    found = [_C.sub(r"\\binom{\1}{\2}", _EXPONENT.sub(_power, latex))]
+    first = [_C.sub(r"\\binom{\1}{\2}", _EXPONENT.sub(_power, latex))]
     as_it_is = any(sign and mantissa.isdigit() and mantissa != "1" for mantissa, sign, _ in _EXPONENT.findall(latex))
-    return [*found, latex] if as_it_is or _C.search(latex) else found
+    return [*first, latex] if as_it_is or _C.search(latex) else first
 
 
 def in_ascii(text: str) -> str:
@@ -88,9 +88,9 @@ def in_ascii(text: str) -> str:
     if text.isascii():
         return text
     text = _ROOT.sub(lambda root: f"\\sqrt{_ORDER[root[1]]}{{{root[3] or root[4] or root[2]}}}", plain(text))
-    text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found.group())}}}", text)
-    text = _LOWERED.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found.group())}}}", text)
-    text = _VULGAR.sub(lambda found: "\\frac{{{}}}{{{}}}".format(*_parts(found.group())), text)
+    text = _RAISED.sub(lambda digits: f"^{{{_normal(digits)}}}", text)
+    text = _LOWERED.sub(lambda digits: f"_{{{_normal(digits)}}}", text)
+    text = _VULGAR.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_normal(sign).split("\u2044")), text)
     return text.translate(_TABLE)
 
 
@@ -100,27 +100,26 @@ def joined_boxes(text: str) -> str:
     >>> joined_boxes(r"So $x=\boxed{2}$ and $y=\boxed{3}$."), joined_boxes(r"\boxed{2}, no: \boxed{3}")
     ('x=2, y=3', '')
     """
-    found: list[re.Match[str]] = []
+    boxes: list[re.Match[str]] = []
     for box in _BOXED.finditer(text):
-        found = [*found, box] if found and _BETWEEN.fullmatch(text, found[-1].end(), box.start()) else [box]
-    return ", ".join(f"{box[1] or ''}{box[2]}" for box in found) if len(found) > 1 else ""
+        boxes = [*boxes, box] if boxes and _BETWEEN.fullmatch(text, boxes[-1].end(), box.start()) else [box]
+    return ", ".join(f"{box[1] or ''}{box[2]}" for box in boxes) if len(boxes) > 1 else ""
 
 
 _ORDER = {"√": "", "∛": "[3]", "∜": "[4]"}
 
 
-def _parts(vulgar: str) -> tuple[str, str]:
-    numerator, _, denominator = unicodedata.normalize("NFKC", vulgar).partition("\u2044")
-    return numerator, denominator
+def _normal(signs: re.Match[str]) -> str:
+    return unicodedata.normalize("NFKC", signs.group())
 
 
-def _power(found: re.Match[str]) -> str:
-    return f"{found[1]}\\times 10^{{{found[2].removeprefix('+')}{found[3]}}}"
+def _power(number: re.Match[str]) -> str:
+    return f"{number[1]}\\times 10^{{{number[2].removeprefix('+')}{number[3]}}}"
 
 
-def _fraction(found: re.Match[str]) -> str:
+def _fraction(number: re.Match[str]) -> str:
     """Returns a decimal whose last digits repeat as a fraction: 0.1 and 6 is (16 - 1) / 90."""
-    whole, once, *repeated = found.groups()
+    whole, once, *repeated = number.groups()
     again = re.sub(r"\D", "", next(filter(None, repeated)))
     numerator = int(f"{whole}{once}{again}") - int(f"{whole}{once}" or 0)
     return f"\\frac{{{numerator}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}"

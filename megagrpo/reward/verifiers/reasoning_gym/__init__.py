@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,10 +60,10 @@ def make(
             return {"score": 0.0}
         metadata = {name: value for name, value in extra_info.items() if name != ARGUMENTS}
         entry = {"question": "", "answer": ground_truth or None, "metadata": metadata}
-        found = scorers.score(task, arguments, answer, entry)
-        if found.failure and ground_truth and (own := scorers.score(task, arguments, ground_truth, entry)).failure:
-            raise ValueError(f"the entry cannot be scored: {own.failure}")
-        return {"score": 0.0 if found.failure else found.value, "answer": answer}
+        ran = scorers.score(task, arguments, answer, entry)
+        if ran.failure and ground_truth and (of_truth := scorers.score(task, arguments, ground_truth, entry)).failure:
+            raise ValueError(f"the entry cannot be scored: {of_truth.failure}")
+        return {"score": 0.0 if ran.failure else ran.value, "answer": answer}
 
     return score
 
@@ -73,9 +74,9 @@ def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
 
 
 def _answer(text: str, extract: str) -> str | None:
-    found = tagged(text, "answer") if extract != "last_line" else None
-    if found is not None or extract == "tags":
-        return found
+    answer = tagged(text, "answer") if extract != "last_line" else None
+    if answer is not None or extract == "tags":
+        return answer
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else None
 
@@ -84,35 +85,32 @@ class _Scorers:
     """The package's scorers in a sandbox, which starts when it is first needed."""
 
     def __init__(self, kind: Kind, seconds: float) -> None:
-        self.kind = kind
-        self.seconds = seconds
-        self._sandbox: Sandbox | None = None
-        self._known: set[tuple[str, str]] = set()
+        source = Path(__file__).with_name("scoring.py").read_text()
+        self._sandbox = cache(lambda: Sandbox(kind, Limits(), installed_packages(), preload=source))
+        self._seconds = seconds
+        self._usable: set[tuple[str, str]] = set()
 
     def check(self, task: str, arguments: str) -> None:
         """Raises ValueError if there is no such task, or not with these arguments (JSON)."""
-        if (task, arguments) in self._known:
+        if (task, arguments) in self._usable:
             return
         if len(task) + len(arguments) > ARGUMENTS_CHARACTERS_MAX:
             raise ValueError(f"{ARGUMENTS} has more than {ARGUMENTS_CHARACTERS_MAX:,} characters")
-        found = self._call("refusal", task, arguments, seconds=TASK_SECONDS)
-        if reason := found.failure or found.value:
+        refusal = self._call("refusal", task, arguments, seconds=TASK_SECONDS)
+        if reason := refusal.failure or refusal.value:
             raise ValueError(f"the entry cannot be scored: {reason}")
-        self._known.add((task, arguments))
+        self._usable.add((task, arguments))
 
     def score(self, task: str, arguments: str, answer: str, entry: Mapping[str, Any]) -> Ran:
         """Returns the score by the task's scorer: a number from 0 to 1."""
-        found = self._call("score", task, arguments, answer, entry, seconds=self.seconds)
-        if not found.failure and not (type(found.value) is float and 0 <= found.value <= 1):
-            return Ran(f"the scorer gave {str(found.value)[:100]}")
-        return found
+        ran = self._call("score", task, arguments, answer, entry, seconds=self._seconds)
+        if not ran.failure and not (type(ran.value) is float and 0 <= ran.value <= 1):
+            return Ran(f"the scorer gave {str(ran.value)[:100]}")
+        return ran
 
     def _call(self, name: str, task: str, arguments: str, *more: object, seconds: float) -> Ran:
-        if self._sandbox is None:
-            source = Path(__file__).with_name("scoring.py").read_text()
-            self._sandbox = Sandbox(self.kind, Limits(), installed_packages(), preload=source)
-        self._sandbox.renew()
-        deadline = time.monotonic() + seconds
-        source = f"from preloaded import {name}"
-        with Program(self._sandbox, source, deadline=deadline, prepare=(task, arguments)) as program:
+        sandbox = self._sandbox()
+        sandbox.renew()
+        deadline, source = time.monotonic() + seconds, f"from preloaded import {name}"
+        with Program(sandbox, source, deadline=deadline, prepare=(task, arguments)) as program:
             return program.call(name, (task, arguments, *more), math.inf)

@@ -1,24 +1,139 @@
-"""Tests of programs in the formats of public data sets, and comparisons with the expected outputs and values.
+"""Programs that a response writes, run in a sandbox against the tests of the ground truth.
 
-No format is unpickled: LiveCodeBench's private tests have to be converted to JSON first.
+The expected results are never in the sandbox of the program: outputs and values are compared here, and tests that are
+code run in a second sandbox, which asks the first for what the program's functions return. Tests come in the formats of
+public data sets. No format is unpickled: LiveCodeBench's private tests have to be converted to JSON first.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import json
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import symtable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import cache, lru_cache
 from hashlib import sha256
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
-from megagrpo.reward.sandbox.programs import CodeTests
+from megagrpo.reward.answer_text import after_thinking, last_program
+from megagrpo.reward.functions import RewardCallable, RewardReturn
+from megagrpo.reward.sandbox.programs import CodeTests, Program, checked_kind, verdicts
+from megagrpo.reward.sandbox.sandbox import Isolation, Limits, Sandbox, installed_packages
+
+
+def make(
+    credit: Literal["all", "share"] = "all",
+    threshold: float = 0.0,
+    tests_max: int | None = None,
+    test_seconds: float = 4.0,
+    seconds: float = 8.0,
+    memory_mib: int = 1024,
+    program: Literal["block", "response"] = "block",
+    packages: bool = False,
+    tolerance: float = 1e-6,
+    isolation: Isolation = "auto",
+) -> RewardCallable:
+    r"""Makes a reward function: 1.0 if the response's program passes all tests (`credit: all`), or the share of passed
+    tests (`share`), 0 below `threshold`.
+
+    The program is the last fenced block of Python after the reasoning, or the whole response. If there are more than
+    `tests_max` tests, the same ones are taken each time. Each test has `test_seconds`, all together have `seconds`:
+    tests that are not reached have failed; keep that below reward.timeout_seconds. `packages`: the program may import
+    what is installed, such as numpy. Raises ValueError for bad arguments, or if this machine has no such isolation.
+
+    >>> code = make()
+    >>> right = "```python\nprint(int(input()) + 1)\n```"
+    >>> code(right, '{"inputs": ["1", "2"], "outputs": ["2", "3"]}')["score"]
+    1.0
+    >>> make("share")(right, '{"inputs": ["1", "2"], "outputs": ["2", "4"]}')
+    {'score': 0.5, 'passed': 1, 'tests': 2, 'failure': 'test 2: wrong'}
+    >>> code("```python\ndef double(x): return 2 * x\n```", '["assert double(4) == 8"]')["score"]
+    1.0
+    """
+    if not 0 <= threshold <= 1 or (threshold and credit == "all"):
+        raise ValueError("threshold is a share from 0 to 1, with credit: share")
+    if tests_max is not None and tests_max < 1:
+        raise ValueError("tests_max is at least 1")
+    if min(test_seconds, seconds, memory_mib) <= 0 or tolerance < 0:
+        raise ValueError("test_seconds, seconds and memory_mib have to be more than 0, tolerance at least 0")
+    kind, limits = checked_kind(isolation), Limits(memory_bytes=memory_mib << 20)
+    sandbox_of = cache(lambda _: Sandbox(kind, limits, installed_packages() if packages else []))
+    runner = Runner(sandbox_of, test_seconds, seconds, tolerance)
+
+    def code(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
+        tests = _read(ground_truth, tests_max)
+        source = last_program(after_thinking(response, prompt_text)) if program == "block" else response
+        if source is None:
+            return {"score": 0.0, "passed": 0, "tests": len(tests.tests), "failure": "no program"}
+        passed, failure = 0, ""
+        for number, reason in enumerate(runner.failures(tests, source), 1):
+            passed += not reason
+            if reason and not failure:
+                failure = f"test {number}: {reason}"
+            if failure and credit == "all":
+                break
+        share = passed / len(tests.tests)
+        score = float(passed == len(tests.tests)) if credit == "all" else share * (share >= threshold)
+        return {"score": score, "passed": passed, "tests": len(tests.tests), "failure": failure}
+
+    return code
+
+
+@lru_cache(maxsize=64)
+def _read(ground_truth: str, tests_max: int | None) -> Tests:
+    tests = read_tests(ground_truth)
+    return tests if tests_max is None else tests.sample(tests_max, ground_truth)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """The sandboxes "program" and "tests", which start when they are first needed, and the limits of a run."""
+
+    sandbox_of: Callable[[str], Sandbox]
+    test_seconds: float
+    seconds: float
+    tolerance: float
+
+    def failures(self, tests: Tests, source: str) -> Iterator[str]:
+        """Yields for each test why it failed, empty if it passed. Ends at the deadline."""
+        sandbox = self.sandbox_of("program")
+        sandbox.renew()  # the time that a sandbox takes to start is not the program's
+        if tests.code is not None:
+            self.sandbox_of("tests").renew()
+        deadline = time.monotonic() + self.seconds
+        source = f"{tests.prefix}\n{source}" if tests.prefix else source
+        if tests.code is not None:
+            of_tests, seconds = self.sandbox_of("tests"), self.test_seconds
+            yield from verdicts(sandbox, of_tests, source, tests.code, seconds=seconds, deadline=deadline)
+            return
+        with Program(sandbox, source, deadline=deadline) as program:
+            for test in tests.tests:
+                failure = self._failure(program, test)
+                if failure and program.runs != 1:  # it may come from what an earlier test left in the process
+                    program.stop()
+                    failure = self._failure(program, test)
+                yield failure
+                if time.monotonic() > deadline:
+                    return
+
+    def _failure(self, program: Program, test: Any) -> str:
+        if isinstance(test, ScriptTest):
+            ran = program.run(test.stdin, self.test_seconds)
+            right = not ran.failure and same_output(ran.value, test.stdout, self.tolerance)
+        else:
+            ran = program.call(test.name, test.arguments, self.test_seconds)
+            right = not ran.failure and any(same_value(ran.value, one, self.tolerance) for one in test.expected)
+        return ran.failure or ("" if right else "wrong")
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +198,12 @@ def read_tests(ground_truth: str) -> Tests:
 def _tests(given: Any) -> Tests | None:
     if isinstance(given, list):
         if all(isinstance(test, str) for test in given):
-            return _in_python("", given)
+            return code_tests("", given)
         return _from_cases(given, None)
     if not isinstance(given, dict):
         return None
     if given.get("assert_case"):
-        return _in_python("", given["assert_case"], given.get("import_prefix") or "")
+        return code_tests("", given["assert_case"], given.get("import_prefix") or "")
     if "inputs" in given:
         columns = given["inputs"], given["outputs"]
         if len(columns[0]) != len(columns[1]):
@@ -100,16 +215,11 @@ def _tests(given: Any) -> Tests | None:
         return _from_cases(cases, _function_of(given))
     if "entry_point" in given:
         test = f"{given['test']}\ncheck({given['entry_point']})"
-        return _in_python("", [test], given.get("prompt", ""))
+        return code_tests("", [test], given.get("prompt", ""))
     if "test_list" in given:
         setup = "\n".join([*given.get("test_imports", []), given.get("test_setup_code", "")])
-        return _in_python(setup, [*given["test_list"], *given.get("challenge_test_list", [])])
+        return code_tests(setup, [*given["test_list"], *given.get("challenge_test_list", [])])
     return None
-
-
-def _in_python(setup: str, tests: Sequence[str], prefix: str = "") -> Tests:
-    code = code_tests(setup, tests)
-    return Tests(code.tests, code, prefix)
 
 
 def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
@@ -129,10 +239,9 @@ def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
 
 def _cases(cases: object) -> list[Any]:
     """Returns LiveCodeBench's tests, given as a list or as the JSON of one. Raises ValueError for other texts."""
-    if not isinstance(cases, str):
-        return list(cases) if isinstance(cases, list) else []
     try:
-        return list(json.loads(cases))
+        cases = json.loads(cases) if isinstance(cases, str) else cases
+        return list(cases) if isinstance(cases, list) else []
     except ValueError:
         raise ValueError(
             "the ground truth's private_test_cases are no JSON. LiveCodeBench's files have a pickle there, which is"
@@ -156,51 +265,37 @@ def _call(name: str, arguments: object, output: object) -> CallTest:
     """Returns a test of a call. Arguments are a list, or a line of JSON each; then the output is JSON too."""
     if isinstance(arguments, str):
         expected = json.loads(output) if isinstance(output, str) else output
-        return CallTest(name, tuple(json.loads(line) for line in arguments.strip().split("\n")), (expected,))
+        return CallTest(name, tuple(map(json.loads, arguments.strip().split("\n"))), (expected,))
     given = tuple(arguments) if isinstance(arguments, list) else (arguments,)
     # APPS wraps what is returned in a list, TACO does not always.
-    wrapped = isinstance(output, list) and len(output) == 1
-    return CallTest(name, given, (output, *(output if isinstance(output, list) and wrapped else ())))
+    return CallTest(name, given, (output, *(output if isinstance(output, list) and len(output) == 1 else ())))
 
 
 # --- tests that are Python --------------------------------------------------------------------------------------------
 
 
-def code_tests(setup: str, tests: Sequence[str]) -> CodeTests:
+def code_tests(setup: str, tests: Sequence[str], prefix: str = "") -> Tests:
     """Returns the tests with the names that the program has to define. Raises ValueError if they are no Python.
 
-    >>> code_tests("import math", ["assert area(1) == math.pi", "assert area(0) == 0"]).names
+    >>> code_tests("import math", ["assert area(1) == math.pi", "assert area(0) == 0"]).code.names
     ('area',)
-    >>> code_tests("", ["assert sum(1, 2) == 3"]).names  # a name of Python's own only if there is no other
+    >>> code_tests("", ["assert sum(1, 2) == 3"]).code.names  # a name of Python's own only if there is no other
     ('sum',)
     """
     try:
-        trees = [ast.parse(source) for source in (setup, *tests)]
+        scopes = [symtable.symtable(source, "test", "exec") for source in (setup, *tests)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the ground truth has a test that is no Python: {error}") from None
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    own = set(_defined(nodes)) | set(dir(builtins))
-    used = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    names = dict.fromkeys(name for name in used if name not in own)
-    if not names:
-        calls = (node.func for node in nodes if isinstance(node, ast.Call))
-        names = dict.fromkeys([name.id for name in calls if isinstance(name, ast.Name)][:1])
-    return CodeTests(setup, tuple(names), tuple(tests))
-
-
-def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        match node:
-            case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
-                yield node.name
-            case ast.Name(ctx=ast.Store()):
-                yield node.id
-            case ast.arg():
-                yield node.arg
-            case ast.alias():
-                yield (node.asname or node.name).partition(".")[0]
-            case ast.ExceptHandler(name=str(name)):
-                yield name
+    for scope in scopes:  # which grows by the scopes within
+        scopes += scope.get_children()
+    symbols = [symbol for scope in scopes for symbol in scope.get_symbols()]
+    bound = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported() or symbol.is_parameter()
+    }
+    used = dict.fromkeys(symbol.get_name() for symbol in symbols if symbol.is_referenced())
+    free = [name for name in used if name not in bound]
+    names = [name for name in free if name not in dir(builtins)] or free[:1]
+    return Tests(tuple(tests), CodeTests(setup, tuple(names), tuple(tests)), prefix)
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -249,18 +344,16 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
     >>> same_value(2.0, 2, 1e-6), same_value(1e9, 1000000007, 1e-6)
     (True, False)
     """
+    if isinstance(expected, dict):
+        keyed = {str(key): item for key, item in value.items()} if isinstance(value, dict) else None
+        if keyed is None or keyed.keys() != expected.keys():
+            return False
+        value, expected = [keyed[key] for key in expected], list(expected.values())
     if isinstance(expected, list):
         return (
             isinstance(value, (list, tuple))
             and len(value) == len(expected)
             and all(same_value(one, other, tolerance) for one, other in zip(value, expected, strict=True))
-        )
-    if isinstance(expected, dict):
-        keyed = {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
-        return (
-            isinstance(value, dict)
-            and keyed.keys() == expected.keys()
-            and all(same_value(keyed[key], expected[key], tolerance) for key in expected)
         )
     if isinstance(expected, float) and isinstance(value, (int, float)):
         try:
