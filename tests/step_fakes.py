@@ -114,6 +114,9 @@ class FakePolicy:
             raise AttributeError(name)
         return lambda *arguments: self.calls.append(name)
 
+    def call(self, method: str) -> None:
+        self.calls.append(method)
+
     def load_batch(self, batches: Sequence[Any]) -> None:
         self.calls.append("load_batch")
         self.rows = sorted(row for b in batches for minis in b.minibatches for micro in minis for row in micro.rows)

@@ -27,7 +27,7 @@ from megagrpo.processes.store import StoreHost
 from megagrpo.progress import Work, progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.weights.boxes import Manifest, Place
+from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
@@ -138,16 +138,10 @@ class TrainRanks:
         answers = self._wait(written, "writing a profile", self._timeout)
         return [f"{name}: {problem}" for name, problem in answers.items() if problem]
 
-    def manifests(self) -> list[Manifest]:
-        return self.call("manifest")
-
-    def adapter_manifests(self) -> list[Manifest]:
-        return self.call("adapter_manifest")
-
     def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
         """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
 
-        `plan`'s sources are the ranks' manifests, or adapter_manifests, in order.
+        `plan`'s sources are the ranks' manifests, or those of their adapters, in order.
         """
         shared = ray.put(plan)
         ranks = enumerate(self.ranks)
@@ -162,10 +156,6 @@ class TrainRanks:
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
         self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
-
-    def take_snapshot(self) -> None:
-        """Copies every rank's part of the training state to host memory, for `write_snapshot`."""
-        self.wait("snapshot", [ask(actor, "take_snapshot") for actor in self.ranks])
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
         """Writes every rank's copied state, beside its other work. Returns all files that were written.
@@ -222,13 +212,12 @@ class TrainRanks:
 
     def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:
         """Raises `error`, naming tensors, if weights are NaN, infinite, or so large that products overflow."""
-        found: dict[str, str] = {}
-        for broken in self.call("broken"):
-            found |= broken
-        if found:
+        broken = dict(chain.from_iterable(of_rank.items() for of_rank in self.call("broken")))
+        if broken:
             needed = "finite weights: nothing is saved, sent to an engine or sampled with these"
-            left = len(found) - BROKEN_NAMED
-            problems = [Problem(f"{where}: {name}", found[name], needed, fix) for name in sorted(found)[:BROKEN_NAMED]]
+            left = len(broken) - BROKEN_NAMED
+            named = sorted(broken)[:BROKEN_NAMED]
+            problems = [Problem(f"{where}: {name}", broken[name], needed, fix) for name in named]
             raise error(problems + [Problem(f"{where}: {left} more tensors")] * (left > 0))
 
     @property
@@ -280,8 +269,7 @@ class TrainRanks:
         """Returns the error to raise if a rank died, did not answer, or raised anything but a MegagrpoError."""
         if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
             return RankError(error.problems)
-        found = lost_ranks.what_became_of(self._processes, self.watch.names)
-        return RankLostError([*error.problems, *found])
+        return RankLostError([*error.problems, *lost_ranks.what_became_of(self._processes, self.watch.names)])
 
 
 class Policy(TrainRanks):
@@ -295,18 +283,6 @@ class Policy(TrainRanks):
         if recipe.algorithm.critic is not None:
             directory = str((critic_directory or model_directory).absolute())
             self.call("add_critic", directory)
-
-    def compute_old_logprobs(self) -> None:
-        """Computes logprobs of the loaded batch under the policy before the update; they stay on the ranks."""
-        self.call("compute_old_logprobs")
-
-    def use_rollout_logprobs_as_old(self) -> None:
-        """Takes the engines' logprobs as the old ones, in place of compute_old_logprobs: ratios are to these."""
-        self.call("use_rollout_logprobs_as_old")
-
-    def compute_reference_logprobs(self) -> None:
-        """Computes logprobs of the loaded batch under the reference policy; they stay on the ranks."""
-        self.call("compute_reference_logprobs")
 
     def token_kl(self, lengths: np.ndarray) -> Ragged:
         """Returns KL estimates against the reference, by response token. Needs computed old and reference logprobs.
@@ -327,19 +303,15 @@ class Policy(TrainRanks):
 
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
-        asked = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
-        found = [part for part in self._wait(asked, "token_figures", self._timeout).values() if part is not None]
+        figures = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
+        parts = [part for part in self._wait(figures, "token_figures", self._timeout).values() if part is not None]
         logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
-        for part in found:
+        for part in parts:
             at = logprobs.offsets[part.rows] + part.index
             logprobs.values[at] = part.logprobs
             if part.entropies is not None:
                 entropies.values[at] = part.entropies
-        return logprobs, entropies if any(part.entropies is not None for part in found) else None
-
-    def compute_values(self) -> None:
-        """Computes the critic's estimates for the loaded batch, before its update; they stay on the ranks."""
-        self.call("compute_values")
+        return logprobs, entropies if any(part.entropies is not None for part in parts) else None
 
     def token_values(self, lengths: np.ndarray) -> Ragged:
         """Returns the critic's estimates by response token: of the return from that token on, before it was chosen.
@@ -351,10 +323,6 @@ class Policy(TrainRanks):
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
         return _only(self.call("update_critic", ray.put(returns), lr))
-
-    def update_reference(self) -> None:
-        """Moves the reference towards the policy by the recipe's share."""
-        self.call("update_reference")
 
 
 class SftRanks(TrainRanks):

@@ -60,7 +60,7 @@ class WeightSync:
         self.transport = choose_transport(recipe.transfer, topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
         served = sharing(list(chain(*manifests.values())))
-        sources, preparation = prepare(sharing(policy.manifests()), served, topology.sources)
+        sources, preparation = prepare(sharing(policy.call("manifest")), served, topology.sources)
         self.plan = make_plan(sources, served, topology)
         self._bytes = sum(held.bytes for end in served for held in end.storages.values())
         self.received_bytes = 0

@@ -53,10 +53,10 @@ class Exports:
             config = peft_config(matrices, lora.rank, lora.alpha, recipe.model.path)
             tensors = adapter_tensors(matrices, lora.rank)
             adapter = begin_adapter_export(adapter_directory(recipe), tensors, config, dtype)
-            ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
+            ranks.write_export(adapter, make_plan(ranks.call("adapter_manifest"), adapter.files), adapters=True)
             finish_export(adapter)
         begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
-        ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
+        ranks.write_export(begun, make_plan(ranks.call("manifest"), begun.files))
         self._complete(begun, step)
         return begun.directory
 
@@ -68,7 +68,7 @@ class Exports:
         dtype = dtype_name(recipe, ranks.device_type)
         try:
             export = begin_export(directory, checked.model_directory, checked.architecture, dtype)
-            ranks.copy_export(export, make_plan(ranks.manifests(), export.files))
+            ranks.copy_export(export, make_plan(ranks.call("manifest"), export.files))
         except CheckpointError as error:
             self._say(f"warning: step {step} could not be exported: {error}")
         else:

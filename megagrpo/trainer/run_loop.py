@@ -41,7 +41,7 @@ from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.timeline import TIMELINE, write_chrome_trace
-from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
+from megagrpo.trainer.alerts import after_evaluation, early_stopping, reason_to_stop
 from megagrpo.trainer.run import Step
 from megagrpo.trainer.setup import Setup, first_state
 

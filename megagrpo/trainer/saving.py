@@ -63,7 +63,7 @@ class Saving:
         self._failure = None
         try:
             directory = self._store.begin(state.step)
-            ranks.take_snapshot()
+            ranks.call("take_snapshot")
         except MegagrpoError as error:
             self._store.abandon(state.step)
             if not isinstance(error, CheckpointError):

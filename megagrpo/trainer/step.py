@@ -26,7 +26,7 @@ from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
-from megagrpo.trainer.batches import Sampled, save_batch
+from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.types import Branch, Group, Prompt, Sample, Score, Turn
 
@@ -210,11 +210,11 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
         return batches
     if algorithm.rollout_logprobs_as_old:
-        policy.use_rollout_logprobs_as_old()
+        policy.call("use_rollout_logprobs_as_old")
     elif algorithm.needs_old_logprobs:
-        policy.compute_old_logprobs()
+        policy.call("compute_old_logprobs")
     if algorithm.kl.coefficient > 0:
-        policy.compute_reference_logprobs()
+        policy.call("compute_reference_logprobs")
     return batches
 
 
@@ -276,10 +276,8 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
     for row, (prompt, sample) in enumerate(samples):
-        if rows[row] and sample.agent is None:
-            sequences.append(_sequence(prompt, sample, row))
-        elif rows[row] and sample.agent is not None:
-            sequences += _branches(sample.agent.branches, sample, row)
+        if rows[row]:
+            sequences += _sequences(branches_of(prompt, sample), sample, row)
     return sequences
 
 
@@ -301,25 +299,12 @@ def _with_kl_and_values(
         inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
     if algorithm.critic is not None:
         if loaded:
-            policy.compute_values()
+            policy.call("compute_values")
         inputs = replace(inputs, values=policy.token_values(inputs.tokens) if loaded else nothing)
     return inputs
 
 
-def _sequence(prompt: np.ndarray, sample: Sample, row: int) -> TrainSequence:
-    start = len(prompt)
-    length = start + len(sample.tokens)
-    tokens = np.empty(length, np.int64)
-    tokens[:start] = prompt
-    tokens[start:] = sample.tokens
-    loss_mask = np.zeros(length, bool)
-    loss_mask[start:] = True
-    rollout_logprobs = np.zeros(length, np.float32)
-    rollout_logprobs[start:] = sample.logprobs
-    return TrainSequence(tokens, loss_mask, rollout_logprobs, row)
-
-
-def _branches(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
+def _sequences(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
     sequences, first = [], 0
     for branch in branches:
         trained = np.flatnonzero(branch.trained)
@@ -365,7 +350,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
         every = run.recipe.algorithm.reference.update_every_steps
         if every is not None and step % every == 0:
             with run.clock.phase("update"):
-                run.policy.update_reference()
+                run.policy.call("update_reference")
     return trained
 
 

@@ -18,7 +18,7 @@ from megagrpo.reward.scorer import REACHED_LIMIT
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.agent_metrics import agent_metrics
-from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
 from megagrpo.types import Group, Prompt, Sample
@@ -36,10 +36,13 @@ def step_metrics(
     """Returns the metrics of a step's samples and updates. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
     if loaded.batches:
-        metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
+        advantages = loaded.advantages.of_rows
+        for name, reduced in (("mean", advantages.mean()), ("max", advantages.max()), ("min", advantages.min())):
+            metrics[f"advantages/{name}"] = float(reduced)
+        metrics |= packing_metrics(run.recipe.train, loaded.batches, run.policy.device_type)
     if trained.critic is not None:
-        found = {"lr": trained.critic_lr, **vars(trained.critic)}
-        metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in found.items()}
+        figures = {"lr": trained.critic_lr, **vars(trained.critic)}
+        metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in figures.items()}
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
@@ -109,18 +112,6 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
             "groups/missing": float(recipe.rollout.prompts_per_step - len(sampled.groups)),
         }
     return metrics
-
-
-def batch_metrics(
-    recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch], device: str
-) -> dict[str, float]:
-    """Returns metrics of advantages and of how evenly microbatches are filled. advantages: float64 [rows]."""
-    return {
-        "advantages/mean": float(advantages.mean()),
-        "advantages/max": float(advantages.max()),
-        "advantages/min": float(advantages.min()),
-        **packing_metrics(recipe.train, batches, device),
-    }
 
 
 def packing_metrics(train: TrainConfig, batches: Sequence[RankBatch], device: str) -> dict[str, float]:
@@ -237,28 +228,21 @@ def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory:
 
 
 def _worst_token(
-    found: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
+    worst: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
 ) -> WorstToken:
-    tokens, at = _sequence_around(prompt, sample, found.index)
+    branches = branches_of(np.array(prompt.tokens, np.int64), sample)
+    places = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)]
+    branch, at = places[worst.index]
+    tokens = branch.tokens.tolist()
     return WorstToken(
         prompt_id=prompt.id,
         sample=sample.index,
-        position=found.index,
+        position=worst.index,
         token=tokens[at],
         before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
         text=decode([tokens[at]]),
         after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
-        train_logprob=found.train_logprob,
-        rollout_logprob=found.rollout_logprob,
-        weight_version=int(sample.versions[found.index]),
+        train_logprob=worst.train_logprob,
+        rollout_logprob=worst.rollout_logprob,
+        weight_version=int(sample.versions[worst.index]),
     )
-
-
-def _sequence_around(prompt: Prompt, sample: Sample, index: int) -> tuple[list[int], int]:
-    """Returns the sequence that has the sample's response token `index`, as an engine saw it, and the token's place."""
-    for branch in sample.agent.branches if sample.agent else ():
-        trained = np.flatnonzero(branch.trained)
-        if index < len(trained):
-            return branch.tokens.tolist(), int(trained[index])
-        index -= len(trained)
-    return [*map(int, prompt.tokens), *map(int, sample.tokens)], len(prompt.tokens) + index

@@ -19,10 +19,9 @@ from megagrpo.cluster import reward_nodes
 from megagrpo.cluster.stopping import Stopping
 from megagrpo.errors import DataError, EngineError, PreflightError
 from megagrpo.evaluation import evaluate
-from megagrpo.evaluation.comparison import compare, prompts_of_both
 from megagrpo.evaluation.evaluate import comparison_table, metrics_table
 from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
-from megagrpo.evaluation.metrics import evaluation_metrics
+from megagrpo.evaluation.metrics import compare, evaluation_metrics, prompts_of_both
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.preflight.preflight import check_model, check_sets
 from megagrpo.recipe.load import load
