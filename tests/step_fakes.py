@@ -112,10 +112,7 @@ class FakePolicy:
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *arguments: self.calls.append(name)
-
-    def call(self, method: str) -> None:
-        self.calls.append(method)
+        return lambda *arguments: self.calls.append(arguments[0] if name == "call" else name)
 
     def load_batch(self, batches: Sequence[Any]) -> None:
         self.calls.append("load_batch")
@@ -210,11 +207,8 @@ def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state
     setup.last_step, setup.alerts, setup.pending = run.total_steps, None, None
     setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
     setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
-    files, starter = (
-        SimpleNamespace(begin=lambda *given: None),
-        SimpleNamespace(start_again=lambda run, source, saved: (run, source)),
-    )
-    loop = Loop(setup, GrpoTraining(setup, run, Live(run), starter, {}, files))  # type: ignore[arg-type]
+    files: Any = SimpleNamespace(begin=lambda *given: None)
+    loop = Loop(setup, GrpoTraining(setup, run, Live(run), lambda run, source, saved: (run, source), {}, files))
     loop.run()
     return loop.state
 

@@ -34,9 +34,9 @@ def reward_pool(runtime: Runtime, specs: Specs, reward: RewardConfig) -> Executo
     counts = workers_of_nodes(reward.workers, 1 + len(others))
     if len(counts) < 2:
         return WorkerPool.of(specs, reward)
-    there = dict(zip(others, counts[1:], strict=False))
+    of_others = dict(zip(others, counts[1:], strict=False))
     with_sources = {number: with_source(spec) for number, spec in specs.items()}
-    return RewardNodes(with_sources, counts[0], there, limits_of(reward))
+    return RewardNodes(with_sources, counts[0], of_others, limits_of(reward))
 
 
 def scorer_maker(
@@ -48,8 +48,8 @@ def scorer_maker(
 ) -> Callable[..., Scorer]:
     """Returns a function that makes scorers: from a reward section, and from what else `Scorer` takes by name."""
     limit, models = recipe.rollout.response_tokens_max, Models(run_directory(recipe), served)
-    own: Executors = {"workers": partial(reward_pool, runtime), "asking": partial(Asking, models=models)}
-    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors={**EXECUTORS, **own})
+    on_nodes: Executors = {"workers": partial(reward_pool, runtime), "asking": partial(Asking, models=models)}
+    return partial(Scorer, response_tokens_max=limit, check=check, say=say, executors={**EXECUTORS, **on_nodes})
 
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:

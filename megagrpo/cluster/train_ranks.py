@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import ray
@@ -24,7 +24,7 @@ from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.processes.store import StoreHost
-from megagrpo.progress import Work, progress
+from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import Place
@@ -67,15 +67,13 @@ class TrainRanks:
         starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
         self._processes: dict[str, lost_ranks.ProcessAt] = {}
         logging = {n: a.begin_log.remote(logs / f"{n.replace(' ', '_')}.log") for n, a in self.actors.items()}
-        with progress("starting training ranks", len(logging)) as work:
-            self._processes = self._wait(logging, "starting", starting, work)
+        self._processes = self._wait(logging, "starting", starting, "starting training ranks")
         self._store = StoreHost(ray.util.get_node_ip_address())  # in which the ranks find each other
         started = {
             name: actor.start.remote(recipe, rank, self._store.address, str(model_directory), runtime.device)
             for rank, (name, actor) in enumerate(self.actors.items())
         }
-        with progress("loading the model in training ranks", len(started)) as work:
-            self._wait(started, "starting", starting, work)
+        self._wait(started, "starting", starting, "loading the model in training ranks")
 
     @property
     def ranks(self) -> list[Any]:
@@ -138,20 +136,13 @@ class TrainRanks:
         answers = self._wait(written, "writing a profile", self._timeout)
         return [f"{name}: {problem}" for name, problem in answers.items() if problem]
 
-    def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
-        """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
-
-        `plan`'s sources are the ranks' manifests, or those of their adapters, in order.
-        """
-        shared = ray.put(plan)
-        ranks = enumerate(self.ranks)
-        self.wait("export", [ask(rank, "write_export", export, shared, source, adapters) for source, rank in ranks])
-
-    def copy_export(self, export: Export, plan: WeightPlan) -> None:
-        """Copies every rank's boxes of the policy to host memory, for `write_copied_export`."""
-        shared = ray.put(plan)
-        ranks = enumerate(self.ranks)
-        self.wait("export", [ask(rank, "copy_export", export, shared, source) for source, rank in ranks])
+    def export(
+        self, method: Literal["write_export", "copy_export"], export: Export, plan: WeightPlan, *adapters: bool
+    ) -> None:
+        """Writes every rank's boxes into an export's files (write_export: of the adapters, or of the model), or copies
+        them to host memory for `write_copied_export` (copy_export). The sources of `plan` are the ranks' manifests."""
+        shared, ranks = ray.put(plan), enumerate(self.ranks)
+        self.wait("export", [ask(rank, method, export, shared, source, *adapters) for source, rank in ranks])
 
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
@@ -257,11 +248,11 @@ class TrainRanks:
             self._away -= set(parts)
 
     def _wait(
-        self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, work: Work | None = None
+        self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, bar: str = ""
     ) -> dict[str, Any]:
         seconds, watch = timeout_seconds, self.watch
         try:
-            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, work=work)
+            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, bar=bar)
         except RankLostError as error:
             raise self.lost(error) from error
 

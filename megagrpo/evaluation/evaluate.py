@@ -53,7 +53,7 @@ from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import evaluation_requests, group_of
+from megagrpo.rollout.requests import evaluation_requests
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.console import JsonConsole, make_console
 from megagrpo.track.run_lock import only_process_of
@@ -68,7 +68,7 @@ JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
 Say = Callable[[str], None]
-Orders = Mapping[Order, tuple[str, Prompt]]
+Orders = Mapping[Order, str]
 """Orders, each of one prompt's responses, with the name of its set."""
 
 
@@ -142,13 +142,13 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         # Responses that failed or were left out are requested again.
         done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
         orders: Orders = {
-            Order(requests, prompt=prompt): (name, prompt)
+            Order(requests, prompt=prompt): name
             for name, one in recipe.eval.of_sets().items()
             for prompt, requests in zip(prompts[name], evaluation_requests(recipe, one, prompts[name]), strict=True)
         }
         left = {
-            order: (name, prompt)
-            for order, (name, prompt) in orders.items()
+            order: name
+            for order, name in orders.items()
             if any((name, request.prompt_id, request.index) not in done for request in order.requests)
         }
         begun = f", {len(orders) - len(left)} of them done before" if len(left) < len(orders) else ""
@@ -226,7 +226,7 @@ def _scorers(
     """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
     of_sets = own_rewards(recipe)
     keys, responses = {name: name if name in of_sets else "" for name in recipe.eval.sets}, Counter[str]()
-    for order, (name, _) in orders.items():
+    for order, name in orders.items():
         responses[keys[name]] += len(order.requests)
     score_with = scorer_maker(recipe, ray, judging.served(), stopping.check, say)
     scorers: dict[str, Scorer] = {}
@@ -240,8 +240,7 @@ def _scorers(
 def _scored(batch: Sequence[Order], orders: Orders, scorers: Mapping[str, Scorer]) -> list[Response]:
     groups: dict[str, list[Group]] = {}
     for order in batch:
-        name, prompt = orders[order]
-        groups.setdefault(name, []).append(group_of(prompt, order.there(), len(order.requests)))
+        groups.setdefault(orders[order], []).append(order.group())
     return [
         response
         for name, of_set in groups.items()

@@ -21,8 +21,6 @@ class PromptValues:
     """The value that each prompt's responses give to each metric; the metric is the mean over prompts."""
 
     prompts: tuple[str, ...]
-    sources: tuple[str, ...]
-    """Data source of each prompt."""
     names: tuple[str, ...]
     values: np.ndarray
     """float64 [prompts, names], NaN where a prompt has too few scores."""
@@ -44,12 +42,8 @@ def prompt_values(responses: Sequence[Response], samples_per_prompt: int) -> Pro
         of_prompts[response.prompt_id].append(response)
     names = evaluation_metric_names(samples_per_prompt)
     rows = [_values(of_prompt, names) for of_prompt in of_prompts.values()]
-    return PromptValues(
-        tuple(of_prompts),
-        tuple(of_prompt[0].data_source for of_prompt in of_prompts.values()),
-        tuple(names),
-        np.array(rows, dtype=np.float64).reshape(len(rows), len(names)),
-    )
+    values = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
+    return PromptValues(tuple(of_prompts), tuple(names), values)
 
 
 def _values(responses: Sequence[Response], names: Sequence[str]) -> list[float]:
@@ -88,9 +82,10 @@ def evaluation_metrics(responses: Sequence[Response], samples_per_prompt: int) -
     for name, mean, low, high in zip(table.names, means(table.values), *ends, strict=True):
         metrics |= {name: float(mean), f"{name}/low": float(low), f"{name}/high": float(high)}
     metrics |= _parts(responses)
-    sources = sorted(set(table.sources))
+    source_of = {response.prompt_id: response.data_source for response in responses}
+    sources = sorted(set(source_of.values()))
     for source in sources if len(sources) > 1 else ():
-        of_source = table.values[[at == source for at in table.sources]]
+        of_source = table.values[[source_of[prompt] == source for prompt in table.prompts]]
         metrics |= {f"{source}/{name}": float(m) for name, m in zip(table.names, means(of_source), strict=True)}
         members = [response for response in responses if response.data_source == source]
         metrics |= {f"{source}/{name}": value for name, value in _parts(members).items()}

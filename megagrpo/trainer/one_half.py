@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -119,31 +119,22 @@ class Saved(SampleSource):
         """Does nothing: there are no engines."""
 
 
-@dataclass(frozen=True)
-class TrainOnly(PolicyTraining):
-    """The training of a run on saved batches."""
-
-    start_run: Callable[[Checkpoint | None], TrainRun]
-
-    def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
-        return replace(self, run=self.start_run(saved))
-
-
 def train_only(checked: Preflight[Recipe], source: Path) -> int:
     """Trains step by step on the batches that the run in `source` has saved; starts no engines and evaluates nothing.
     Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
     """
     require_another_directory(checked.recipe, "--train-only", source)
 
-    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> TrainOnly:
-        saved = saved_steps(source)
-        if absent := sorted(set(range(1, setup.total_steps + 1)) - set(saved)):
-            given, needed = f"batches of {ranges(saved)}", f"a batch for each of {setup.total_steps} steps"
+    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> PolicyTraining:
+        steps = saved_steps(source)
+        if absent := sorted(set(range(1, setup.total_steps + 1)) - set(steps)):
+            given, needed = f"batches of {ranges(steps)}", f"a batch for each of {setup.total_steps} steps"
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
         start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
-        return TrainOnly(setup, start_run(setup.resumed), Saved(source, setup.checked), start_run)
+        run, batches = start_run(setup.resumed), Saved(source, setup.checked)
+        return PolicyTraining(setup, run, batches, lambda _, batches, saved: (start_run(saved), batches))
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
@@ -17,17 +19,26 @@ from megagrpo.recipe.schema import MismatchConfig, Recipe, TrainConfig
 from megagrpo.reward.scorer import REACHED_LIMIT
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.agent_metrics import agent_metrics
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
-from megagrpo.types import Group, Prompt, Sample
+from megagrpo.types import AgentRun, Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import StepMetrics
 
 TOKENS_BEFORE = 16
 TOKENS_AFTER = 4
+TOOLS_MAX = 30
+"""Number of tools with metrics of their own: the most called."""
+OTHER = "other"
+NAME_CHARACTERS = 64
+BY_NAME = {"branch": "branches", "ignored": "ignored", "refused": "refused"}
+SUMS = (
+    "turns_unused", "tokens_rerendered", "unreadable_calls", "retries", "given_up", "audited", "audit_differs", "late",
+    "failed",
+)  # fmt: skip
+"""Counts of rollouts (AgentRun.counts) that are reported under their own names, summed over the step."""
 
 
 def step_metrics(
@@ -55,11 +66,13 @@ def step_metrics(
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns metrics of the sampled responses' rewards and lengths."""
     scores = flat_scores(groups)
+    known = scores[~np.isnan(scores)]
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     errors = sum(bool(score.error) for group in groups for score in group.scores)
+    spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
-        **_spread(scores[~np.isnan(scores)]),
+        **{f"reward/{name}": float(value) for name, value in spread.items()},
         "reward/errors": float(errors),
         "reward/errors_share": errors / len(samples),
         "reward/truncated_masked": float(
@@ -76,8 +89,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sources = sorted({group.prompt.data_source for group in groups})
     for source in sources if len(sources) > 1 else ():
         members = [group for group in groups if group.prompt.data_source == source]
-        known = [score.value for group in members for score in group.scores if score.value is not None]
-        metrics[f"reward/{source}/mean"] = float(np.mean(known)) if known else nan
+        values = [score.value for group in members for score in group.scores if score.value is not None]
+        metrics[f"reward/{source}/mean"] = float(np.mean(values)) if values else nan
         metrics[f"reward/{source}/solved_share"] = _solved_share(members)
         metrics |= {f"reward/{source}/{name}": value for name, value in score_parts(members).items()}
     return metrics
@@ -122,17 +135,6 @@ def packing_metrics(train: TrainConfig, batches: Sequence[RankBatch], device: st
         "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
         "packing/imbalance": imbalance(batches),
         "packing/padding": padding_share(batches, train.layout.parallel(), device),
-    }
-
-
-def _spread(scores: np.ndarray) -> dict[str, float]:
-    if not len(scores):
-        return {}
-    return {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std()),
-        "reward/max": float(scores.max()),
-        "reward/min": float(scores.min()),
     }
 
 
@@ -246,3 +248,94 @@ def _worst_token(
         rollout_logprob=worst.rollout_logprob,
         weight_version=int(sample.versions[worst.index]),
     )
+
+
+# --- agent rollouts: turns, tools, branches, failures -----------------------------------------------------------------
+
+
+def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns means and sums over the rollouts that agents made in these groups; {} without any."""
+    runs = [sample.agent for group in groups for sample in group.samples if sample.agent is not None]
+    if not runs:
+        return {}
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.counts)
+    turns = np.array([_turns(run) for run in runs])
+    given, trained = (np.array([_tokens(run, trained=of) for run in runs]) for of in (False, True))
+    metrics = {
+        "agent/turns/mean": float(turns.mean()),
+        "agent/turns/max": float(turns.max()),
+        "agent/branches/mean": float(np.mean([len(run.branches) for run in runs])),
+        "agent/given_tokens/mean": float(given.mean()),
+        **{f"agent/{name}": float(counts[name]) for name in SUMS},
+    }
+    if whole := given.sum() + trained.sum():
+        metrics["agent/given_tokens/share"] = float(given.sum() / whole)
+    for name, value in sorted(counts.items()):
+        of, _, what = name.partition("/")
+        if of in BY_NAME:
+            metrics[f"agent/{BY_NAME[of]}/{what}"] = float(value)
+    return metrics | _of_events(runs)
+
+
+def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
+    """Returns metrics of tool calls, prefix reuse and seconds."""
+    turns, tools = [turn_events(run) for run in runs], [event for run in runs for event in tool_events(run)]
+    calls = Counter(name for run in turns for event in run for name in called(event["said"]))
+    metrics = {"agent/tool_calls/mean": sum(calls.values()) / len(runs)}
+    if tools:
+        metrics["agent/tool_failures/share"] = float(np.mean([bool(event.get("error")) for event in tools]))
+    metrics |= _by_tool(calls, tools)
+    if read := sum(event["prompt_tokens"] for run in turns for event in run):
+        new = sum(event["given_tokens"] for run in turns for event in run)
+        metrics["agent/prefix_reuse"] = 1 - new / read
+    if spans := [_spans(run) for run in turns if run]:
+        whole, outside = (np.array(values) for values in zip(*spans, strict=True))
+        metrics["agent/seconds/mean"] = float(whole.mean())
+        metrics["agent/seconds/max"] = float(whole.max())
+        metrics["agent/seconds/outside_mean"] = float(outside.mean())
+    return metrics
+
+
+def _by_tool(calls: Counter[str], events: Sequence[ToolEvent]) -> dict[str, float]:
+    """Returns metrics of the TOOLS_MAX most called tools; the others count as OTHER: agents may invent any name."""
+    times: dict[str, list[ToolEvent]] = defaultdict(list)
+    for event in events:
+        times[event["name"]].append(event)
+    made = Counter({name: max(calls[name], len(times[name])) for name in sorted({*calls, *times})})
+    names = {name: name[:NAME_CHARACTERS] or OTHER for name, _ in made.most_common(TOOLS_MAX)}
+    metrics: dict[str, float] = {}
+    for tool in sorted({names.get(name, OTHER) for name in made}):
+        members = [name for name in made if names.get(name, OTHER) == tool]
+        metrics[f"agent/tools/{tool}/calls"] = float(sum(made[name] for name in members))
+        if of_tool := [event for name in members for event in times[name]]:
+            seconds = [event["seconds"] for event in of_tool]
+            metrics[f"agent/tools/{tool}/failure_share"] = float(np.mean([bool(e.get("error")) for e in of_tool]))
+            metrics[f"agent/tools/{tool}/seconds_mean"] = float(np.mean(seconds))
+            metrics[f"agent/tools/{tool}/seconds_max"] = float(np.max(seconds))
+    return metrics
+
+
+def called(said: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the tools that an answer calls."""
+    calls = said.get("tool_calls") or []
+    return [call["function"]["name"] for call in calls]
+
+
+def _turns(run: AgentRun) -> float:
+    return run.counts.get("turns", len(run.turns))
+
+
+def _tokens(run: AgentRun, *, trained: bool) -> int:
+    return sum(int((branch.trained == trained).sum()) for branch in run.branches)
+
+
+def _spans(turns: Sequence[TurnEvent]) -> tuple[float, float]:
+    """Returns seconds from a rollout's start to the end of its last turn, and the part of them in which no turn ran."""
+    end, busy, until = 0.0, 0.0, 0.0
+    for event in sorted(turns, key=lambda event: event["at"]):
+        begin, end = event["at"], max(end, event["at"] + event["seconds"])
+        busy += max(0.0, begin + event["seconds"] - max(begin, until))
+        until = max(until, begin + event["seconds"])
+    return end, end - busy

@@ -237,8 +237,7 @@ def test_functions_that_fail_are_judged_by_the_responses_of_their_own_sets(
         def close(self) -> None: ...
 
     monkeypatch.setattr(reward_nodes, "Scorer", Recorded)
-    prompt = Prompt("a:1", (1,), "s", "2")
-    asked = {Order([None] * 2): ("a", prompt) for _ in range(400)} | {Order([None]): ("b", prompt) for _ in range(30)}
+    asked = {Order([None] * 2): "a" for _ in range(400)} | {Order([None]): "b" for _ in range(30)}
     judging = SimpleNamespace(served=dict)
     with ExitStack() as closing:
         evaluate._scorers(None, recipe, judging, asked, closing, Stopping(), print)  # type: ignore[arg-type]
