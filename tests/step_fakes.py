@@ -118,12 +118,9 @@ class FakePolicy:
         self.calls.append("load_batch")
         self.rows = sorted(row for b in batches for minis in b.minibatches for micro in minis for row in micro.rows)
 
-    def token_kl(self, lengths: np.ndarray) -> Ragged:
+    def of_tokens(self, method: str, lengths: np.ndarray) -> Ragged:
         zeros = ragged_zeros(lengths)
-        return zeros.with_values(zeros.values + self.kl)
-
-    def token_values(self, lengths: np.ndarray) -> Ragged:
-        return ragged_zeros(lengths)
+        return zeros.with_values(zeros.values + self.kl) if method == "token_kl" else zeros
 
     def update(self, advantages: Any, lr: float, kl_coefficient: float, step: int) -> Any:
         self.calls.append("update")

@@ -34,7 +34,7 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_808,
     ("checkpoint", "convert"): 2_614,
     ("rollout",): 3_087,
-    ("cluster",): 3_516,
+    ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_374,
     ("recipe", "preflight", "doctor"): 5_764,
     ("plan",): 5_453,
@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=379),
-    "tests": Limits(lines=51_836, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_833, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

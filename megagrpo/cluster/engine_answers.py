@@ -123,7 +123,8 @@ class EngineAnswers:
         """Returns the error of an engine that does not answer, or has one of its requests longer than any may take."""
         now = time.monotonic()
         silent = now - self._heard[engine]
-        if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not self._has_answered(engine):
+        unread = [ref for ref, (other, _) in self._asked.items() if other == engine]  # an answer may be here already
+        if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not (unread and ray.wait(unread, timeout=0)[0]):
             return EngineError(Problem(f"rollout: no answer from {engine}", f"nothing after {silent:.0f} s", "samples"))
         oldest = now - min((self._handed[ticket] for ticket in tickets), default=now)
         if oldest > self._longest_seconds:
@@ -141,11 +142,6 @@ class EngineAnswers:
     def expect(self, so_far: ray.ObjectRef[SoFar], lost: Mapping[int, Request]) -> None:
         """Expects the tokens so far of a lost engine's requests, for READ_SECONDS."""
         self.coming[so_far] = time.monotonic() + READ_SECONDS, lost
-
-    def _has_answered(self, engine: str) -> bool:
-        """Returns whether the engine's answer is here, and was not taken yet."""
-        answers = [ref for ref, (other, _) in self._asked.items() if other == engine]
-        return bool(answers and ray.wait(answers, timeout=0)[0])
 
 
 def read_so_far(parts: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:

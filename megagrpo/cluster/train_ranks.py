@@ -1,4 +1,4 @@
-"""All training ranks as one object: Policy for GRPO and PPO, SftRanks for supervised fine-tuning.
+"""All training ranks as one object: TrainRanks, and Policy for GRPO and PPO.
 
 Every call has a deadline.
 """
@@ -26,12 +26,12 @@ from megagrpo.layout.parallel import rank_grid
 from megagrpo.processes.store import StoreHost
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
-from megagrpo.recipe.schema import AnyRecipe, Recipe
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.rank_results import CriticMetrics, StepMetrics
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
@@ -105,6 +105,10 @@ class TrainRanks:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of every rank with the same arguments. Returns and raises as `wait`."""
         return self.wait(method, [ask(actor, method, *arguments) for actor in self.ranks])
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of every rank. Returns the answer of the one rank that has it. Raises as `wait`."""
+        return next(answer for answer in self.call(method, *arguments) if answer is not None)
 
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the answers in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
@@ -266,28 +270,24 @@ class TrainRanks:
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def __init__(
-        self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
-    ) -> None:
-        """Starts the ranks. The recipe's critic, if any, loads critic_directory, by default the policy's model."""
-        super().__init__(runtime, recipe, model_directory)
-        if recipe.algorithm.critic is not None:
-            directory = str((critic_directory or model_directory).absolute())
-            self.call("add_critic", directory)
-
-    def token_kl(self, lengths: np.ndarray) -> Ragged:
-        """Returns KL estimates against the reference, by response token. Needs computed old and reference logprobs.
+    def of_tokens(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
+        """Returns the ranks' numbers by response token: KL estimates against the reference, or the critic's estimates
+        of the return from that token on, before it was chosen.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.call("token_kl"), lengths)
+        ragged = ragged_zeros(lengths, np.float32)
+        for part in self.call(method):
+            if part is not None:
+                ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+        return ragged
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """Trains on the loaded batch, in all minibatches and epochs.
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        return _only(self.call("update", ray.put(advantages), lr, kl_coefficient, step))
+        return self.answer("update", ray.put(advantages), lr, kl_coefficient, step)
 
     def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
         """Returns logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
@@ -304,41 +304,6 @@ class Policy(TrainRanks):
                 entropies.values[at] = part.entropies
         return logprobs, entropies if any(part.entropies is not None for part in parts) else None
 
-    def token_values(self, lengths: np.ndarray) -> Ragged:
-        """Returns the critic's estimates by response token: of the return from that token on, before it was chosen.
-
-        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
-        """
-        return _ragged(self.call("token_values"), lengths)
-
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
-        return _only(self.call("update_critic", ray.put(returns), lr))
-
-
-class SftRanks(TrainRanks):
-    """The ranks of supervised fine-tuning."""
-
-    def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
-        """Runs one optimizer step on `batches`, one for each data rank."""
-        self.load_batch(batches)
-        return _only(self.call("update", lr))
-
-    def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
-        """Returns the loss of `batches`, one for each data rank, without training on them."""
-        self.load_batch(batches)
-        return _only(self.call("evaluate"))
-
-
-def _only(answers: Sequence[Any]) -> Any:
-    """Returns the answer of the one rank that has it."""
-    return next(answer for answer in answers if answer is not None)
-
-
-def _ragged(parts: Sequence[TokenNumbers | None], lengths: np.ndarray) -> Ragged:
-    """Joins the ranks' numbers by token; tokens that no rank has get zeros."""
-    ragged = ragged_zeros(lengths, np.float32)
-    for part in parts:
-        if part is not None:
-            ragged.values[ragged.offsets[part.rows] + part.index] = part.values
-    return ragged
+        return self.answer("update_critic", ray.put(returns), lr)

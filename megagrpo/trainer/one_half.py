@@ -167,12 +167,13 @@ def compared(logged: Mapping[str, float], again: Mapping[str, float]) -> tuple[l
     """Returns the names of metrics that differ, and a table of those that both have, in lines. Both are without
     NOT_COMPARED."""
     both = sorted(logged.keys() & again.keys())
-    different = [name for name in both if not _same(logged[name], again[name])]
+    pairs = {name: (logged[name], again[name]) for name in both}  # a number that is not finite is logged as null
+    different = [name for name, (a, b) in pairs.items() if a != b and not (math.isnan(a) and not math.isfinite(b))]
     wide = max(map(len, both), default=0)
     lines = [f"{'metric':{wide}}  {'logged':>14}  {'trained again':>14}  difference"]
-    for name in both:
-        difference = f"{again[name] - logged[name]:+.3g}" if name in different else ""
-        lines.append(f"{name:{wide}}  {logged[name]:14.8g}  {again[name]:14.8g}  {difference}".rstrip())
+    for name, (before, after) in pairs.items():
+        difference = f"{after - before:+.3g}" if name in different else ""
+        lines.append(f"{name:{wide}}  {before:14.8g}  {after:14.8g}  {difference}".rstrip())
     differ = f"{len(different)} of {len(both)} metrics differ"
     lines.append(differ if different else f"all {len(both)} metrics are equal, bit for bit")
     not_compared = "not compared: seconds, idle shares, tokens_per_second, evaluations"
@@ -249,7 +250,3 @@ def logged_metrics(directory: Path, step: int) -> dict[str, float]:
         for name, value in (entries[-1].items() if entries else ())
         if name != "step" and not name.startswith(NOT_COMPARED) and isinstance(value, int | float | None)
     }
-
-
-def _same(logged: float, again: float) -> bool:
-    return logged == again or (math.isnan(logged) and not math.isfinite(again))

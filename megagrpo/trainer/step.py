@@ -288,12 +288,12 @@ def _with_kl_and_values(
     algorithm, policy = run.recipe.algorithm, run.policy
     nothing = ragged_zeros(inputs.tokens)
     if algorithm.kl_in_reward:
-        kl = policy.token_kl(inputs.tokens) if loaded else nothing
+        kl = policy.of_tokens("token_kl", inputs.tokens) if loaded else nothing
         inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
     if algorithm.critic is not None:
         if loaded:
             policy.call("compute_values")
-        inputs = replace(inputs, values=policy.token_values(inputs.tokens) if loaded else nothing)
+        inputs = replace(inputs, values=policy.of_tokens("token_values", inputs.tokens) if loaded else nothing)
     return inputs
 
 

@@ -21,8 +21,8 @@ from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
-from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
-from megagrpo.types import AgentRun, Group, Prompt, Sample
+from megagrpo.trainer.step import Loaded, Trained, baselines_of, with_signal
+from megagrpo.types import AgentRun, Group, Prompt, Sample, Score
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import StepMetrics
@@ -65,49 +65,47 @@ def step_metrics(
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns metrics of the sampled responses' rewards and lengths."""
-    scores = flat_scores(groups)
-    known = scores[~np.isnan(scores)]
+    scores = [score for group in groups for score in group.scores]
+    known = _known(scores)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
-    errors = sum(bool(score.error) for group in groups for score in group.scores)
+    errors = sum(bool(score.error) for score in scores)
     spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
         **{f"reward/{name}": float(value) for name, value in spread.items()},
         "reward/errors": float(errors),
         "reward/errors_share": errors / len(samples),
-        "reward/truncated_masked": float(
-            sum(score.masked == REACHED_LIMIT for group in groups for score in group.scores)
-        ),
-        "reward/solved_share": _solved_share(groups),
+        "reward/truncated_masked": float(sum(score.masked == REACHED_LIMIT for score in scores)),
+        "reward/solved_share": float(np.mean([score.solved for score in scores])),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
         "response_tokens/truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
         "response_tokens/aborted_share": float(np.mean([sample.finish == "abort" for sample in samples])),
         "prompt_tokens/mean": float(np.mean([len(group.prompt.tokens) for group in groups])),
     }
-    metrics |= {f"reward/{name}": value for name, value in score_parts(groups).items()}
+    metrics |= {f"reward/{name}": value for name, value in score_parts(scores).items()}
     sources = sorted({group.prompt.data_source for group in groups})
     for source in sources if len(sources) > 1 else ():
-        members = [group for group in groups if group.prompt.data_source == source]
-        values = [score.value for group in members for score in group.scores if score.value is not None]
-        metrics[f"reward/{source}/mean"] = float(np.mean(values)) if values else nan
-        metrics[f"reward/{source}/solved_share"] = _solved_share(members)
+        members = [score for group in groups if group.prompt.data_source == source for score in group.scores]
+        known = _known(members)
+        metrics[f"reward/{source}/mean"] = float(known.mean()) if len(known) else nan
+        metrics[f"reward/{source}/solved_share"] = float(np.mean([score.solved for score in members]))
         metrics |= {f"reward/{source}/{name}": value for name, value in score_parts(members).items()}
     return metrics
 
 
-def score_parts(groups: Sequence[Group]) -> dict[str, float]:
+def score_parts(scores: Sequence[Score]) -> dict[str, float]:
     """Returns the mean of each part of a score over the samples that have it."""
-    parts: dict[str, list[float]] = {}
-    for group in groups:
-        for score in group.scores:
-            for name, value in score.parts.items():
-                parts.setdefault(name, []).append(value)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
     return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
-def _solved_share(groups: Sequence[Group]) -> float:
-    return float(np.mean([score.solved for group in groups for score in group.scores]))
+def _known(scores: Sequence[Score]) -> np.ndarray:
+    """Returns the values of scores that have one: float64."""
+    return np.array([score.value for score in scores if score.value is not None], np.float64)
 
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:

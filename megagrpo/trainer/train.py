@@ -130,8 +130,10 @@ def start_policy(
 ) -> Policy:
     """Starts training ranks, from a saved state or from the model. placed: the recipe as ranks get it."""
     model, critic = model_and_critic(checked)
-    policy = Policy(ray, placed, model, critic)
+    policy = Policy(ray, placed, model)
     ends.callback(policy.close)
+    if placed.algorithm.critic is not None:
+        policy.call("add_critic", str(critic))
     policy.begin(model, saved.rank_directory if saved else None)
     return policy
 
