@@ -28,7 +28,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.plan.parameters import known_models
 from megagrpo.rollout.engine import SoFar
 from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import group_of, requests_for
+from megagrpo.rollout.requests import requests_for
 from megagrpo.trainer.sampling import staleness_metrics
 from megagrpo.trainer.step import flat_scores, group_of_row, train_sequences
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams, Score
@@ -69,7 +69,7 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
     pool = Pool(-(-in_flight // ENGINES))
     for index in range(ENGINES):
         pool.join(f"engine {index}")
-    orders: dict[int, tuple[Prompt, Order]] = {}
+    orders: dict[int, Order] = {}
     complete: list[Order] = []
     text = tuple(range(PROMPT_TOKENS))
     if traced:
@@ -79,8 +79,8 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
             number = admission.admit().number
             prompt = Prompt(f"prompt {number}", text, "math", "1")
             asked = requests_for(prompt, samples=SAMPLES, sampling=SAMPLING, recipe_seed=0, step=1)
-            orders[number] = prompt, Order(asked)
-        pool.add(order for _, order in orders.values())
+            orders[number] = Order(asked, prompt=prompt)
+        pool.add(orders.values())
     with clock.part("requests to engines"):
         handed = pool.hand_out()
     answers = {
@@ -104,8 +104,7 @@ def one_step(in_flight: int, *, traced: bool) -> tuple[Clock, int]:
         taken = admission.take() or []
         groups: list[Group] = []
         for admitted in taken:
-            prompt, order = orders[admitted.number]
-            groups.append(group_of(prompt, order.there(), SAMPLES))
+            groups.append(orders[admitted.number].group())
         groups = [Group(group.prompt, group.samples, SCORES) for group in groups]
         staleness_metrics(groups, 0)
     with clock.part("advantages"):

@@ -112,18 +112,15 @@ class FakePolicy:
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *arguments: self.calls.append(name)
+        return lambda *arguments: self.calls.append(arguments[0] if name == "call" else name)
 
     def load_batch(self, batches: Sequence[Any]) -> None:
         self.calls.append("load_batch")
         self.rows = sorted(row for b in batches for minis in b.minibatches for micro in minis for row in micro.rows)
 
-    def token_kl(self, lengths: np.ndarray) -> Ragged:
+    def of_tokens(self, method: str, lengths: np.ndarray) -> Ragged:
         zeros = ragged_zeros(lengths)
-        return zeros.with_values(zeros.values + self.kl)
-
-    def token_values(self, lengths: np.ndarray) -> Ragged:
-        return ragged_zeros(lengths)
+        return zeros.with_values(zeros.values + self.kl) if method == "token_kl" else zeros
 
     def update(self, advantages: Any, lr: float, kl_coefficient: float, step: int) -> Any:
         self.calls.append("update")
@@ -207,11 +204,8 @@ def run_loop(run: Any, tracker: Any, save: Callable[[TrainerState], None], state
     setup.last_step, setup.alerts, setup.pending = run.total_steps, None, None
     setup.tokenizer = SimpleNamespace(decode=lambda tokens: "")
     setup.state = first_state(run.recipe, run.cursor, checkpoint_of(state))
-    files, starter = (
-        SimpleNamespace(begin=lambda *given: None),
-        SimpleNamespace(start_again=lambda run, source, saved: (run, source)),
-    )
-    loop = Loop(setup, GrpoTraining(setup, run, Live(run), starter, {}, files))  # type: ignore[arg-type]
+    files: Any = SimpleNamespace(begin=lambda *given: None)
+    loop = Loop(setup, GrpoTraining(setup, run, Live(run), lambda run, source, saved: (run, source), {}, files))
     loop.run()
     return loop.state
 

@@ -10,10 +10,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from megagrpo.errors import ModelError, Problem, first_line
+from megagrpo.reward.judging.client import Conversation
 from megagrpo.tokenizer import encode_conversation, load_chat_tokenizer
-
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages of a role and a content; the response is the last one."""
 
 
 class Classifier:
@@ -54,24 +52,24 @@ class Classifier:
 
     def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
         """Returns the logits of each conversation, float32, or the reason why it has none."""
-        found: list[list[float] | str] = [""] * len(conversations)
+        logits: list[list[float] | str] = [""] * len(conversations)
         tokens: dict[int, list[int]] = {}
         for at, conversation in enumerate(conversations):
             try:
                 ids = encode_conversation(self._tokenizer, conversation)
             except Exception as error:  # noqa: BLE001  (a template of the model's raises what it likes)
-                found[at] = f"its chat template refuses the conversation: {first_line(error)}"
+                logits[at] = f"its chat template refuses the conversation: {first_line(error)}"
                 continue
             if self._tokens_max is not None and len(ids) > self._tokens_max:
-                found[at] = f"a conversation of {len(ids)} tokens, not of at most {self._tokens_max}"
+                logits[at] = f"a conversation of {len(ids)} tokens, not of at most {self._tokens_max}"
             elif not ids:
-                found[at] = "a conversation of no tokens"
+                logits[at] = "a conversation of no tokens"
             else:
                 tokens[at] = ids
         for batch in batches_of({at: len(ids) for at, ids in tokens.items()}, self._tokens_per_batch, self._one_by_one):
-            for at, logits in zip(batch, self._forward([tokens[at] for at in batch]), strict=True):
-                found[at] = logits
-        return found
+            for at, row in zip(batch, self._forward([tokens[at] for at in batch]), strict=True):
+                logits[at] = row
+        return logits
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[list[int]]) -> list[list[float]]:

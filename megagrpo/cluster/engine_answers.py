@@ -49,7 +49,7 @@ class Speeds:
     def problem(self, engine: str, speed: float, now: float) -> Problem | None:
         """Returns the problem of an engine that is slow now and was the last time, beside engines that sampled
         recently; else None. Returns it once per engine, as the engine's node may be the slow part."""
-        others = [told for name, (told, at) in self._last.items() if name != engine and self._recent(at, now)]
+        others = [speed for name, (speed, at) in self._last.items() if name != engine and self._recent(at, now)]
         self._last[engine] = speed, now
         if not others or speed * SLOW_TIMES >= median(others):
             self._slow_at.pop(engine, None)
@@ -123,7 +123,8 @@ class EngineAnswers:
         """Returns the error of an engine that does not answer, or has one of its requests longer than any may take."""
         now = time.monotonic()
         silent = now - self._heard[engine]
-        if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not self._has_answered(engine):
+        unread = [ref for ref, (other, _) in self._asked.items() if other == engine]  # an answer may be here already
+        if silent > ANSWER_SECONDS + ABORT_MARGIN_SECONDS and not (unread and ray.wait(unread, timeout=0)[0]):
             return EngineError(Problem(f"rollout: no answer from {engine}", f"nothing after {silent:.0f} s", "samples"))
         oldest = now - min((self._handed[ticket] for ticket in tickets), default=now)
         if oldest > self._longest_seconds:
@@ -134,7 +135,7 @@ class EngineAnswers:
 
     def forget(self, engine: str, tickets: Iterable[int]) -> None:
         """Forgets a lost engine and its requests, but not their tokens so far."""
-        self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0] != engine}
+        self._asked = {ref: answer for ref, answer in self._asked.items() if answer[0] != engine}
         for ticket in tickets:
             self._handed.pop(ticket, None)
 
@@ -142,16 +143,11 @@ class EngineAnswers:
         """Expects the tokens so far of a lost engine's requests, for READ_SECONDS."""
         self.coming[so_far] = time.monotonic() + READ_SECONDS, lost
 
-    def _has_answered(self, engine: str) -> bool:
-        """Returns whether the engine's answer is here, and was not taken yet."""
-        asked = [ref for ref, (other, _) in self._asked.items() if other == engine]
-        return bool(asked and ray.wait(asked, timeout=0)[0])
 
-
-def read_so_far(found: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:
+def read_so_far(parts: Iterable[ray.ObjectRef[SoFar]], requests: Mapping[int, Request]) -> dict[int, Sample]:
     """Reads the tokens so far of these requests, by ticket. Skips a node that is lost, or too slow."""
     samples: dict[int, Sample] = {}
-    for ref in found:
+    for ref in parts:
         with suppress(ray.exceptions.RayError, OSError, MemoryError):
             samples |= ray.get(ref, timeout=READ_SECONDS).samples(requests)
     return samples

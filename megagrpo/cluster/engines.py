@@ -1,33 +1,41 @@
-"""The engine's actor: the engine of a recipe, in the process that holds it or calls its server.
+"""The engines' actors: each has the engine of a recipe, in the process that holds it or calls its server; the driver
+starts and ends them, and restarts one beside engines that sample.
 
 A kind imports its engine when it makes one: the import takes seconds, and must follow prepare_process.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megagrpo.cluster.actors import prepare_process
+from megagrpo.cluster.runtime import Runtime
+from megagrpo.cluster.waiting import answer_of, end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.ports import free_port
-from megagrpo.rollout.engine import Engine, EngineSpec, SoFar
-from megagrpo.rollout.sglang.arguments import ServerNode
+from megagrpo.recipe.schema import Recipe
+from megagrpo.rollout.engine import Engine, EngineNode, EngineSpec, SoFar
 from megagrpo.types import Request, Sample
-from megagrpo.weights.boxes import Place
+from megagrpo.weights.boxes import Manifest, Place
 
 if TYPE_CHECKING:
     from megagrpo.processes.store import StoreHost
     from megagrpo.rollout.sglang.server import Server
 
 WATCH_SECONDS = 1.0
+END_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+"""Time for an engine that may be stuck to close its server and remove its files, before it is killed."""
 SPEED_REPORTS = 12
 """Reports of tokens so far, from one speed to the next: servers send tokens in parts of many."""
 
@@ -89,10 +97,10 @@ class EngineActor:
         """Returns samples by ticket: as soon as there is one, or none after `seconds`. Every `seconds` it reports the
         tokens so far of the other requests, in a second result that stays on this node until the driver reads it.
         Raises the error of a failed request."""
-        found: dict[int, Sample] = {}
+        samples: dict[int, Sample] = {}
         so_far = speed = None
         with suppress(Empty):
-            self._take(found, seconds)
+            self._take(samples, seconds)
         now = time.monotonic()
         if now >= self._reported + seconds:
             so_far, self._reported = self.engine.so_far(), now
@@ -100,12 +108,12 @@ class EngineActor:
             if before != self._counts:
                 self._moved = now
             speed = self._speed(now)
-        if found or self.engine.rests():
+        if samples or self.engine.rests():
             self._moved = now
         with suppress(Empty):  # what ends meanwhile is in both
             while True:
-                self._take(found, 0)
-        return Answers(found, so_far is not None, now - self._moved, speed), so_far
+                self._take(samples, 0)
+        return Answers(samples, so_far is not None, now - self._moved, speed), so_far
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls another method of the engine and returns its answer."""
@@ -148,19 +156,19 @@ class EngineActor:
     def _answered(self, ticket: int, answer: Sample | MegagrpoError) -> None:
         self._answers.put((ticket, answer))
 
-    def _take(self, found: dict[int, Sample], seconds: float) -> None:
+    def _take(self, samples: dict[int, Sample], seconds: float) -> None:
         ticket, answer = self._answers.get(timeout=seconds)
         if isinstance(answer, MegagrpoError):
             raise answer
-        found[ticket] = answer
+        samples[ticket] = answer
         self._count_speed(ticket, len(answer.tokens), time.monotonic())
 
 
-def visible_gpus(own: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:
+def visible_gpus(of_engine: Sequence[Place], all_places: Iterable[Place]) -> tuple[int | str, ...]:
     """Returns the GPUs that an engine's process sees: its own first, the only ones it computes on, then the run's
     others on its node. It maps memory of training ranks and engine ranks there, which send weights to it."""
-    first = [place.device for place in own if place.device is not None]
-    nodes = {place.node for place in own}
+    first = [place.device for place in of_engine if place.device is not None]
+    nodes = {place.node for place in of_engine}
     beside = {place.device for place in all_places if place.node in nodes and place.device is not None}
     return (*first, *sorted(beside.difference(first), key=str)) if first else ()
 
@@ -180,8 +188,8 @@ class EngineNodeActor:
         """Returns this node's IP address."""
         return ray.util.get_node_ip_address()
 
-    def start(self, node: ServerNode) -> None:
-        self.server = self.spec.recipe.rollout.kind.server(self.spec, node)
+    def start(self, node: EngineNode) -> None:
+        self.server = self.spec.recipe.rollout.kind.server(replace(self.spec, node=node))
 
     def wait_for_end(self) -> Problem:
         """Returns once the server process has ended, with the end of its log."""
@@ -216,8 +224,8 @@ def _server_on_nodes(spec: EngineSpec, others: Sequence[Any]) -> Server:
     here = ray.util.get_node_ip_address()
     addresses = (here, *ray.get([other.address.remote() for other in others]))
     meeting, port = StoreHost(here), free_port(here)
-    nodes = [ServerNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
-    server: Server = spec.recipe.rollout.kind.server(spec, nodes[0])
+    nodes = [EngineNode(rank, len(addresses), meeting.address, port, addresses) for rank in range(len(addresses))]
+    server: Server = spec.recipe.rollout.kind.server(replace(spec, node=nodes[0]))
     starting = [other.start.remote(node) for other, node in zip(others, nodes[1:], strict=True)]
     watch = threading.Thread(target=_end_with, args=(server, spec.name, others, starting, meeting), daemon=True)
     watch.start()
@@ -233,3 +241,134 @@ def _end_with(server: Server, name: str, others: Sequence[Any], starting: Sequen
         server.end(ray.get(ended))
     except (ray.exceptions.RayError, MegagrpoError) as error:
         server.end(Problem(f"{name}: another of its nodes", str(error)))
+
+
+# --- in the driver ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Restart:
+    """The restart of an engine: its old actors close, or are killed at `kill_at`; then its new ones start."""
+
+    closing: list[ray.ObjectRef[None]]
+    kill_at: float
+    started: ray.ObjectRef[None] | None = None
+    late_at: float = 0.0
+
+
+class EngineActors:
+    """One actor per engine, and one for each further node of an engine. The constructor starts them; they are ready
+    after `wait_until_ready`. For one thread at a time."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        recipe: Recipe,
+        model_directory: Path,
+        tokenizer_directory: Path,
+        *,
+        keeps_weights: bool = False,
+    ) -> None:
+        self._runtime, self._recipe, self._keeps_weights = runtime, recipe, keeps_weights
+        self._directories = model_directory, tokenizer_directory
+        self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
+        self.names = tuple(self._index)
+        self.by_name: dict[str, Any] = {}
+        self._other_nodes: dict[str, list[Any]] = {}
+        self._manifests: dict[str, list[Manifest]] = {}
+        self._starting = {name: self._start(name) for name in self._index}
+        self.restarts: dict[str, Restart] = {}
+
+    def wait_until_ready(self) -> None:
+        """Raises EngineError naming the engines that did not start in `cluster.start_timeout_seconds`."""
+        self._wait(self._starting, "starting", bar="starting engines")
+
+    def restart(self, engine: str) -> None:
+        """Closes an engine, even a busy one. `look` then starts its replacement."""
+        closing = [actor.close.remote() for actor in self._actors_of(engine)]
+        self.restarts[engine] = Restart(closing, time.monotonic() + CLOSE_SECONDS)
+
+    def look(self, *, may_start: bool) -> dict[str, MegagrpoError | None]:
+        """Advances all restarts without waiting. Returns those that are over: None if started, or the error."""
+        over: dict[str, MegagrpoError | None] = {}
+        for engine, restart in self.restarts.items():
+            if restart.started is None:
+                _, open_ = ray.wait(restart.closing, num_returns=len(restart.closing), timeout=0)
+                if may_start and (not open_ or time.monotonic() > restart.kill_at):
+                    for actor in self._actors_of(engine):
+                        ray.kill(actor)
+                    restart.started = self._start(engine)
+                    restart.late_at = time.monotonic() + self._recipe.cluster.start_timeout_seconds
+            elif ray.wait([restart.started], timeout=0)[0]:
+                answer = answer_of(restart.started, engine, "starting", EngineError, None)
+                over[engine] = answer if isinstance(answer, MegagrpoError) else None
+            elif time.monotonic() > restart.late_at:
+                given = f"nothing after {self._recipe.cluster.start_timeout_seconds:g} s"
+                fix = "look at its log; cluster.start_timeout_seconds is the longest wait"
+                over[engine] = EngineError(Problem(f"starting: no answer from {engine}", given, fix=fix))
+        for engine in over:
+            del self.restarts[engine]
+        return over
+
+    def manifests(self) -> dict[str, list[Manifest]]:
+        """Returns the manifests of each engine's ranks. A restarted engine has the same: the recipe is the same."""
+        if not self._manifests:
+            manifests = {name: ask_engine(actor, "manifests") for name, actor in self.by_name.items()}
+            self._manifests = self._wait(manifests, "manifests")
+        return self._manifests
+
+    def places(self) -> tuple[Place, ...]:
+        """Returns node and device of every rank of every engine, in the order of `manifests`."""
+        places: list[Place] = []
+        for name, manifests in self.manifests().items():
+            places += self._runtime.places_of_engine(self._index[name]) or [Place(name)] * len(manifests)
+        return tuple(places)
+
+    def give_up(self) -> None:
+        """Ends all engines, even those that are busy."""
+        self._end(list(self.by_name), CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Ends the engines and the servers that they started: in up to 30 s, or 5 s for engines that still start, and
+        for those that failed."""
+        _, starting = ray.wait(list(self._starting.values()), num_returns=len(self._starting), timeout=0)
+        begun = [name for name, start in self._starting.items() if start in starting]
+        self._end([name for name in {*begun, *self.restarts} if name in self.by_name], CLOSE_SECONDS)
+        self._end(list(self.by_name), END_SECONDS)
+
+    def _end(self, engines: Sequence[str], patience_seconds: float) -> None:
+        """Asks these engines to close, and kills them. They cannot be used afterwards."""
+        end_actors([actor for name in engines for actor in self._actors_of(name)], patience_seconds)
+        for name in engines:
+            del self.by_name[name], self._other_nodes[name]
+
+    def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str, bar: str = "") -> dict[str, Any]:
+        seconds, watch = self._recipe.cluster.start_timeout_seconds, self._runtime.watch
+        return wait_for(results, doing=doing, timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
+
+    def _actors_of(self, engine: str) -> list[Any]:
+        return [self.by_name[engine], *self._other_nodes[engine]]
+
+    def _start(self, engine: str) -> ray.ObjectRef[None]:
+        index = self._index[engine]
+        self.by_name[engine] = self._runtime.start_engine(EngineActor, index)
+        nodes = range(1, self._runtime.devices.engine_nodes)
+        others = [self._runtime.start_engine(EngineNodeActor, index, node) for node in nodes]
+        for node, other in zip(nodes, others, strict=True):
+            other.prepare.remote(self._spec(index, node))
+        self._other_nodes[engine] = others
+        return self.by_name[engine].start.remote(self._spec(index), others)
+
+    def _spec(self, index: int, node: int = 0) -> EngineSpec:
+        model, tokenizer = self._directories
+        on_nodes = self._runtime.places_of_engine_by_node(index)
+        return EngineSpec(
+            recipe=self._recipe,
+            index=index,
+            model_directory=str(model),
+            tokenizer_directory=str(tokenizer),
+            device=self._runtime.device,
+            gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
+            api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
+            keeps_weights=self._keeps_weights,
+        )

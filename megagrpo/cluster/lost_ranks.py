@@ -86,13 +86,13 @@ def begin_log(log: Path) -> ProcessAt:
 def what_became_of(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> list[Problem]:
     """Returns a problem for each rank that the others wait for, at most NAMED, if the reason is known: it has died, is
     stopped, or is busy elsewhere. nodes: names by Ray's id."""
-    found = _on_nodes(look, ranks)
-    most = max((of.blame for of in found.values()), default=0)
-    blamed = [name for name in ranks if most and name in found and found[name].blame == most]
+    states = _on_nodes(look, ranks)
+    most = max((state.blame for state in states.values()), default=0)
+    blamed = [name for name in ranks if most and name in states and states[name].blame == most]
     return [
         Problem(
             where=f"{name}, process {ranks[name].pid} on node {nodes.get(ranks[name].node, ranks[name].node)}",
-            given="\n".join([found[name].text, *found[name].lines]),
+            given="\n".join([states[name].text, *states[name].lines]),
             fix=f"its output is in {ranks[name].log}",
         )
         for name in blamed[:NAMED]
@@ -109,15 +109,13 @@ def _on_nodes(task: Any, ranks: Mapping[str, ProcessAt]) -> dict[str, Any]:
     by_node: dict[str, list[str]] = {}
     for name, process in ranks.items():
         by_node.setdefault(process.node, []).append(name)
-    asked = {}
-    for node, names in by_node.items():
-        asked[on_node(task, node).remote([ranks[name] for name in names])] = names
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_SECONDS) if asked else ([], [])
-    found: dict[str, Any] = {}
+    tasks = {on_node(task, node).remote([ranks[name] for name in names]): names for node, names in by_node.items()}
+    answered, _ = ray.wait(list(tasks), num_returns=len(tasks), timeout=LOOK_SECONDS) if tasks else ([], [])
+    results: dict[str, Any] = {}
     for answer in answered:
         with suppress(ray.exceptions.RayError):  # the caller has an error to raise, with or without this
-            found |= zip(asked[answer], ray.get(answer), strict=True)
-    return found
+            results |= zip(tasks[answer], ray.get(answer), strict=True)
+    return results
 
 
 @ray.remote(num_cpus=0, max_retries=0)

@@ -13,14 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
-from megagrpo.cluster.waiting import end_actors, wait_until_started
+from megagrpo.cluster.waiting import end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes.imports import importing
 from megagrpo.recipe.defaults import run_directory
@@ -42,19 +42,19 @@ RETRY_SECONDS = 60.0
 CLOSE_SECONDS = 15.0
 
 
+Config = TypeVar("Config", bound=ClassifierConfig | GenerativeConfig)
+
+
 @dataclass(frozen=True)
-class ModelSpec:
-    """The settings from which an actor makes its model. gpus: its own GPUs, as its node names them."""
+class ModelSpec(Generic[Config]):
+    """The settings from which an actor makes its model. gpus: those of the model, as its node names them."""
 
     recipe: Recipe
     name: str
+    config: Config
     directory: Path
     device: str
     gpus: tuple[int | str, ...]
-
-    @property
-    def config(self) -> ClassifierConfig | GenerativeConfig:
-        return self.recipe.reward.models[self.name]
 
     @property
     def dtype(self) -> str:
@@ -67,7 +67,7 @@ class ModelSpec:
 class ClassifierActor:
     """A classifier, which the driver asks. The first call to a new or restarted actor loads the model."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec[ClassifierConfig]) -> None:
         prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._classifier: Classifier | None = None
@@ -88,8 +88,6 @@ class ClassifierActor:
                 from megagrpo.cluster.classifier import Classifier
 
             spec, config = self._spec, self._spec.config
-            if not isinstance(config, ClassifierConfig):
-                raise TypeError(config.kind)
             self._classifier = Classifier(
                 spec.directory,
                 device=spec.device,
@@ -106,7 +104,7 @@ class ClassifierActor:
 class JudgeActor:
     """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec[GenerativeConfig]) -> None:
         prepare_process(spec.device, spec.recipe, spec.gpus)
         self._spec = spec
         self._server: Server | None = None
@@ -173,8 +171,6 @@ class JudgeActor:
         from megagrpo.rollout.sglang.server import Server
 
         spec, config = self._spec, self._spec.config
-        if not isinstance(config, GenerativeConfig):
-            raise TypeError(config.kind)
         if self._closed.is_set():
             raise EngineError(Problem(f"reward model {spec.name}", "the run has ended"))
         arguments = judge_arguments(
@@ -211,7 +207,7 @@ class RewardModels:
             gpus = tuple(gpu.device for gpu in runtime.places_of_model(place) if gpu.device is not None)
             on_cpu = isinstance(config, ClassifierConfig) and config.device == "cpu"
             device = "cpu" if on_cpu else runtime.device
-            spec = ModelSpec(recipe, name, directories[name].absolute(), device, gpus)
+            spec = ModelSpec(recipe, name, config, directories[name].absolute(), device, gpus)
             actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else JudgeActor
             self._actors[name] = runtime.start_model(actor_class, place, spec)
         self._starting = {f"reward model {name}": actor.ready.remote() for name, actor in self._actors.items()}
@@ -220,15 +216,16 @@ class RewardModels:
         """Raises ModelError or EngineError naming the models that did not start in cluster.start_timeout_seconds."""
         if self._starting:
             seconds = self._recipe.cluster.start_timeout_seconds
-            wait_until_started(self._starting, "reward models", seconds, self._runtime.watch)
+            watch, bar = self._runtime.watch, "starting reward models"
+            wait_for(self._starting, doing="starting", timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
 
     def served(self) -> dict[str, Served]:
         """Returns the models that reward functions ask, by name."""
-        start_seconds = self._recipe.cluster.start_timeout_seconds
+        start_seconds, models = self._recipe.cluster.start_timeout_seconds, self._recipe.reward.models
         return {
             name: ActorClassifier(actor, start_seconds)
-            if self._recipe.reward.models[name].kind == "classifier"
-            else ActorEndpoint(actor, self._recipe.reward.models[name].path, start_seconds)
+            if models[name].kind == "classifier"
+            else ActorEndpoint(actor, models[name].path, start_seconds)
             for name, actor in self._actors.items()
         }
 
@@ -268,10 +265,10 @@ class ActorClassifier:
         return await _answer(self._actor.logits.remote(conversations), limit)  # type: ignore[no-any-return]
 
 
-async def _answer(asked: Any, limit_seconds: float) -> Any:
+async def _answer(answer: Any, limit_seconds: float) -> Any:
     """Waits for an actor's answer. Raises OSError if it died or raised, TimeoutError if it does not answer."""
     try:
-        return await asyncio.wait_for(asked, limit_seconds)
+        return await asyncio.wait_for(answer, limit_seconds)
     except RayTaskError as failure:
         raise OSError(str(failure).strip().splitlines()[-1]) from failure
     except (RayActorError, RayError) as failure:

@@ -34,9 +34,9 @@ def reward_pool(runtime: Runtime, specs: Specs, reward: RewardConfig) -> Executo
     counts = workers_of_nodes(reward.workers, 1 + len(others))
     if len(counts) < 2:
         return WorkerPool.of(specs, reward)
-    there = dict(zip(others, counts[1:], strict=False))
+    of_others = dict(zip(others, counts[1:], strict=False))
     with_sources = {number: with_source(spec) for number, spec in specs.items()}
-    return RewardNodes(with_sources, counts[0], there, limits_of(reward))
+    return RewardNodes(with_sources, counts[0], of_others, limits_of(reward))
 
 
 def scorer_maker(

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megagrpo.cluster.engine_actors import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
-from megagrpo.cluster.engines import ask_engine
+from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors, ask_engine
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
@@ -27,7 +26,7 @@ from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
-from megagrpo.rollout.requests import evaluation_requests, group_of, training_requests
+from megagrpo.rollout.requests import evaluation_requests, training_requests
 from megagrpo.types import Group, Prompt, Request, Sample
 
 if TYPE_CHECKING:
@@ -76,8 +75,12 @@ class Rollouts:
         """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
-        self._agents = self._agent_turns(tokenizer_directory) if recipe.agent else None
-        self._restarts_told = 0
+        self._agents: AgentTurns | None = None
+        if recipe.agent:
+            from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
+
+            self._agents = AgentTurns(recipe, tokenizer_directory, self)
+        self._restarts_counted = 0
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
 
@@ -106,9 +109,9 @@ class Rollouts:
                 with self.changed:
                     self._require_collecting()
                     self._start_lost_again()
-                    found = self._up()
-                    if found and not (self._runtime.shares_gpus and self.engines.restarts):
-                        return found
+                    up = self._up()
+                    if up and not (self._runtime.shares_gpus and self.engines.restarts):
+                        return up
                     self._require_patience()
                     self.changed.wait(SLICE_SECONDS)
                 self._runtime.watch.check()
@@ -206,10 +209,10 @@ class Rollouts:
             everywhere = (*self.pool.engines.values(), self.pool.lost)
             tickets = {number: ticket for running in everywhere for number, ticket in running.items()}
             requests = {number: ticket.request for number, ticket in tickets.items()}
-            found = [*self._answers.so_far.values(), *self._answers.coming]
+            parts = [*self._answers.so_far.values(), *self._answers.coming]
 
         def read() -> dict[tuple[Order, int], Sample]:
-            samples = read_so_far(found, requests)
+            samples = read_so_far(parts, requests)
             return {(tickets[number].order, tickets[number].index): sample for number, sample in samples.items()}
 
         return read
@@ -266,7 +269,7 @@ class Rollouts:
     def agents_restarted(self) -> int:
         """Returns the number of agent processes that were restarted since the last call."""
         counted = self._agents.host.restarts if self._agents else 0
-        since, self._restarts_told = counted - self._restarts_told, counted
+        since, self._restarts_counted = counted - self._restarts_counted, counted
         return since
 
     def close(self) -> None:
@@ -289,14 +292,7 @@ class Rollouts:
 
             self.wait(all_there)
             undoing.pop_all()
-        return [
-            group_of(prompt, order.there(), len(order.requests)) for prompt, order in zip(prompts, orders, strict=True)
-        ]
-
-    def _agent_turns(self, tokenizer_directory: Path) -> AgentTurns:
-        from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
-
-        return AgentTurns(self._recipe, tokenizer_directory, self)
+        return [order.group() for order in orders]
 
     def fail(self, error: MegagrpoError) -> None:
         """Ends all waits for samples with this error."""
@@ -331,15 +327,17 @@ class Rollouts:
             self._take(ref)
         self._put_back(ready)
         with self.changed:
-            self._lose_silent()
+            for engine, tickets in list(self.pool.engines.items()):
+                if error := self._answers.silence(engine, tickets):
+                    self._lose(engine, error)
 
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
         """Takes an engine's answer: its samples, or the error with which it failed."""
         with self.changed:
-            asked = self._answers.pop(ref)
-        if asked is None or self._closed:
+            expected = self._answers.pop(ref)
+        if expected is None or self._closed:
             return
-        engine, so_far = asked
+        engine, so_far = expected
         try:
             answer = answer_of(ref, engine, "rollout", EngineError, None)
         except (OSError, MemoryError) as lack:
@@ -375,11 +373,6 @@ class Rollouts:
         self._count_idle()
         for engine, requests in self.pool.hand_out().items():
             self._answers.hand(self.engines.by_name[engine], requests)
-
-    def _lose_silent(self) -> None:
-        for engine, tickets in list(self.pool.engines.items()):
-            if error := self._answers.silence(engine, tickets):
-                self._lose(engine, error)
 
     def _lose(self, engine: str, error: MegagrpoError, *, failed: bool = True) -> None:
         self.lose(engine, self.engines.by_name[engine], error, failed=failed)

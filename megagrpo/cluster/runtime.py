@@ -21,7 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megagrpo.checkpoint.store import SavedFile, damaged, read_manifest
+from megagrpo.checkpoint.store import damaged, read_manifest
 from megagrpo.cluster.waiting import SLICE_SECONDS, NodeWatch, RayPulse, end_process, node_names, on_node, wait_for
 from megagrpo.errors import PreflightError, Problem, RankError
 from megagrpo.recipe.defaults import DevicePlan, checkpoint_directory, device_here, plan_devices, run_directory
@@ -79,14 +79,14 @@ class Runtime:
     @property
     def shares_gpus(self) -> bool:
         """Returns whether ranks and engines use the same GPUs and take turns with their memory."""
-        of_ranks = set(self.devices.bundle_of_rank)
-        return self.devices.resource == "GPU" and any(of_ranks & set(own) for own in self.devices.bundles_of_engine)
+        of_engines = set(chain.from_iterable(self.devices.bundles_of_engine))
+        return self.devices.resource == "GPU" and not of_engines.isdisjoint(self.devices.bundle_of_rank)
 
     def place_of_rank(self, rank: int) -> Place:
         return self.places[self.devices.bundle_of_rank[rank]]
 
     def places_of_engine_by_node(self, engine: int) -> list[tuple[Place, ...]]:
-        return [tuple(self.places[bundle] for bundle in own) for own in self.devices.node_bundles(engine)]
+        return [tuple(self.places[bundle] for bundle in bundles) for bundles in self.devices.node_bundles(engine)]
 
     def places_of_engine(self, engine: int) -> tuple[Place, ...]:
         """Returns the place of each rank of an engine; empty for an external engine."""
@@ -114,8 +114,9 @@ def start(
             device = device_here(recipe)
             # As many CPUs as the run reserves: Ray starts a worker for each before any is asked for.
             config = {"worker_oom_score_adjustment": OOM_SCORE}
-            own = {"num_cpus": devices_of(recipe, device).bundles, "include_dashboard": False, "_system_config": config}
-            pulse = _connect(address, patience, own)
+            cpus = devices_of(recipe, device).bundles
+            settings = {"num_cpus": cpus, "include_dashboard": False, "_system_config": config}
+            pulse = _connect(address, patience, settings)
         else:
             pulse = _connect(address, patience, {})
             device = recipe.cluster.device
@@ -197,17 +198,17 @@ def _gpus(
 
     @ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
     def gpu() -> int | str:
-        found = str(ray.get_gpu_ids()[0])  # as CUDA_VISIBLE_DEVICES of the node has it: some batch systems put UUIDs
-        return int(found) if found.isdecimal() else found
+        name = str(ray.get_gpu_ids()[0])  # as CUDA_VISIBLE_DEVICES of the node has it: some batch systems put UUIDs
+        return int(name) if name.isdecimal() else name
 
     names = [f"device {index} on {node}" for index, node in enumerate(nodes)]
-    asked = {
+    gpus = {
         name: gpu.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
         for index, name in enumerate(names)
     }
     doing = "cluster: which GPUs the run has"
-    found = wait_for(asked, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=watch)
-    return {index: found[name] for index, name in enumerate(names)}
+    answers = wait_for(gpus, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=watch)
+    return dict(enumerate(answers.values()))
 
 
 def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) -> tuple[str, ...] | None:
@@ -218,10 +219,10 @@ def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) 
     """
     whole_groups = tuple(tuple(range(first, first + tensor)) for first in range(0, len(devices.bundle_of_rank), tensor))
     engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
-    models = tuple(own for own in devices.bundles_of_model if own)
+    models = tuple(filter(None, devices.bundles_of_model))
     for unsplit in ((*engines, *whole_groups, *models), (*engines, *models)):
-        if found := _fill(_blocks(devices.bundles, unsplit), free):
-            return found
+        if nodes := _fill(_blocks(devices.bundles, unsplit), free):
+            return nodes
     return None
 
 
@@ -282,15 +283,9 @@ def stop(runtime: Runtime) -> None:
 def missing_files(paths: Sequence[str]) -> list[str]:
     """Returns the paths that do not appear on this node within APPEAR_SECONDS."""
     deadline = time.monotonic() + APPEAR_SECONDS
-    while (found := [path for path in paths if not Path(path).exists()]) and time.monotonic() < deadline:
+    while (missing := [path for path in paths if not Path(path).exists()]) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return found
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def damaged_files(root: Path, files: Sequence[SavedFile]) -> list[str]:
-    """Returns the faults of these files of a checkpoint, a line each, as this node reads them."""
-    return damaged(root, files)
+    return missing
 
 
 def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> list[str]:
@@ -301,13 +296,14 @@ def damage_on_nodes(runtime: Runtime, timeout_seconds: float, root: Path) -> lis
         largest_first = sorted(read_manifest(root), key=lambda file: -file.size_bytes)
     except (OSError, ValueError) as error:
         return [str(error)]
-    asked = {
-        runtime.watch.names[node]: on_node(damaged_files, node).remote(root, largest_first[index :: len(nodes)])
+    verify = ray.remote(num_cpus=0, max_retries=0)(damaged)
+    results = {
+        runtime.watch.names[node]: on_node(verify, node).remote(root, largest_first[index :: len(nodes)])
         for index, node in enumerate(nodes)
     }
     doing = f"verifying {root}"
-    found = wait_for(asked, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=runtime.watch)
-    return [line for lines in found.values() for line in lines]
+    lines = wait_for(results, doing=doing, timeout_seconds=timeout_seconds, error=RankError, watch=runtime.watch)
+    return list(chain.from_iterable(lines.values()))
 
 
 def check_files(runtime: Runtime, recipe: AnyRecipe, read: Sequence[Path]) -> None:

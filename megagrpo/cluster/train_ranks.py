@@ -1,4 +1,4 @@
-"""All training ranks as one object: Policy for GRPO and PPO, SftRanks for supervised fine-tuning.
+"""All training ranks as one object: TrainRanks, and Policy for GRPO and PPO.
 
 Every call has a deadline.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import ray
@@ -24,14 +24,14 @@ from megagrpo.cluster.waiting import settle, wait_for
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, MegagrpoError, ModelError, Problem, RankError, RankLostError
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.processes.store import StoreHost
-from megagrpo.progress import Work, progress
+from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
-from megagrpo.recipe.schema import AnyRecipe, Recipe
-from megagrpo.weights.boxes import Manifest, Place
+from megagrpo.recipe.schema import AnyRecipe
+from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
-    from megagrpo.rank_results import CriticMetrics, SftUpdate, StepMetrics, TokenLoss, TokenNumbers
+    from megagrpo.rank_results import CriticMetrics, StepMetrics
     from megagrpo.weights.files.export import Export
     from megagrpo.weights.plan import WeightPlan
 
@@ -67,15 +67,13 @@ class TrainRanks:
         starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
         self._processes: dict[str, lost_ranks.ProcessAt] = {}
         logging = {n: a.begin_log.remote(logs / f"{n.replace(' ', '_')}.log") for n, a in self.actors.items()}
-        with progress("starting training ranks", len(logging)) as work:
-            self._processes = self._wait(logging, "starting", starting, work)
+        self._processes = self._wait(logging, "starting", starting, "starting training ranks")
         self._store = StoreHost(ray.util.get_node_ip_address())  # in which the ranks find each other
         started = {
             name: actor.start.remote(recipe, rank, self._store.address, str(model_directory), runtime.device)
             for rank, (name, actor) in enumerate(self.actors.items())
         }
-        with progress("loading the model in training ranks", len(started)) as work:
-            self._wait(started, "starting", starting, work)
+        self._wait(started, "starting", starting, "loading the model in training ranks")
 
     @property
     def ranks(self) -> list[Any]:
@@ -108,6 +106,10 @@ class TrainRanks:
         """Calls a method of every rank with the same arguments. Returns and raises as `wait`."""
         return self.wait(method, [ask(actor, method, *arguments) for actor in self.ranks])
 
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of every rank. Returns the answer of the one rank that has it. Raises as `wait`."""
+        return next(answer for answer in self.call(method, *arguments) if answer is not None)
+
     def wait(self, doing: str, answers: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
         """Returns the answers in the order of `actors`, within cluster.step_timeout_seconds. Raises RankError."""
         named = dict(zip(self.actors, answers, strict=True))
@@ -138,34 +140,17 @@ class TrainRanks:
         answers = self._wait(written, "writing a profile", self._timeout)
         return [f"{name}: {problem}" for name, problem in answers.items() if problem]
 
-    def manifests(self) -> list[Manifest]:
-        return self.call("manifest")
-
-    def adapter_manifests(self) -> list[Manifest]:
-        return self.call("adapter_manifest")
-
-    def write_export(self, export: Export, plan: WeightPlan, *, adapters: bool = False) -> None:
-        """Writes every rank's boxes into the files of an export: a Hugging Face model's, or PEFT's of the adapters.
-
-        `plan`'s sources are the ranks' manifests, or adapter_manifests, in order.
-        """
-        shared = ray.put(plan)
-        ranks = enumerate(self.ranks)
-        self.wait("export", [ask(rank, "write_export", export, shared, source, adapters) for source, rank in ranks])
-
-    def copy_export(self, export: Export, plan: WeightPlan) -> None:
-        """Copies every rank's boxes of the policy to host memory, for `write_copied_export`."""
-        shared = ray.put(plan)
-        ranks = enumerate(self.ranks)
-        self.wait("export", [ask(rank, "copy_export", export, shared, source) for source, rank in ranks])
+    def export(
+        self, method: Literal["write_export", "copy_export"], export: Export, plan: WeightPlan, *adapters: bool
+    ) -> None:
+        """Writes every rank's boxes into an export's files (write_export: of the adapters, or of the model), or copies
+        them to host memory for `write_copied_export` (copy_export). The sources of `plan` are the ranks' manifests."""
+        shared, ranks = ray.put(plan), enumerate(self.ranks)
+        self.wait("export", [ask(rank, method, export, shared, source, *adapters) for source, rank in ranks])
 
     def write_copied_export(self, export: Export) -> None:
         """Writes every rank's copied boxes, beside its other work. For any thread, as `write_snapshot`."""
         self.wait_beside("export beside", [actor.write_copied_export.remote(export) for actor in self.ranks])
-
-    def take_snapshot(self) -> None:
-        """Copies every rank's part of the training state to host memory, for `write_snapshot`."""
-        self.wait("snapshot", [ask(actor, "take_snapshot") for actor in self.ranks])
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:
         """Writes every rank's copied state, beside its other work. Returns all files that were written.
@@ -222,13 +207,12 @@ class TrainRanks:
 
     def _require_finite(self, where: str, error: type[MegagrpoError], fix: str) -> None:
         """Raises `error`, naming tensors, if weights are NaN, infinite, or so large that products overflow."""
-        found: dict[str, str] = {}
-        for broken in self.call("broken"):
-            found |= broken
-        if found:
+        broken = dict(chain.from_iterable(of_rank.items() for of_rank in self.call("broken")))
+        if broken:
             needed = "finite weights: nothing is saved, sent to an engine or sampled with these"
-            left = len(found) - BROKEN_NAMED
-            problems = [Problem(f"{where}: {name}", found[name], needed, fix) for name in sorted(found)[:BROKEN_NAMED]]
+            left = len(broken) - BROKEN_NAMED
+            named = sorted(broken)[:BROKEN_NAMED]
+            problems = [Problem(f"{where}: {name}", broken[name], needed, fix) for name in named]
             raise error(problems + [Problem(f"{where}: {left} more tensors")] * (left > 0))
 
     @property
@@ -268,11 +252,11 @@ class TrainRanks:
             self._away -= set(parts)
 
     def _wait(
-        self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, work: Work | None = None
+        self, answers: Mapping[str, ray.ObjectRef[Any]], doing: str, timeout_seconds: float, bar: str = ""
     ) -> dict[str, Any]:
         seconds, watch = timeout_seconds, self.watch
         try:
-            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, work=work)
+            return wait_for(answers, doing=doing, timeout_seconds=seconds, error=RankLostError, watch=watch, bar=bar)
         except RankLostError as error:
             raise self.lost(error) from error
 
@@ -280,106 +264,46 @@ class TrainRanks:
         """Returns the error to raise if a rank died, did not answer, or raised anything but a MegagrpoError."""
         if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
             return RankError(error.problems)
-        found = lost_ranks.what_became_of(self._processes, self.watch.names)
-        return RankLostError([*error.problems, *found])
+        return RankLostError([*error.problems, *lost_ranks.what_became_of(self._processes, self.watch.names)])
 
 
 class Policy(TrainRanks):
     """The ranks of GRPO or PPO."""
 
-    def __init__(
-        self, runtime: Runtime, recipe: Recipe, model_directory: Path, critic_directory: Path | None = None
-    ) -> None:
-        """Starts the ranks. The recipe's critic, if any, loads critic_directory, by default the policy's model."""
-        super().__init__(runtime, recipe, model_directory)
-        if recipe.algorithm.critic is not None:
-            directory = str((critic_directory or model_directory).absolute())
-            self.call("add_critic", directory)
-
-    def compute_old_logprobs(self) -> None:
-        """Computes logprobs of the loaded batch under the policy before the update; they stay on the ranks."""
-        self.call("compute_old_logprobs")
-
-    def use_rollout_logprobs_as_old(self) -> None:
-        """Takes the engines' logprobs as the old ones, in place of compute_old_logprobs: ratios are to these."""
-        self.call("use_rollout_logprobs_as_old")
-
-    def compute_reference_logprobs(self) -> None:
-        """Computes logprobs of the loaded batch under the reference policy; they stay on the ranks."""
-        self.call("compute_reference_logprobs")
-
-    def token_kl(self, lengths: np.ndarray) -> Ragged:
-        """Returns KL estimates against the reference, by response token. Needs computed old and reference logprobs.
+    def of_tokens(self, method: Literal["token_kl", "token_values"], lengths: np.ndarray) -> Ragged:
+        """Returns the ranks' numbers by response token: KL estimates against the reference, or the critic's estimates
+        of the return from that token on, before it was chosen.
 
         lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
         """
-        return _ragged(self.call("token_kl"), lengths)
+        ragged = ragged_zeros(lengths, np.float32)
+        for part in self.call(method):
+            if part is not None:
+                ragged.values[ragged.offsets[part.rows] + part.index] = part.values
+        return ragged
 
     def update(self, advantages: np.ndarray | Ragged, lr: float, kl_coefficient: float, step: int) -> StepMetrics:
         """Trains on the loaded batch, in all minibatches and epochs.
 
         advantages: float [rows], or by response token. kl_coefficient: of the loss term. step: seeds random choices.
         """
-        return _only(self.call("update", ray.put(advantages), lr, kl_coefficient, step))
+        return self.answer("update", ray.put(advantages), lr, kl_coefficient, step)
 
     def token_figures(self, lengths: np.ndarray) -> tuple[Ragged, Ragged | None]:
         """Returns logprobs before the last update, and entropies as it first saw them (None: not computed), float32.
 
         lengths: int64 [rows], response tokens of the first samples of the step; those not loaded get zeros.
         """
-        asked = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
-        found = [part for part in self._wait(asked, "token_figures", self._timeout).values() if part is not None]
+        figures = {name: ask(self.actors[name], "token_figures", len(lengths)) for name in self._answering}
+        parts = [part for part in self._wait(figures, "token_figures", self._timeout).values() if part is not None]
         logprobs, entropies = ragged_zeros(lengths, np.float32), ragged_zeros(lengths, np.float32)
-        for part in found:
+        for part in parts:
             at = logprobs.offsets[part.rows] + part.index
             logprobs.values[at] = part.logprobs
             if part.entropies is not None:
                 entropies.values[at] = part.entropies
-        return logprobs, entropies if any(part.entropies is not None for part in found) else None
-
-    def compute_values(self) -> None:
-        """Computes the critic's estimates for the loaded batch, before its update; they stay on the ranks."""
-        self.call("compute_values")
-
-    def token_values(self, lengths: np.ndarray) -> Ragged:
-        """Returns the critic's estimates by response token: of the return from that token on, before it was chosen.
-
-        lengths: int64 [rows], response tokens of every sample of the step; those not loaded get zeros.
-        """
-        return _ragged(self.call("token_values"), lengths)
+        return logprobs, entropies if any(part.entropies is not None for part in parts) else None
 
     def update_critic(self, returns: Ragged, lr: float) -> CriticMetrics:
         """Trains the critic, not the policy, on the loaded batch towards these returns: all minibatches and epochs."""
-        return _only(self.call("update_critic", ray.put(returns), lr))
-
-    def update_reference(self) -> None:
-        """Moves the reference towards the policy by the recipe's share."""
-        self.call("update_reference")
-
-
-class SftRanks(TrainRanks):
-    """The ranks of supervised fine-tuning."""
-
-    def update(self, batches: Sequence[RankBatch], lr: float) -> SftUpdate:
-        """Runs one optimizer step on `batches`, one for each data rank."""
-        self.load_batch(batches)
-        return _only(self.call("update", lr))
-
-    def evaluate(self, batches: Sequence[RankBatch]) -> TokenLoss:
-        """Returns the loss of `batches`, one for each data rank, without training on them."""
-        self.load_batch(batches)
-        return _only(self.call("evaluate"))
-
-
-def _only(answers: Sequence[Any]) -> Any:
-    """Returns the answer of the one rank that has it."""
-    return next(answer for answer in answers if answer is not None)
-
-
-def _ragged(parts: Sequence[TokenNumbers | None], lengths: np.ndarray) -> Ragged:
-    """Joins the ranks' numbers by token; tokens that no rank has get zeros."""
-    ragged = ragged_zeros(lengths, np.float32)
-    for part in parts:
-        if part is not None:
-            ragged.values[ragged.offsets[part.rows] + part.index] = part.values
-    return ragged
+        return self.answer("update_critic", ray.put(returns), lr)

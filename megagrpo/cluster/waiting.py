@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from select import select
 from threading import Event, Thread
 from typing import Any
@@ -30,9 +30,9 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, Problem
+from megagrpo.errors import MegagrpoError, NodeLostError, Problem
 from megagrpo.processes.lifetime import end_after_me
-from megagrpo.progress import Work, progress
+from megagrpo.progress import progress
 from megagrpo.timeline import TIMELINE
 
 CHECK_SECONDS = 1.0
@@ -112,9 +112,9 @@ class RayPulse:
     def __init__(self) -> None:
         self.names: Mapping[str, str] = {}  # of the nodes that the run needs, by Ray's id
         context = ray.get_runtime_context()
-        self._head, own = context.gcs_address, context.get_node_id()
-        self._here = {own: node_names()[own]}
-        socket = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
+        self._head, node_id = context.gcs_address, context.get_node_id()
+        self._here = {node_id: node_names()[node_id]}
+        socket = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == node_id)
         raylet = psutil.Process(raylet_with(socket))
         self._raylet = os.pidfd_open(raylet.pid)
         # Agents of a raylet that is killed ask the GCS for a minute, which is gone too if this process had started it.
@@ -138,8 +138,8 @@ class RayPulse:
     def _ask(self) -> None:
         while not self._leaving.wait(CHECK_SECONDS):
             with suppress(RayError, RuntimeError):
-                if own := _lost(self._here):
-                    end_process(own)
+                if lost := _lost(self._here):
+                    end_process(lost)
                 self._lost = _lost(self.names)
                 self._silent_seconds = 0
 
@@ -181,32 +181,24 @@ def wait_for(
     timeout_seconds: float,
     error: type[MegagrpoError],
     watch: NodeWatch,
-    work: Work | None = None,
+    bar: str = "",
 ) -> dict[str, Any]:
     """Waits for all results; returns them by name, in the order of `results`.
 
     Fails as soon as one actor does, before the deadline: a dead rank leaves its peers hanging in a collective.
-    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor. work: counts
-    the results that are there.
+    A MegagrpoError that an actor raised is raised as it is; any other becomes `error`, naming the actor. bar: text of a
+    bar that counts the results.
     """
     done: dict[str, Any] = {}
-    for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
-        if isinstance(answer, MegagrpoError):
-            left = {other: ref for other, ref in results.items() if other not in done and other != name}
-            raise _death(left, doing, error, watch) or answer
-        done[name] = answer
-        if work is not None:
-            work.advance()
+    with progress(bar, len(results)) if bar else nullcontext() as work:
+        for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
+            if isinstance(answer, MegagrpoError):
+                left = {other: ref for other, ref in results.items() if other not in done and other != name}
+                raise _death(left, doing, error, watch) or answer
+            done[name] = answer
+            if work is not None:
+                work.advance()
     return {name: done[name] for name in results}  # they came in the order in which the actors answered
-
-
-def wait_until_started(
-    starting: Mapping[str, ray.ObjectRef[Any]], what: str, timeout_seconds: float, watch: NodeWatch
-) -> None:
-    """Waits until these actors have started, with a bar that names `what`. Raises EngineError naming late ones."""
-    seconds, error = timeout_seconds, EngineError
-    with progress(f"starting {what}", len(starting)) as work:
-        wait_for(starting, doing="starting", timeout_seconds=seconds, error=error, watch=watch, work=work)
 
 
 def _death(

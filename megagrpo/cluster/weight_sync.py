@@ -60,7 +60,7 @@ class WeightSync:
         self.transport = choose_transport(recipe.transfer, topology)
         topology = replace(topology, two_hops=self.transport is TransportName.TWO_HOPS)
         served = sharing(list(chain(*manifests.values())))
-        sources, preparation = prepare(sharing(policy.manifests()), served, topology.sources)
+        sources, preparation = prepare(sharing(policy.call("manifest")), served, topology.sources)
         self.plan = make_plan(sources, served, topology)
         self._bytes = sum(held.bytes for end in served for held in end.storages.values())
         self.received_bytes = 0
@@ -127,8 +127,7 @@ class WeightSync:
 
     def check_replicas(self) -> None:
         """Raises WeightSyncError, naming tensors and ranks, if ranks that hold the same box hold different bytes."""
-        asked = [actor.replica_digests.remote() for actor in self._policy.ranks]
-        answers = self._policy.wait("comparing replicas", asked)
+        answers = self._policy.wait("comparing replicas", [a.replica_digests.remote() for a in self._policy.ranks])
         if problems := replica_problems(dict(zip(self._policy.actors, answers, strict=True))):
             raise WeightSyncError(problems)
 
@@ -153,8 +152,8 @@ class WeightSync:
             return False
         self._rollouts.hold(engines)
         doing = f"weight sync: version {version} has the same weights"
-        asked = {name: ask_engine(actor, "keep_weights", version) for name, actor in engines.items()}
-        failed = self._failures_of(asked, doing)
+        keeping = {name: ask_engine(actor, "keep_weights", version) for name, actor in engines.items()}
+        failed = self._settle(keeping, doing)[1]
         self._rollouts.serve({name: actor for name, actor in engines.items() if name not in failed})
         return not failed
 
@@ -170,7 +169,7 @@ class WeightSync:
     def _bring_those_up(self, version: int) -> list[Problem]:
         """Brings the engines that are up to `version`; restarts those that fail. Returns the reasons if all fail."""
         engines, reasons = self._connect(self._rollouts.up())
-        asked_again: set[str] = set()
+        retried: set[str] = set()
         brought, without_blame = False, 0
         while engines:
             failed, to_blame = self._attempt(version, engines)
@@ -185,10 +184,10 @@ class WeightSync:
             # An engine that answers may hold wrong bytes by chance: it is asked once more before it is restarted.
             wrong = {name for name in to_blame if isinstance(failed[name], WeightSyncError)}
             for name in to_blame:
-                if name not in wrong - asked_again:
+                if name not in wrong - retried:
                     self._rollouts.lose(name, engines[name], failed[name])
                     del failed[name]
-            asked_again |= wrong
+            retried |= wrong
             engines = {name: engines[name] for name in failed}
             if engines:
                 self._say(f"weight sync to version {version}: {reasons[0].where}: {reasons[0].given}; trying again")
@@ -208,15 +207,8 @@ class WeightSync:
             given_up.append(Problem("weight sync given up", reason))
             self._host.abort(given_up)
 
-        done, failed = settle(
-            sending | updating,
-            doing=f"weight sync to version {version}",
-            timeout_seconds=self._recipe.weights.timeout_seconds + GRACE_SECONDS,
-            error=EngineError,
-            at_first_failure=give_up,
-            grace_seconds=GRACE_SECONDS,
-            watch=self._policy.watch,
-        )
+        doing = f"weight sync to version {version}"
+        done, failed = self._settle(sending | updating, doing, GRACE_SECONDS, at_first_failure=give_up)
         for name, error in failed.items():
             if name in ranks and not isinstance(error, WeightSyncError):
                 raise self._policy.lost(error) if isinstance(error, EngineError) else RankError(error.problems)
@@ -235,21 +227,16 @@ class WeightSync:
             else:
                 verified.append(name)
         committing = {name: ask_engine(engines[name], "commit_update", version) for name in verified}
-        failed |= self._failures_of(committing, f"weight sync: commit of version {version}")
+        failed |= self._settle(committing, f"weight sync: commit of version {version}")[1]
         return failed, list(failed)
 
-    def _failures_of(
-        self, asked: Mapping[str, ray.ObjectRef[Any]], doing: str, more_seconds: float = 0.0
-    ) -> dict[str, MegagrpoError]:
-        """Returns the errors of the engines that fail, or do not answer in time."""
-        return settle(
-            asked,
-            doing=doing,
-            timeout_seconds=self._recipe.weights.timeout_seconds + more_seconds,
-            error=EngineError,
-            watch=self._policy.watch,
-            grace_seconds=GRACE_SECONDS,
-        )[1]
+    def _settle(
+        self, results: Mapping[str, ray.ObjectRef[Any]], doing: str, more_seconds: float = 0.0, **how: Any
+    ) -> tuple[dict[str, Any], dict[str, MegagrpoError]]:
+        """Returns results, and the errors of those that fail or do not answer in time, by name."""
+        seconds, how = self._recipe.weights.timeout_seconds + more_seconds, {"grace_seconds": GRACE_SECONDS, **how}
+        watch = self._policy.watch
+        return settle(results, doing=doing, timeout_seconds=seconds, error=EngineError, watch=watch, **how)
 
     def _digest_problems(
         self,
@@ -274,15 +261,9 @@ class WeightSync:
 
     def _bucket_problems(self, engine: str, actor: Any, tensor: str, active: Sequence[int]) -> list[Problem]:
         ranks = self._policy.actors
-        asked = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
-        asked[engine] = ask_engine(actor, "bucket_digests", tensor, active)
-        answers, failed = settle(
-            asked,
-            doing=f"looking for the bucket of {tensor}",
-            timeout_seconds=self._recipe.weights.timeout_seconds,
-            error=WeightSyncError,
-            watch=self._policy.watch,
-        )
+        digests = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
+        digests[engine] = ask_engine(actor, "bucket_digests", tensor, active)
+        answers, failed = self._settle(digests, f"looking for the bucket of {tensor}", grace_seconds=0.0)
         if failed:  # the tensor is named already; the next attempt finds the process that failed
             return []
         sent = {label: digest for name in ranks for label, digest in answers[name].items()}
@@ -299,11 +280,11 @@ class WeightSync:
         if new and self._connected:
             # No process in the last sync may have noticed that they ended; connections to them must be made anew.
             self._host.abort([Problem(f"{', '.join(new)}: restarted")])
-        asked = {
+        connecting = {
             name: ask_engine(actor, "connect", self._shared_plan, self._destinations[name], self._channel)
             for name, actor in new.items()
         }
-        failed = self._failures_of(asked, "connecting", more_seconds=GRACE_SECONDS)
+        failed = self._settle(connecting, "connecting", GRACE_SECONDS)[1]
         for name, error in failed.items():
             if not isinstance(error, EngineError):
                 raise error

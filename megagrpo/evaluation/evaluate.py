@@ -36,9 +36,8 @@ from megagrpo.cluster.runtime import Runtime, check_files
 from megagrpo.cluster.stopping import Stopping, StopRequested, until_stopped
 from megagrpo.data.prompts import prompt_reader
 from megagrpo.errors import PreflightError, Problem, RunStopped
-from megagrpo.evaluation.comparison import Comparison, Difference, compare, prompts_of_both
 from megagrpo.evaluation.evaluated_model import EvaluatedModel, evaluated_model, model_identity
-from megagrpo.evaluation.metrics import evaluation_metrics
+from megagrpo.evaluation.metrics import Comparison, Difference, compare, evaluation_metrics, prompts_of_both
 from megagrpo.evaluation.responses import Response, ResponseLog, responses_of, write_json
 from megagrpo.preflight.model import reward_model_directories
 from megagrpo.preflight.preflight import Preflight, check_model, check_sets
@@ -53,7 +52,7 @@ from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.judging.rubric import is_file
 from megagrpo.reward.scorer import Scorer
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import evaluation_requests, group_of
+from megagrpo.rollout.requests import evaluation_requests
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.console import JsonConsole, make_console
 from megagrpo.track.run_lock import only_process_of
@@ -62,11 +61,13 @@ from megagrpo.weights.families.reading import read_json
 
 PROMPTS_AT_ONCE = 64
 """The maximum number of prompts scored and logged together."""
+NOT_IN_SETTINGS = ("files", "functions", "every_steps", "before_training")
+"""Fields of a set that its responses do not depend on, or that settings.json has in another form."""
 JUDGED_RESPONSES = 256
 """Responses after which functions that fail on too many of them end the evaluation."""
 
 Say = Callable[[str], None]
-Orders = Mapping[Order, tuple[str, Prompt]]
+Orders = Mapping[Order, str]
 """Orders, each of one prompt's responses, with the name of its set."""
 
 
@@ -113,10 +114,13 @@ def evaluate(
             console.event("comparison", **asdict(compared))
         console.event("end", state="finished", places={"output": str(output)})
         return 0
+    screen = Console(highlight=False)
     for one in evaluated:
-        _show(recipe, one, Console(highlight=False))
+        screen.print(f"\n{one.model}")
+        for name, held_out in recipe.eval.of_sets().items():
+            screen.print(metrics_table(held_out, one.responses[name], one.metrics[name]))
     if compared:
-        _show_comparison(compared, Console(highlight=False))
+        _show_comparison(compared, screen)
     console.say(f"written to {output}")
     return 0
 
@@ -138,13 +142,13 @@ def _evaluated(recipe: Recipe, subject: EvaluatedModel, output: Path, stopping: 
         # Responses that failed or were left out are requested again.
         done = {(one.set, one.prompt_id, one.index) for one in log.responses if one.score is not None}
         orders: Orders = {
-            Order(requests, prompt=prompt): (name, prompt)
+            Order(requests, prompt=prompt): name
             for name, one in recipe.eval.of_sets().items()
             for prompt, requests in zip(prompts[name], evaluation_requests(recipe, one, prompts[name]), strict=True)
         }
         left = {
-            order: (name, prompt)
-            for order, (name, prompt) in orders.items()
+            order: name
+            for order, name in orders.items()
             if any((name, request.prompt_id, request.index) not in done for request in order.requests)
         }
         begun = f", {len(orders) - len(left)} of them done before" if len(left) < len(orders) else ""
@@ -220,24 +224,23 @@ def _scorers(
     say: Say,
 ) -> dict[str, Scorer]:
     """Returns scorers by set: one shared by sets with the recipe's reward, one for each set with own functions."""
-    own = own_rewards(recipe)
-    keys, responses = {name: name if name in own else "" for name in recipe.eval.sets}, Counter[str]()
-    for order, (name, _) in orders.items():
+    of_sets = own_rewards(recipe)
+    keys, responses = {name: name if name in of_sets else "" for name in recipe.eval.sets}, Counter[str]()
+    for order, name in orders.items():
         responses[keys[name]] += len(order.requests)
     score_with = scorer_maker(recipe, ray, judging.served(), stopping.check, say)
-    made: dict[str, Scorer] = {}
+    scorers: dict[str, Scorer] = {}
     for key in dict.fromkeys(keys.values()):
         judged = min(JUDGED_RESPONSES, responses[key])
-        made[key] = score_with(own.get(key, recipe.reward), judged_responses=judged)
-        closing.callback(made[key].close)
-    return {name: made[key] for name, key in keys.items()}
+        scorers[key] = score_with(of_sets.get(key, recipe.reward), judged_responses=judged)
+        closing.callback(scorers[key].close)
+    return {name: scorers[key] for name, key in keys.items()}
 
 
 def _scored(batch: Sequence[Order], orders: Orders, scorers: Mapping[str, Scorer]) -> list[Response]:
     groups: dict[str, list[Group]] = {}
     for order in batch:
-        name, prompt = orders[order]
-        groups.setdefault(name, []).append(group_of(prompt, order.there(), len(order.requests)))
+        groups.setdefault(orders[order], []).append(order.group())
     return [
         response
         for name, of_set in groups.items()
@@ -252,14 +255,12 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
     """Returns all settings that responses and scores depend on, as JSON values."""
     sets = {
         name: {
-            **{key: value for key, value in asdict(one).items() if key not in ("files", "functions")},
+            **{key: value for key, value in asdict(one).items() if key not in NOT_IN_SETTINGS},
             "functions": [function.model_dump(mode="json") for function in one.functions],
             "prompts": _digest(map(_content, prompts[name])),
         }
         for name, one in recipe.eval.of_sets().items()
     }
-    for one in sets.values():
-        del one["every_steps"], one["before_training"]
     return {
         "model": dict(subject.identity(recipe)),
         "seed": recipe.seed,
@@ -291,26 +292,20 @@ def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
     return given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}
 
 
-def _files_of_agent(agent: AgentConfig) -> Iterator[str]:
-    named = [agent.function, *(tool.name for tool in agent.tool_configs if tool.own)]
-    named += [agent.verifiers.environment] if agent.verifiers else []
-    named += [agent.openenv.action, agent.openenv.observation] if agent.openenv else []
-    for name in named:
-        if name and ".py:" in name:
-            yield name.rpartition(":")[0]
-
-
 def _own_files(recipe: Recipe) -> Iterator[str]:
     """Yields the user's own files: the agent's, reward functions, rubrics, chat templates of reward models."""
-    if recipe.agent:
-        yield from _files_of_agent(recipe.agent)
+    named: list[str | None] = []
+    if agent := recipe.agent:
+        named += [agent.function, *(tool.name for tool in agent.tool_configs if tool.own)]
+        named += [agent.verifiers.environment] if agent.verifiers else []
+        named += [agent.openenv.action, agent.openenv.observation] if agent.openenv else []
     for reward in (recipe.reward, *own_rewards(recipe).values()):
         for function in (function for functions in reward.lists().values() for function in functions):
-            if ".py:" in function.function:
-                yield function.function.rpartition(":")[0]
+            named.append(function.function)
             rubric = function.arguments.get("rubric")
             if executor_of(function.function) == "asking" and isinstance(rubric, str) and is_file(rubric):
                 yield rubric
+    yield from (name.rpartition(":")[0] for name in named if name and ".py:" in name)
     for model in recipe.reward.models.values():
         if isinstance(model, ClassifierConfig) and model.chat_template is not None:
             yield model.chat_template
@@ -334,12 +329,6 @@ def _require_same(directory: Path, settings: Mapping[str, Any]) -> None:
             needed = "the model, prompts, sampling and rewards of the responses that are in it"
             raise PreflightError(Problem(str(directory), "; ".join(differing), needed, fix))
     write_json(path, settings)
-
-
-def _show(recipe: Recipe, evaluated: Evaluated, console: Console) -> None:
-    console.print(f"\n{evaluated.model}")
-    for name, one in recipe.eval.of_sets().items():
-        console.print(metrics_table(one, evaluated.responses[name], evaluated.metrics[name]))
 
 
 def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Mapping[str, float]) -> Table:

@@ -66,14 +66,14 @@ class HuggingFaceModel(EvaluatedModel):
 
     def tokenizer_directory(self, recipe: Recipe) -> Path:
         directory = self._directory(recipe)
-        return _present(tokenizer_directory(_with_model(recipe, str(directory)), directory))
+        return _tokenizer(_with_model(recipe, str(directory)), directory)
 
     def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
         return _with_model(recipe, str(self._directory(recipe)))
 
     def _directory(self, recipe: Recipe) -> Path:
-        own = self.given == recipe.model.path
-        return model_directory(recipe if own else _with_model(recipe, self.given), plan_only=False)
+        given = recipe if self.given == recipe.model.path else _with_model(recipe, self.given)
+        return model_directory(given, plan_only=False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class CheckpointModel(EvaluatedModel):
         return {"digest": digest} | model_identity(str(self.path), self.path)
 
     def tokenizer_directory(self, recipe: Recipe) -> Path:
-        return _present(tokenizer_directory(recipe, self.model))
+        return _tokenizer(recipe, self.model)
 
     def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
         converted, dtype = directory / "model", dtype_name(recipe, device_here(recipe))
@@ -116,7 +116,7 @@ class ServedModel(EvaluatedModel):
         return {"url": self.given.rstrip("/")} | {key: self.info.get(key) for key in OF_SERVER}
 
     def tokenizer_directory(self, recipe: Recipe) -> Path:
-        return _present(tokenizer_directory(recipe, model_directory(recipe, plan_only=False)))
+        return _tokenizer(recipe, model_directory(recipe, plan_only=False))
 
     def recipe(self, recipe: Recipe, directory: Path) -> Recipe:
         engine = {
@@ -165,7 +165,8 @@ def _with_model(recipe: Recipe, path: str) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def _present(directory: Path | None) -> Path:
+def _tokenizer(recipe: Recipe, model: Path) -> Path:
+    directory = tokenizer_directory(recipe, model)
     if directory is None:
         raise PreflightError(Problem("model.tokenizer", "none", "a tokenizer"))
     return directory
@@ -176,8 +177,8 @@ def model_identity(given: str, directory: Path) -> dict[str, Any]:
     the cache, named after its commit."""
     if not Path(given).is_dir():
         return {"path": given, "revision": directory.name}
-    found = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
-    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+    paths = sorted({path for pattern in IDENTIFYING for path in directory.glob(pattern)})
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     return {"path": str(directory.absolute()), "files": files}
 
 
@@ -185,8 +186,8 @@ def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
     """Returns the /model_info of an SGLang server. Raises EngineError if none answers there."""
     key = os.environ.get(variable, "") if variable else ""
     try:
-        asked = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(asked, timeout=SERVER_SECONDS) as answer:
+        request = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as answer:
             info = json.load(answer)
     except (OSError, ValueError, urllib.error.URLError) as error:
         fix = "check the URL; --api-key-variable names the environment variable with the server's key"

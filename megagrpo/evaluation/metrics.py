@@ -1,9 +1,10 @@
-"""Responses with their scores to metrics, named as in docs/metrics.md without `eval/SET/`."""
+"""Responses with their scores to metrics, named as in docs/metrics.md without `eval/SET/`; and their comparison: the
+size of each difference between two models on the same prompts, and whether it could be chance."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from statistics import fmean
@@ -11,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from megagrpo.evaluation.responses import Response
-from megagrpo.evaluation.statistics import best_of, intervals, majority, means
+from megagrpo.evaluation.statistics import best_of, intervals, majority, means, paired_p_value
 from megagrpo.recipe.schema.eval import evaluation_metric_names
 
 
@@ -20,8 +21,6 @@ class PromptValues:
     """The value that each prompt's responses give to each metric; the metric is the mean over prompts."""
 
     prompts: tuple[str, ...]
-    sources: tuple[str, ...]
-    """Data source of each prompt."""
     names: tuple[str, ...]
     values: np.ndarray
     """float64 [prompts, names], NaN where a prompt has too few scores."""
@@ -43,29 +42,25 @@ def prompt_values(responses: Sequence[Response], samples_per_prompt: int) -> Pro
         of_prompts[response.prompt_id].append(response)
     names = evaluation_metric_names(samples_per_prompt)
     rows = [_values(of_prompt, names) for of_prompt in of_prompts.values()]
-    return PromptValues(
-        tuple(of_prompts),
-        tuple(of_prompt[0].data_source for of_prompt in of_prompts.values()),
-        tuple(names),
-        np.array(rows, dtype=np.float64).reshape(len(rows), len(names)),
-    )
+    values = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
+    return PromptValues(tuple(of_prompts), tuple(names), values)
 
 
 def _values(responses: Sequence[Response], names: Sequence[str]) -> list[float]:
     scored = [(response.score, response) for response in responses if response.score is not None]
     scores, solved = [score for score, _ in scored], [float(response.solved) for _, response in scored]
-    found = []
+    values = []
     for name in names:
         kind, _, k = name.partition("@")
         if len(scored) < (int(k) if kind in ("pass", "best") else 1):
-            found.append(nan)
+            values.append(nan)
         elif kind == "mean":
-            found.append(fmean(scores))
+            values.append(fmean(scores))
         elif kind == "maj":
-            found.append(majority(solved, [_answer(response) for _, response in scored]))
+            values.append(majority(solved, [_answer(response) for _, response in scored]))
         else:
-            found.append(best_of(solved if kind == "pass" else scores, int(k)))
-    return found
+            values.append(best_of(solved if kind == "pass" else scores, int(k)))
+    return values
 
 
 def _answer(response: Response) -> str:
@@ -81,16 +76,17 @@ def evaluation_metrics(responses: Sequence[Response], samples_per_prompt: int) -
     `unscored_share` is the share of both, and of agents' rollouts that count 0 because they were late or failed;
     `response_tokens/mean` and `response_tokens/truncated_share` are over all responses.
     """
-    found = prompt_values(responses, samples_per_prompt)
-    ends = intervals(found.values)
+    table = prompt_values(responses, samples_per_prompt)
+    ends = intervals(table.values)
     metrics: dict[str, float] = {}
-    for name, mean, low, high in zip(found.names, means(found.values), *ends, strict=True):
+    for name, mean, low, high in zip(table.names, means(table.values), *ends, strict=True):
         metrics |= {name: float(mean), f"{name}/low": float(low), f"{name}/high": float(high)}
     metrics |= _parts(responses)
-    sources = sorted(set(found.sources))
+    source_of = {response.prompt_id: response.data_source for response in responses}
+    sources = sorted(set(source_of.values()))
     for source in sources if len(sources) > 1 else ():
-        of_source = found.values[[at == source for at in found.sources]]
-        metrics |= {f"{source}/{name}": float(m) for name, m in zip(found.names, means(of_source), strict=True)}
+        of_source = table.values[[source_of[prompt] == source for prompt in table.prompts]]
+        metrics |= {f"{source}/{name}": float(m) for name, m in zip(table.names, means(of_source), strict=True)}
         members = [response for response in responses if response.data_source == source]
         metrics |= {f"{source}/{name}": value for name, value in _parts(members).items()}
     metrics["reward/errors"] = float(sum(bool(response.error) for response in responses))
@@ -112,3 +108,60 @@ def _parts(responses: Sequence[Response]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else nan
+
+
+# --- two models on the same prompts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of two models, over the prompts that both have a value for. `low` and `high`: of the difference,
+    second - first, by bootstrap over prompts."""
+
+    metric: str
+    prompts: int
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    test: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between two models, by set, and the number of prompts of each. Its fields are those of
+    comparison.json."""
+
+    models: Sequence[str]
+    recipe: str
+    sets: Mapping[str, Sequence[Difference]]
+    prompts: Mapping[str, Mapping[str, int]]
+
+
+def compare(first: Sequence[Response], second: Sequence[Response], samples_per_prompt: int) -> list[Difference]:
+    """Compares each metric of one set. Leaves out a metric that no prompt has a value for, because rewards failed."""
+    values = [prompt_values(responses, samples_per_prompt) for responses in (first, second)]
+    row_of = [{prompt: row for row, prompt in enumerate(of_model.prompts)} for of_model in values]
+    both = [prompt for prompt in values[0].prompts if prompt in row_of[1]]
+    paired = [of_model.values[[rows[prompt] for prompt in both]] for of_model, rows in zip(values, row_of, strict=True)]
+    compared = []
+    for column, name in enumerate(values[0].names):
+        pairs = np.stack([of_model[:, column] for of_model in paired])
+        pairs = pairs[:, ~np.isnan(pairs).any(axis=0)]
+        if not pairs.shape[1]:
+            continue
+        differences = pairs[1] - pairs[0]
+        (low,), (high,) = intervals(differences[:, None])
+        mean_first, mean_second = map(float, pairs.mean(axis=1))
+        p_value, test = paired_p_value(differences)
+        means = mean_first, mean_second, float(differences.mean())
+        compared.append(Difference(name, pairs.shape[1], *means, float(low), float(high), p_value, test))
+    return compared
+
+
+def prompts_of_both(first: Sequence[Response], second: Sequence[Response]) -> dict[str, int]:
+    """Counts the prompts of each model and of both: a tokenizer may make some too long for a model."""
+    ids = [{one.prompt_id for one in responses} for responses in (first, second)]
+    return {"first": len(ids[0]), "second": len(ids[1]), "both": len(ids[0] & ids[1])}

@@ -169,8 +169,8 @@ class ResponseFiles:
 
     def _write(self, path: Path, responses: Sequence[Response]) -> None:
         sets = {response.set for response in responses}
-        there = read_responses(path) if path.exists() else ()
-        write_responses(path, [*(response for response in there if response.set not in sets), *responses])
+        before = read_responses(path) if path.exists() else ()
+        write_responses(path, [*(response for response in before if response.set not in sets), *responses])
 
 
 class ResponseLog:

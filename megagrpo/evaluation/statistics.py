@@ -71,10 +71,10 @@ def intervals(values: np.ndarray, resamples: int | None = None) -> tuple[np.ndar
     for counts in _resamples(len(values), resamples or resamples_of(len(values))):
         with np.errstate(invalid="ignore"):
             drawn.append((counts @ filled) / (counts @ known))
-    found, ends = np.concatenate(drawn), ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
+    estimates, ends = np.concatenate(drawn), ((1 - COVERAGE) / 2, (1 + COVERAGE) / 2)
     low, high = np.full((2, values.shape[1]), np.nan)
-    for column in np.flatnonzero(~np.isnan(found).all(axis=0)):
-        low[column], high[column] = np.nanquantile(found[:, column], ends)
+    for column in np.flatnonzero(~np.isnan(estimates).all(axis=0)):
+        low[column], high[column] = np.nanquantile(estimates[:, column], ends)
     return low, high
 
 

@@ -185,7 +185,9 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams)
         tokens = logits.argmax(-1)
     else:
         logprobs = (logits / sampling.temperature).log_softmax(-1)
-        tokens = _invert(truncate(logprobs.exp(), sampling.top_k, sampling.top_p), uniforms)
+        # The first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0.
+        cumulated = truncate(logprobs.exp(), sampling.top_k, sampling.top_p).cumsum(-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
@@ -208,12 +210,6 @@ def truncate(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Ten
         mass_before = total - ranked
         ranked = ranked.masked_fill(mass_before >= top_p * total[:, -1:], 0.0)
     return torch.zeros_like(probabilities).scatter(-1, order, ranked)
-
-
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Returns the first token whose cumulated weight exceeds the uniform share of the total; never one of weight 0."""
-    cumulated = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

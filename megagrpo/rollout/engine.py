@@ -17,6 +17,7 @@ from megagrpo.types import Request, Sample
 from megagrpo.weights.boxes import Manifest
 
 if TYPE_CHECKING:
+    from megagrpo.processes.store import StoreAddress  # imports torch, too early for an actor
     from megagrpo.recipe.schema import Recipe
     from megagrpo.weights.plan import WeightPlan
     from megagrpo.weights.transport.choice import Channel
@@ -56,12 +57,24 @@ class SoFar:
 
     def samples(self, requests: Mapping[int, Request]) -> dict[int, Sample]:
         """Returns, by ticket, the samples of these requests that have tokens. They have no text."""
-        found = {}
+        samples = {}
         for ticket, (start, end) in zip(self.tickets.tolist(), pairwise([0, *self.ends.tolist()]), strict=True):
             if (at := requests.get(ticket)) is not None:
                 tokens, logprobs, versions = (array[start:end] for array in (self.tokens, self.logprobs, self.versions))
-                found[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
-        return found
+                samples[ticket] = Sample(at.prompt_id, at.index, tokens, logprobs, versions, "abort", "")
+        return samples
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """One of the `nodes` of an engine. Its ranks meet in a store on the first one; `port` is free there. `addresses`
+    are those of all its nodes."""
+
+    rank: int
+    nodes: int
+    meeting: StoreAddress
+    port: int
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class EngineSpec:
 
     `gpus` are the GPUs that its process on one node sees, as the node names them; empty on CPUs. `api_key` is that of a
     server that runs already. With `keeps_weights` the engine samples from the weights of the model directory, or of
-    that server, and gets no update.
+    that server, and gets no update. `node`: of the process, if the engine is on several nodes.
     """
 
     recipe: Recipe
@@ -81,6 +94,7 @@ class EngineSpec:
     gpus: tuple[int | str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     keeps_weights: bool = False
+    node: EngineNode | None = None
 
     @property
     def name(self) -> str:
@@ -251,8 +265,11 @@ class UpdateProtocol:
         self._require(self.state is not EngineState.CLOSED, "lose_weights", "an engine that is not closed")
         self.state, self.incoming = EngineState.UNVERIFIED, None
 
-    def check_open(self) -> None:
+    def check_open(self, requests: Collection[Request] = ()) -> None:
+        """Raises EngineError also for a prompt without tokens: there is nothing to sample after."""
         self._require(self.state is not EngineState.CLOSED, "begin", "an engine that is not closed")
+        if empty := [request.prompt_id for request in requests if not request.tokens]:
+            raise EngineError(Problem(f"{self.name}: prompt {empty[0]}", given="no tokens", needed="at least one"))
 
     def close(self) -> None:
         self.state, self.incoming = EngineState.CLOSED, None
@@ -266,9 +283,3 @@ def shortened(sample: Sample) -> Sample:
     """Returns the sample without its last token."""
     tokens, logprobs, versions = (array[:-1] for array in (sample.tokens, sample.logprobs, sample.versions))
     return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)
-
-
-def check_prompts(requests: Collection[Request], engine: str) -> None:
-    """Raises EngineError for a prompt without tokens: there is nothing to sample after."""
-    if empty := [request for request in requests if not request.tokens]:
-        raise EngineError(Problem(f"{engine}: prompt {empty[0].prompt_id}", given="no tokens", needed="at least one"))

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
     from megagrpo.rollout.engine import Engine, EngineSpec
-    from megagrpo.rollout.sglang.arguments import ServerNode
     from megagrpo.weights.families.architecture import Architecture
 
 
@@ -70,9 +69,9 @@ class EngineKind:
         """Finds reasons for which an engine of this layout cannot hold the model."""
         return ()
 
-    def server(self, spec: EngineSpec, node: ServerNode | None = None) -> Any:
-        """Starts the server of an engine, or its process on one of several nodes. It has `check_running`, `end` and
-        `close`. None: this kind starts none."""
+    def server(self, spec: EngineSpec) -> Any:
+        """Starts the server of an engine, or its process on `spec.node`. It has `check_running`, `end` and `close`.
+        None: this kind starts none."""
         return None
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
@@ -144,10 +143,10 @@ class Sglang(External):
 
         return sglang_problems(rollout.sglang, plan_only=plan_only)
 
-    def server(self, spec: EngineSpec, node: ServerNode | None = None) -> Any:
+    def server(self, spec: EngineSpec) -> Any:
         from megagrpo.rollout.sglang.arguments import start_server
 
-        return start_server(spec, node)
+        return start_server(spec)
 
 
 ENGINES: dict[str, EngineKind] = {"transformers": Transformers(), "sglang": Sglang(), "external": External()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.types import Prompt, Request, Sample
+from megagrpo.types import Group, Prompt, Request, Sample
 
 LOSSES_MAX = 3
 """The run ends when so many engines were lost with the same request on them: it may be the cause."""
@@ -43,14 +43,17 @@ class Order:
     def complete(self) -> bool:
         return len(self.samples) == len(self.requests)
 
-    def there(self) -> tuple[Sample, ...]:
+    def finished(self) -> tuple[Sample, ...]:
         """Returns the finished samples, in the order of their requests."""
         return tuple(self.samples[index] for index in sorted(self.samples))
 
-    def tokens_so_far(self) -> list[int]:
-        """Returns the number of tokens of each request without a sample, as far as it is known."""
-        begun = [self.requests[index].begun for index in self.missing()]
-        return [0 if sample is None else len(sample.tokens) for sample in begun]
+    def group(self) -> Group:
+        """Joins the samples to the prompt's group. Raises EngineError unless there is one of it for each request."""
+        if self.prompt is None or [one.prompt_id for one in self.finished()] != [self.prompt.id] * len(self.requests):
+            given = f"{len(self.samples)} samples of prompts {sorted({one.prompt_id for one in self.finished()})}"
+            needed = f"{len(self.requests)} samples of {self.prompt and self.prompt.id}"
+            raise EngineError(Problem("rollout: the samples are not those that were requested", given, needed))
+        return Group(self.prompt, self.finished())
 
     def missing(self) -> list[int]:
         """Returns the indices of the requests without a sample."""
@@ -104,10 +107,6 @@ class Pool:
         """Living engines, by binding."""
         self._withdrawn: WeakSet[Order] = WeakSet()  # some are never added again
         self._next = 0
-
-    @property
-    def idle(self) -> bool:
-        return not any((self._waiting, self._unplaced, *self._waiting_on.values(), *self.engines.values()))
 
     def idle_share(self, *, held_sample: bool) -> float:
         """Returns the share of all engines' slots that sample nothing: free ones, and unless `held_sample` all of held
@@ -177,10 +176,11 @@ class Pool:
         heapq.heapify(rooms)
         while self._waiting and rooms and rooms[0][0] != 0:
             negative, rank, engine = heapq.heappop(rooms)
-            together = self._next_together(-negative)
-            for ticket in together:
-                self._hand(ticket, engine, handed)
-            heapq.heappush(rooms, (negative + len(together), rank, engine))
+            order, together = self._waiting[0].order, 0
+            while self._waiting and together < -negative and self._waiting[0].order is order:
+                self._hand(self._waiting.popleft(), engine, handed)
+                together += 1
+            heapq.heappush(rooms, (negative + together, rank, engine))
         return handed
 
     def _hand_out_bound(self, free: Sequence[str], handed: dict[str, dict[int, Request]]) -> None:
@@ -264,10 +264,3 @@ class Pool:
     def _room(self, engine: str) -> int:
         """Counts free slots. Without a limit, a large number less what runs: the idlest engine has most room."""
         return (self.slots or 2**60) - len(self.engines[engine])
-
-    def _next_together(self, room: int) -> Sequence[Ticket]:
-        """Takes the next requests of one order, at most `room`."""
-        together = [self._waiting.popleft()]
-        while self._waiting and len(together) < room and self._waiting[0].order is together[0].order:
-            together.append(self._waiting.popleft())
-        return together

@@ -1,4 +1,4 @@
-"""From prompts to requests, each for one engine, and from samples back to groups, in the order of the prompts."""
+"""Requests of prompts, each for one engine; what is sampled after tokens of an earlier engine; baselines of groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megagrpo.errors import EngineError, Problem
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.eval import EvalSet
 from megagrpo.recipe.schema.rollout import RolloutConfig
@@ -53,14 +52,14 @@ def training_requests(recipe: Recipe, prompt: Prompt, step: int) -> list[Request
 def evaluation_requests(recipe: Recipe, held_out: EvalSet, prompts: Sequence[Prompt]) -> list[list[Request]]:
     """Returns the requests of each prompt of a set. A repeated prompt gets other samples: indices continue."""
     sampling, samples = sampling_of(recipe, held_out), held_out.samples_per_prompt
-    asked: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     requests = []
     for prompt in prompts:
-        first = asked[prompt.id]
+        first = counts[prompt.id]
         requests.append(
             requests_for(prompt, samples=samples, sampling=sampling, recipe_seed=recipe.seed, step=0, first_index=first)
         )
-        asked[prompt.id] += samples
+        counts[prompt.id] += samples
     return requests
 
 
@@ -84,15 +83,6 @@ def after_begun(request: Request, sample: Sample) -> Sample:
     tokens = np.concatenate([begun.tokens, sample.tokens])
     logprobs = np.concatenate([begun.logprobs, sample.logprobs])
     return replace(sample, tokens=tokens, logprobs=logprobs, versions=np.concatenate([begun.versions, sample.versions]))
-
-
-def group_of(prompt: Prompt, samples: Sequence[Sample], wanted: int) -> Group:
-    """Joins a prompt's samples, in order, to a group. Raises EngineError unless they are `wanted` samples of it."""
-    if [sample.prompt_id for sample in samples] != [prompt.id] * wanted:
-        given = f"{len(samples)} samples of prompts {sorted({sample.prompt_id for sample in samples})}"
-        where = "rollout: the samples are not those that were asked for"
-        raise EngineError(Problem(where, given, f"{wanted} samples of prompt {prompt.id}"))
-    return Group(prompt, tuple(samples))
 
 
 def with_baseline(group: Group, recipe: Recipe) -> Group:

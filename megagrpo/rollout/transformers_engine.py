@@ -20,7 +20,6 @@ from megagrpo.rollout.engine import (
     MemoryTag,
     SoFar,
     UpdateProtocol,
-    check_prompts,
 )
 from megagrpo.rollout.requests import nothing_sampled
 from megagrpo.tokenizer import load_tokenizer, response_texts
@@ -111,8 +110,7 @@ class TransformersEngine(Engine):
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
-        self._protocol.check_open()
-        check_prompts(requests.values(), self._protocol.name)
+        self._protocol.check_open(requests.values())
         with self._changed:
             self._waiting |= {ticket: (request, done) for ticket, request in requests.items()}
             self._changed.notify_all()
@@ -145,9 +143,11 @@ class TransformersEngine(Engine):
                 try:
                     with torch.inference_mode():
                         samples = self._decode({ticket: self._running[ticket][0] for ticket in batch})
-                except (MegagrpoError, RuntimeError) as error:
-                    failure = error if isinstance(error, MegagrpoError) else self._failure(error)
-                    self._answer(dict.fromkeys(batch, failure))
+                except MegagrpoError as error:
+                    self._answer(dict.fromkeys(batch, error))
+                except RuntimeError as error:
+                    problem = Problem(f"{self._protocol.name}: a batch failed", given=str(error))
+                    self._answer(dict.fromkeys(batch, EngineError(problem)))
                 else:
                     self._answer(dict(zip(batch, samples, strict=True)))
 
@@ -199,9 +199,6 @@ class TransformersEngine(Engine):
     def _closed(self) -> bool:
         return self._protocol.state is EngineState.CLOSED
 
-    def _failure(self, error: RuntimeError) -> EngineError:
-        return EngineError(Problem(f"{self._protocol.name}: a batch failed", given=str(error)))
-
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Releases nothing: its memory is that of this process."""
 
@@ -226,8 +223,8 @@ class TransformersEngine(Engine):
         record = Record(list(batch.values()))
         with self._changed:
             self._batch = batch, record
-        own = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
-        stops = {*record.requests[0].sampling.stop_tokens, *([own] if isinstance(own, int) else own or ())}
+        ends = self._model.generation_config.eos_token_id  # one end-of-sequence token, several, or none
+        stops = {*record.requests[0].sampling.stop_tokens, *([ends] if isinstance(ends, int) else ends or ())}
         decode(self._model, record, stops, self._before_step, self._protocol.name)
         samples = record.samples()
         texts = response_texts(self._tokenizer, [(sample.tokens, sample.finish) for sample in samples])

@@ -21,7 +21,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.types import Group, Prompt, Sample, Score
+from megagrpo.types import Branch, Group, Sample, Score
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
@@ -135,8 +135,10 @@ def read_batch(directory: Path, step: int) -> Batch:
 def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: str) -> None:
     """Raises UnusableCheckpointError if the recipe cannot train on a batch of another recipe. vocabulary: number of the
     model's tokens."""
-    sizes = [_length_and_largest(group.prompt, sample) for group in sampled.all for sample in group.samples]
-    longest, largest = (max(column) for column in zip(*sizes, strict=True))
+    samples = [(np.array(group.prompt.tokens, np.int64), sample) for group in sampled.all for sample in group.samples]
+    sequences = [branch.tokens for prompt, sample in samples for branch in branches_of(prompt, sample)]
+    longest = max(map(len, sequences), default=0)
+    largest = max((int(tokens.max(initial=0)) for tokens in sequences), default=0)
     counted = {len(score.counted) for group in sampled.all for score in group.scores} - {0}
     functions, tokens_max = set(map(len, recipe.reward.lists().values())), recipe.sequence_tokens_max
     lacking = recipe.algorithm.greedy_responses and not all(group.baseline_score for group in sampled.groups)
@@ -158,11 +160,12 @@ def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: st
         raise UnusableCheckpointError(problems)
 
 
-def _length_and_largest(prompt: Prompt, sample: Sample) -> tuple[int, int]:
-    """Returns the length of a sample's longest sequence (prompt included), and the largest token id in any."""
-    alone = [np.array([*prompt.tokens, *sample.tokens], np.int64)]
-    sequences = alone if sample.agent is None else [branch.tokens for branch in sample.agent.branches]
-    return max(map(len, sequences), default=0), max((int(s.max(initial=0)) for s in sequences), default=0)
+def branches_of(prompt: np.ndarray, sample: Sample) -> Sequence[Branch]:
+    """Returns the branches of an agent's rollout. A response without an agent is one. prompt: its tokens, int64."""
+    if sample.agent is not None:
+        return sample.agent.branches
+    tokens = np.concatenate([prompt, sample.tokens])
+    return [Branch(tokens, np.arange(len(tokens)) >= len(prompt))]
 
 
 def require_another_directory(recipe: Recipe, option: str, source: Path) -> None:

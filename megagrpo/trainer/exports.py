@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,10 +53,10 @@ class Exports:
             config = peft_config(matrices, lora.rank, lora.alpha, recipe.model.path)
             tensors = adapter_tensors(matrices, lora.rank)
             adapter = begin_adapter_export(adapter_directory(recipe), tensors, config, dtype)
-            ranks.write_export(adapter, make_plan(ranks.adapter_manifests(), adapter.files), adapters=True)
+            ranks.export("write_export", adapter, make_plan(ranks.call("adapter_manifest"), adapter.files), True)
             finish_export(adapter)
         begun = begin_export(export_directory(recipe), checked.model_directory, checked.architecture, dtype)
-        ranks.write_export(begun, make_plan(ranks.manifests(), begun.files))
+        ranks.export("write_export", begun, make_plan(ranks.call("manifest"), begun.files), False)
         self._complete(begun, step)
         return begun.directory
 
@@ -68,7 +68,7 @@ class Exports:
         dtype = dtype_name(recipe, ranks.device_type)
         try:
             export = begin_export(directory, checked.model_directory, checked.architecture, dtype)
-            ranks.copy_export(export, make_plan(ranks.manifests(), export.files))
+            ranks.export("copy_export", export, make_plan(ranks.call("manifest"), export.files))
         except CheckpointError as error:
             self._say(f"warning: step {step} could not be exported: {error}")
         else:
@@ -120,8 +120,16 @@ class Exports:
         log = run_directory(recipe) / "logs" / f"after_export_{directory.name}.log"
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
+            environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
             with log.open("wb") as output:
-                self._commands[log] = _start(command, output.fileno())
+                self._commands[log] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=environment,
+                )
         except OSError as error:
             self._say(f"warning: checkpoint.after_export could not be started: {error}")
 
@@ -137,15 +145,3 @@ class Exports:
 def exported_step(recipe: AnyRecipe) -> int | None:
     """Returns the step whose weights are in the run's export directory; None if there is no export."""
     return read_json(export_directory(recipe) / EXPORTED_BY).get("step")
-
-
-def _start(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-    environment = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=environment,
-    )

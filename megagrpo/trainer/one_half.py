@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -119,31 +119,22 @@ class Saved(SampleSource):
         """Does nothing: there are no engines."""
 
 
-@dataclass(frozen=True)
-class TrainOnly(PolicyTraining):
-    """The training of a run on saved batches."""
-
-    start_run: Callable[[Checkpoint | None], TrainRun]
-
-    def with_new_ranks(self, saved: Checkpoint | None) -> TrainOnly:
-        return replace(self, run=self.start_run(saved))
-
-
 def train_only(checked: Preflight[Recipe], source: Path) -> int:
     """Trains step by step on the batches that the run in `source` has saved; starts no engines and evaluates nothing.
     Raises as `run_to_end` does; UnusableCheckpointError if a step has no batch.
     """
     require_another_directory(checked.recipe, "--train-only", source)
 
-    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> TrainOnly:
-        saved = saved_steps(source)
-        if absent := sorted(set(range(1, setup.total_steps + 1)) - set(saved)):
-            given, needed = f"batches of {ranges(saved)}", f"a batch for each of {setup.total_steps} steps"
+    def start(setup: Setup[Recipe, Prompt], ray: Runtime, closing: ExitStack) -> PolicyTraining:
+        steps = saved_steps(source)
+        if absent := sorted(set(range(1, setup.total_steps + 1)) - set(steps)):
+            given, needed = f"batches of {ranges(steps)}", f"a batch for each of {setup.total_steps} steps"
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
         start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
-        return TrainOnly(setup, start_run(setup.resumed), Saved(source, setup.checked), start_run)
+        run, batches = start_run(setup.resumed), Saved(source, setup.checked)
+        return PolicyTraining(setup, run, batches, lambda _, batches, saved: (start_run(saved), batches))
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 
@@ -176,12 +167,13 @@ def compared(logged: Mapping[str, float], again: Mapping[str, float]) -> tuple[l
     """Returns the names of metrics that differ, and a table of those that both have, in lines. Both are without
     NOT_COMPARED."""
     both = sorted(logged.keys() & again.keys())
-    different = [name for name in both if not _same(logged[name], again[name])]
+    pairs = {name: (logged[name], again[name]) for name in both}  # a number that is not finite is logged as null
+    different = [name for name, (a, b) in pairs.items() if a != b and not (math.isnan(a) and not math.isfinite(b))]
     wide = max(map(len, both), default=0)
     lines = [f"{'metric':{wide}}  {'logged':>14}  {'trained again':>14}  difference"]
-    for name in both:
-        difference = f"{again[name] - logged[name]:+.3g}" if name in different else ""
-        lines.append(f"{name:{wide}}  {logged[name]:14.8g}  {again[name]:14.8g}  {difference}".rstrip())
+    for name, (before, after) in pairs.items():
+        difference = f"{after - before:+.3g}" if name in different else ""
+        lines.append(f"{name:{wide}}  {before:14.8g}  {after:14.8g}  {difference}".rstrip())
     differ = f"{len(different)} of {len(both)} metrics differ"
     lines.append(differ if different else f"all {len(both)} metrics are equal, bit for bit")
     not_compared = "not compared: seconds, idle shares, tokens_per_second, evaluations"
@@ -258,7 +250,3 @@ def logged_metrics(directory: Path, step: int) -> dict[str, float]:
         for name, value in (entries[-1].items() if entries else ())
         if name != "step" and not name.startswith(NOT_COMPARED) and isinstance(value, int | float | None)
     }
-
-
-def _same(logged: float, again: float) -> bool:
-    return logged == again or (math.isnan(logged) and not math.isfinite(again))

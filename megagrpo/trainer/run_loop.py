@@ -41,7 +41,7 @@ from megagrpo.recipe.defaults import checkpoint_directory, run_directory
 from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.timeline import TIMELINE, write_chrome_trace
-from megagrpo.trainer.early_stopping import after_evaluation, early_stopping, reason_to_stop
+from megagrpo.trainer.alerts import after_evaluation, early_stopping, reason_to_stop
 from megagrpo.trainer.run import Step
 from megagrpo.trainer.setup import Setup, first_state
 
@@ -212,7 +212,9 @@ class Loop(Generic[AnyTraining]):
                 if not isnan(made.get("grad_norm", 0.0)):
                     taken = step
                 elif step == setup.last_step and (taken < step - 1 or taken == begun):
-                    raise _ended_diverged(taken, step)
+                    where = f"steps {taken + 1} to {step}: the loss or the gradient is not finite, and no step follows"
+                    needed = "a last step that trains"
+                    raise RankError(Problem(where, "no optimizer step taken", needed, DIVERGED_FIX))
                 if not made.get("skipped_steps"):  # its weights have made finite numbers
                     setup.saving.confirm()
             reason = self._after_step()
@@ -281,8 +283,8 @@ class Loop(Generic[AnyTraining]):
     def _evaluate(self, *, last: bool) -> None:
         """Evaluates the sets that are due after the newest step and not evaluated yet."""
         state, recipe = self.state, self.setup.recipe
-        there = {name.partition("/")[0] for name in state.evaluation or ()}
-        sets = [name for name in recipe.eval.due(state.step, last=last) if name not in there]
+        evaluated = {name.partition("/")[0] for name in state.evaluation or ()}
+        sets = [name for name in recipe.eval.due(state.step, last=last) if name not in evaluated]
         if not sets:
             return
         with self.setup.stopping.giving_up(), self.setup.clock.phase("eval"):
@@ -369,9 +371,3 @@ def profiled(recipe: AnyRecipe, ranks: TrainRanks, step: int, say: Callable[[str
     for problem in problems:
         say(f"warning: the profile of step {step} is not whole: {problem}")
     say(f"profile of step {step}: open the files of {directory} at https://ui.perfetto.dev (docs/profiling.md)")
-
-
-def _ended_diverged(taken: int, last: int) -> RankError:
-    """Makes the error of a run whose last updates were skipped, where it would end as if it were whole."""
-    where = f"steps {taken + 1} to {last}: the loss or the gradient is not finite, and no step follows"
-    return RankError(Problem(where, "no optimizer step taken", "a last step that trains", DIVERGED_FIX))

@@ -23,11 +23,11 @@ from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
 from megagrpo.rollout.pool import Order
-from megagrpo.rollout.requests import group_of, with_baseline
+from megagrpo.rollout.requests import with_baseline
 from megagrpo.trainer.batches import Sampled, logged_group
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.schedule import EngineSource
-from megagrpo.trainer.step import any_ended, none_ended, sync, with_signal
+from megagrpo.trainer.step import any_ended, none_ended, require_version, sync, with_signal
 from megagrpo.types import Group, Prompt, Sample
 
 CLOSE_SECONDS = 5.0
@@ -190,11 +190,12 @@ class Background(EngineSource):
             self._unscored.clear()
         self._rollouts.drop([begun.order for begun in cut if not begun.order.complete])
         trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
-        there = [sample for group in sampled.all for sample in group.samples]
-        there += [sample for begun in cut for sample in begun.order.there()]
-        ended = [len(sample.tokens) for sample in there if sample.finish != "abort"]
-        unended = [len(sample.tokens) for sample in there if sample.finish == "abort"]
-        unended += [tokens for begun in cut for tokens in begun.order.tokens_so_far()]
+        samples = [sample for group in sampled.all for sample in group.samples]
+        samples += [sample for begun in cut for sample in begun.order.finished()]
+        ended = [len(sample.tokens) for sample in samples if sample.finish != "abort"]
+        unended = [len(sample.tokens) for sample in samples if sample.finish == "abort"]
+        left = [begun.order.requests[index].begun for begun in cut for index in begun.order.missing()]
+        unended += [0 if sample is None else len(sample.tokens) for sample in left]
         metrics = cut_metrics(trained, ended, unended)
         if self._recipe.agent:  # nothing here knows how far rollouts were that were cut
             metrics = {name: metrics[name] for name in OF_CUT_AGENTS}
@@ -211,7 +212,7 @@ class Background(EngineSource):
     def pending(self) -> Pending:
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
-            groups = [each.group or Group(each.prompt, each.order.there()) for each in begun]
+            groups = [each.group or Group(each.prompt, each.order.finished()) for each in begun]
             read = self._rollouts.so_far()
             left = [
                 [(each.order, index, each.order.requests[index].begun) for index in each.order.missing()]
@@ -264,14 +265,14 @@ class Background(EngineSource):
         begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
         for number, version, group, _, joints in begun[: pending.dropped]:
             order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
-            order.joints = {at: list(found) for at, found in joints.items()}
+            order.joints = {at: list(ends) for at, ends in joints.items()}
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
         for number, version, group, goes_on, joints in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.responses}
-            there = {sample.index for sample in (*group.responses, *goes_on)}  # what is not there begins anew
-            order.joints = {at: list(found) for at, found in joints.items() if at in there}
+            begun_ones = {sample.index for sample in (*group.responses, *goes_on)}  # the others begin anew
+            order.joints = {at: list(ends) for at, ends in joints.items() if at in begun_ones}
             for sample in goes_on:
                 order.go_on_after(sample.index, sample)
             if group.scores:
@@ -308,17 +309,13 @@ class Background(EngineSource):
             self._unscored.clear()
         if not complete or self._closed:
             return
-        scored = self._scored(complete)
+        scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
         with self._changed:
             for begun, group in zip(complete, scored, strict=True):
                 self._take_in(begun, group)
             if not self._closed:
                 self._admit()
             self._changed.notify_all()
-
-    def _scored(self, complete: Sequence[Begun]) -> list[Group]:
-        groups = [group_of(begun.prompt, begun.order.there(), len(begun.order.requests)) for begun in complete]
-        return self._scorer.score([with_baseline(group, self._recipe) for group in groups])
 
     def _take_in(self, begun: Begun, group: Group) -> None:
         number = begun.admitted.number
@@ -345,11 +342,7 @@ def require_versions(begun: Begun, newest: int) -> None:
     if newest + 1 > last_step:
         given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
         raise EngineError(Problem(f"group {begun.admitted.number}", given, f"a step until {last_step}", fix))
-    for sample in begun.group.responses if begun.group else ():
-        if len(sample.versions) and not (first <= sample.versions.min() and sample.versions.max() <= newest):
-            given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
-            needed = f"versions {first}, the newest when it began, to {newest}, the policy's"
-            raise EngineError(Problem(f"sample {sample.index} of prompt {sample.prompt_id}", given, needed))
+    require_version([begun.group] if begun.group else [], newest, first)
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -26,16 +26,16 @@ def checkpoint_to_resume(store: CheckpointStore, recipe: AnyRecipe) -> Checkpoin
     checkpoint cannot continue with it.
     """
     store.remove_leftovers()
-    found = store.latest_complete()
-    if found is None:
+    newest = store.latest_complete()
+    if newest is None:
         return None
     if recipe.checkpoint.resume == "never":
         given = "checkpoint.resume: never"
         needed = "a run without checkpoints"
         fix = "give the recipe another name, delete the directory, or set checkpoint.resume to auto"
-        raise RecipeError(Problem(f"{found.path}: this run has a checkpoint already", given, needed, fix))
-    allow_changes(found.state.recipe, recipe.model_dump(mode="json"))
-    return found
+        raise RecipeError(Problem(f"{newest.path}: this run has a checkpoint already", given, needed, fix))
+    allow_changes(newest.state.recipe, recipe.model_dump(mode="json"))
+    return newest
 
 
 class Saving:
@@ -63,12 +63,12 @@ class Saving:
         self._failure = None
         try:
             directory = self._store.begin(state.step)
-            ranks.take_snapshot()
+            ranks.call("take_snapshot")
         except MegagrpoError as error:
             self._store.abandon(state.step)
             if not isinstance(error, CheckpointError):
                 raise
-            self._failed(error)
+            self._failure, self._said = error, False
         else:
             self._jobs.append(self._thread.submit(self._write, ranks, state, directory, pending))
 
@@ -137,9 +137,9 @@ class Saving:
         """Returns the newest checkpoint, from which the run restarts; None if there is none."""
         self.wait()
         self._store.remove_leftovers()
-        found = self._store.latest_complete()
-        self._saved = found.state.step if found else 0
-        return found
+        newest = self._store.latest_complete()
+        self._saved = newest.state.step if newest else 0
+        return newest
 
     def __enter__(self) -> Saving:
         return self
@@ -153,10 +153,7 @@ class Saving:
         try:
             job.result()
         except (MegagrpoError, OSError) as error:
-            self._failed(error)
-
-    def _failed(self, error: MegagrpoError | OSError) -> None:
-        self._failure, self._said = error, False
+            self._failure, self._said = error, False
 
     def _tell(self) -> None:
         if not self._said:

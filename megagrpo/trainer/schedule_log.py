@@ -21,7 +21,7 @@ from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import nothing_sampled, with_baseline
 from megagrpo.track.jsonl import SCHEDULE_FILE
-from megagrpo.trainer.batches import LoggedGroup, Sampled, Span, logged_group, ranges
+from megagrpo.trainer.batches import LoggedGroup, Sampled, logged_group, ranges
 from megagrpo.trainer.run import Run
 from megagrpo.trainer.sampling import staleness_metrics, step_of
 from megagrpo.trainer.schedule import EngineSource
@@ -42,11 +42,6 @@ def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
     """Returns the line of a step whose groups were sampled in the background."""
     metrics = {name: value for name, value in sampled.metrics.items() if name.startswith(AS_LOGGED)}
     return {"step": step, "metrics": metrics, "groups": list(map(asdict, sampled.logged))}
-
-
-def joints_of(of_sample: Sequence[Span]) -> list[int]:
-    """Returns the numbers of tokens after which spans meet."""
-    return list(accumulate(tokens for _, tokens in of_sample[:-1]))
 
 
 def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
@@ -103,7 +98,8 @@ class Logged(EngineSource):
             everything = score(self.run, unscored)
         again, differ = [], 0
         for of_group, group in zip(logged.groups, everything, strict=True):
-            joints = dict(enumerate(map(joints_of, of_group.samples)))
+            # Spans of a sample meet after these numbers of its tokens.
+            joints = {at: list(accumulate(n for _, n in spans[:-1])) for at, spans in enumerate(of_group.samples)}
             again.append(logged_group(of_group.number, of_group.version, group, joints, trained=of_group.trained))
             differ += sum(before != now for before, now in zip(of_group.samples, again[-1].samples, strict=True))
         if differ:

@@ -14,10 +14,11 @@ from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_b
 from megagrpo.batching.work import Work, work_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.runtime import Runtime, check_files
-from megagrpo.cluster.train_ranks import SftRanks
+from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.data.messages import Example, load_examples
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
+from megagrpo.rank_results import SftUpdate, TokenLoss
 from megagrpo.recipe.schema import SftRecipe
 from megagrpo.recipe.schema.sft import HELD_OUT
 from megagrpo.trainer.run import Step
@@ -42,8 +43,8 @@ def start_fine_tuning(setup: Setup[SftRecipe, Example], ray: Runtime, closing: E
     check_files(ray, setup.recipe, read=(model,))
     setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks with {model}")
 
-    def start_ranks(saved: Checkpoint | None) -> SftRanks:
-        ranks = SftRanks(ray, setup.recipe, model)
+    def start_ranks(saved: Checkpoint | None) -> TrainRanks:
+        ranks = TrainRanks(ray, setup.recipe, model)
         closing.callback(ranks.close)
         ranks.begin(model, saved.rank_directory if saved else None)
         return ranks
@@ -56,12 +57,12 @@ class FineTuning(Training):
     """Supervised fine-tuning."""
 
     setup: Setup[SftRecipe, Example]
-    sft_ranks: SftRanks
+    sft_ranks: TrainRanks
     work: Work  # the model's; data ranks get equal parts of it
-    start_ranks: Callable[[Checkpoint | None], SftRanks]
+    start_ranks: Callable[[Checkpoint | None], TrainRanks]
 
     @property
-    def ranks(self) -> SftRanks:
+    def ranks(self) -> TrainRanks:
         return self.sft_ranks
 
     def step(self, step: int, kl_coefficient: float | None) -> Step:
@@ -73,7 +74,8 @@ class FineTuning(Training):
             batches = self._pack(examples)
             lr = learning_rate(step, self.setup.total_steps, recipe.train.optimizer)
             with clock.phase("update"), self.ranks.updating(step):
-                update = self.ranks.update(batches, lr)
+                self.ranks.load_batch(batches)
+                update: SftUpdate = self.ranks.answer("update", lr)
                 memory = self.ranks.memory_peak()
             tokens = sum(len(example.tokens) for example in examples)
             metrics = {
@@ -93,10 +95,11 @@ class FineTuning(Training):
     def evaluate(self, step: int, sets: Sequence[str]) -> dict[str, float]:
         """Returns mean loss and perplexity of held-out assistant tokens, with a step's number of examples at a time."""
         held_out, at_once = self.setup.held_out[HELD_OUT], self.setup.recipe.data.examples_per_step
-        losses = []
+        losses: list[TokenLoss] = []
         with progress("held-out examples", len(held_out)) as work:
             for first in range(0, len(held_out), at_once):
-                losses.append(self.ranks.evaluate(self._pack(held_out[first : first + at_once])))
+                self.ranks.load_batch(self._pack(held_out[first : first + at_once]))
+                losses.append(self.ranks.answer("evaluate"))
                 work.advance(at_once)
         loss = sum(losses[1:], losses[0])
         return {"loss": loss.mean, "perplexity": loss.perplexity}

@@ -26,7 +26,7 @@ from megagrpo.recipe.defaults import prompts_of_round
 from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
 from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
-from megagrpo.trainer.batches import Sampled, save_batch
+from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
 from megagrpo.types import Branch, Group, Prompt, Sample, Score, Turn
 
@@ -114,13 +114,15 @@ def score(run: Run, groups: Sequence[Group]) -> list[Group]:
         return run.scorer.score(groups)
 
 
-def require_version(groups: Sequence[Group], version: int) -> None:
-    """Raises EngineError unless every token was sampled by the weights of `version`."""
+def require_version(groups: Sequence[Group], newest: int, oldest: int | None = None) -> None:
+    """Raises EngineError unless weights of versions `oldest` (by default `newest`) to `newest` sampled every token."""
     for group in groups:
         for sample in group.responses:
-            if (sample.versions != version).any():
+            if ((sample.versions < (newest if oldest is None else oldest)) | (sample.versions > newest)).any():
                 given = f"tokens sampled by weight versions {sorted(set(sample.versions.tolist()))}"
-                needed = f"version {version}, the policy's"
+                needed = f"version {newest}, the policy's"
+                if oldest is not None:
+                    needed = f"versions {oldest}, the newest when it began, to {newest}, the policy's"
                 raise EngineError(Problem(f"sample {sample.index} of prompt {sample.prompt_id}", given, needed))
 
 
@@ -175,7 +177,9 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
         with run.clock.phase("save_batch"):
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups)
-    rows = trainable_rows(inputs)
+    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
+    if inputs.baselines is not None:
+        rows &= ~np.isnan(inputs.baselines[inputs.group_ids])
     if algorithm.reads_batch:
         with run.clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)
@@ -210,22 +214,24 @@ def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: i
     if not algorithm.policy_learns(step) and not algorithm.kl_in_reward:
         return batches
     if algorithm.rollout_logprobs_as_old:
-        policy.use_rollout_logprobs_as_old()
+        policy.call("use_rollout_logprobs_as_old")
     elif algorithm.needs_old_logprobs:
-        policy.compute_old_logprobs()
+        policy.call("compute_old_logprobs")
     if algorithm.kl.coefficient > 0:
-        policy.compute_reference_logprobs()
+        policy.call("compute_reference_logprobs")
     return batches
 
 
 def advantage_inputs(recipe: Recipe, groups: Sequence[Group]) -> AdvantageInputs:
     """Returns the inputs of advantages, without those that ranks compute."""
     functions = [] if recipe.reward.by_source else recipe.reward.functions
+    unknown = (np.nan,) * len(functions)
+    counted = [score.counted or unknown for group in groups for score in group.scores]
     return AdvantageInputs(
         scores=flat_scores(groups),
         group_ids=group_of_row(groups),
         tokens=np.array([len(sample.tokens) for group in groups for sample in group.samples], dtype=np.int64),
-        parts=_counted_scores(groups, len(functions)) if functions else None,
+        parts=np.array(counted, np.float64).reshape(len(counted), len(functions)) if functions else None,
         weights=np.array([function.weight for function in functions]) if functions else None,
         baselines=baselines_of(groups) if any(group.baseline_score for group in groups) else None,
     )
@@ -235,12 +241,12 @@ def turns_of(recipe: Recipe, groups: Sequence[Group]) -> Turns | None:
     """Returns the turns of all rows, if the recipe credits turns. A response without an agent is one turn."""
     if not recipe.algorithm.credit.by_turn:
         return None
-    found: list[tuple[float, ...]] = []
+    table: list[tuple[float, ...]] = []
     for row, sample in enumerate(sample for group in groups for sample in group.samples):
         turns = sample.agent.turns if sample.agent else [Turn(0, 0, len(sample.tokens))]
         places = np.argsort(np.argsort([turn.number for turn in turns])).tolist()
-        found += [(row, at, turn.tokens, turn.reward or 0.0) for at, turn in zip(places, turns, strict=True)]
-    rows, order, tokens, rewards = np.array(found, np.float64).reshape(-1, 4).T
+        table += [(row, at, turn.tokens, turn.reward or 0.0) for at, turn in zip(places, turns, strict=True)]
+    rows, order, tokens, rewards = np.array(table, np.float64).reshape(-1, 4).T
     return Turns(rows.astype(np.int64), order.astype(np.int64), tokens.astype(np.int64), rewards)
 
 
@@ -263,12 +269,6 @@ def group_of_row(groups: Sequence[Group]) -> np.ndarray:
     return np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
 
 
-def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
-    """Returns the rows that have a score, a token and, for remax, a baseline: bool [rows]."""
-    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
-    return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
-
-
 def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequence]:
     """Returns the chosen rows (bool [rows]) as sequences, each with a response token. An agent's rollout is one
     sequence for each branch that is trained on."""
@@ -276,18 +276,9 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
     for row, (prompt, sample) in enumerate(samples):
-        if rows[row] and sample.agent is None:
-            sequences.append(_sequence(prompt, sample, row))
-        elif rows[row] and sample.agent is not None:
-            sequences += _branches(sample.agent.branches, sample, row)
+        if rows[row]:
+            sequences += _sequences(branches_of(prompt, sample), sample, row)
     return sequences
-
-
-def _counted_scores(groups: Sequence[Group], functions: int) -> np.ndarray:
-    """Returns the score of each reward function: float64 [rows, functions], NaN where a sample has none."""
-    unknown = (np.nan,) * functions
-    rows = [score.counted or unknown for group in groups for score in group.scores]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), functions)
 
 
 def _with_kl_and_values(
@@ -297,29 +288,16 @@ def _with_kl_and_values(
     algorithm, policy = run.recipe.algorithm, run.policy
     nothing = ragged_zeros(inputs.tokens)
     if algorithm.kl_in_reward:
-        kl = policy.token_kl(inputs.tokens) if loaded else nothing
+        kl = policy.of_tokens("token_kl", inputs.tokens) if loaded else nothing
         inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
     if algorithm.critic is not None:
         if loaded:
-            policy.compute_values()
-        inputs = replace(inputs, values=policy.token_values(inputs.tokens) if loaded else nothing)
+            policy.call("compute_values")
+        inputs = replace(inputs, values=policy.of_tokens("token_values", inputs.tokens) if loaded else nothing)
     return inputs
 
 
-def _sequence(prompt: np.ndarray, sample: Sample, row: int) -> TrainSequence:
-    start = len(prompt)
-    length = start + len(sample.tokens)
-    tokens = np.empty(length, np.int64)
-    tokens[:start] = prompt
-    tokens[start:] = sample.tokens
-    loss_mask = np.zeros(length, bool)
-    loss_mask[start:] = True
-    rollout_logprobs = np.zeros(length, np.float32)
-    rollout_logprobs[start:] = sample.logprobs
-    return TrainSequence(tokens, loss_mask, rollout_logprobs, row)
-
-
-def _branches(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
+def _sequences(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
     sequences, first = [], 0
     for branch in branches:
         trained = np.flatnonzero(branch.trained)
@@ -365,7 +343,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
         every = run.recipe.algorithm.reference.update_every_steps
         if every is not None and step % every == 0:
             with run.clock.phase("update"):
-                run.policy.update_reference()
+                run.policy.call("update_reference")
     return trained
 
 

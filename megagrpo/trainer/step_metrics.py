@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
@@ -17,17 +19,26 @@ from megagrpo.recipe.schema import MismatchConfig, Recipe, TrainConfig
 from megagrpo.reward.scorer import REACHED_LIMIT
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
-from megagrpo.trainer.agent_metrics import agent_metrics
-from megagrpo.trainer.batches import Sampled
+from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
-from megagrpo.trainer.step import Loaded, Trained, baselines_of, flat_scores, with_signal
-from megagrpo.types import Group, Prompt, Sample
+from megagrpo.trainer.step import Loaded, Trained, baselines_of, with_signal
+from megagrpo.types import AgentRun, Group, Prompt, Sample, Score
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import StepMetrics
 
 TOKENS_BEFORE = 16
 TOKENS_AFTER = 4
+TOOLS_MAX = 30
+"""Number of tools with metrics of their own: the most called."""
+OTHER = "other"
+NAME_CHARACTERS = 64
+BY_NAME = {"branch": "branches", "ignored": "ignored", "refused": "refused"}
+SUMS = (
+    "turns_unused", "tokens_rerendered", "unreadable_calls", "retries", "given_up", "audited", "audit_differs", "late",
+    "failed",
+)  # fmt: skip
+"""Counts of rollouts (AgentRun.counts) that are reported under their own names, summed over the step."""
 
 
 def step_metrics(
@@ -36,10 +47,13 @@ def step_metrics(
     """Returns the metrics of a step's samples and updates. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
     if loaded.batches:
-        metrics |= batch_metrics(run.recipe, loaded.advantages.of_rows, loaded.batches, run.policy.device_type)
+        advantages = loaded.advantages.of_rows
+        for name, reduced in (("mean", advantages.mean()), ("max", advantages.max()), ("min", advantages.min())):
+            metrics[f"advantages/{name}"] = float(reduced)
+        metrics |= packing_metrics(run.recipe.train, loaded.batches, run.policy.device_type)
     if trained.critic is not None:
-        found = {"lr": trained.critic_lr, **vars(trained.critic)}
-        metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in found.items()}
+        figures = {"lr": trained.critic_lr, **vars(trained.critic)}
+        metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in figures.items()}
     if trained.memory_peak is not None:
         metrics["memory/allocated_max/update"] = float(trained.memory_peak)
     if trained.policy is not None:
@@ -51,47 +65,47 @@ def step_metrics(
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns metrics of the sampled responses' rewards and lengths."""
-    scores = flat_scores(groups)
+    scores = [score for group in groups for score in group.scores]
+    known = _known(scores)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
-    errors = sum(bool(score.error) for group in groups for score in group.scores)
+    errors = sum(bool(score.error) for score in scores)
+    spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
-        **_spread(scores[~np.isnan(scores)]),
+        **{f"reward/{name}": float(value) for name, value in spread.items()},
         "reward/errors": float(errors),
         "reward/errors_share": errors / len(samples),
-        "reward/truncated_masked": float(
-            sum(score.masked == REACHED_LIMIT for group in groups for score in group.scores)
-        ),
-        "reward/solved_share": _solved_share(groups),
+        "reward/truncated_masked": float(sum(score.masked == REACHED_LIMIT for score in scores)),
+        "reward/solved_share": float(np.mean([score.solved for score in scores])),
         "response_tokens/mean": float(lengths.mean()),
         "response_tokens/max": float(lengths.max()),
         "response_tokens/truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
         "response_tokens/aborted_share": float(np.mean([sample.finish == "abort" for sample in samples])),
         "prompt_tokens/mean": float(np.mean([len(group.prompt.tokens) for group in groups])),
     }
-    metrics |= {f"reward/{name}": value for name, value in score_parts(groups).items()}
+    metrics |= {f"reward/{name}": value for name, value in score_parts(scores).items()}
     sources = sorted({group.prompt.data_source for group in groups})
     for source in sources if len(sources) > 1 else ():
-        members = [group for group in groups if group.prompt.data_source == source]
-        known = [score.value for group in members for score in group.scores if score.value is not None]
-        metrics[f"reward/{source}/mean"] = float(np.mean(known)) if known else nan
-        metrics[f"reward/{source}/solved_share"] = _solved_share(members)
+        members = [score for group in groups if group.prompt.data_source == source for score in group.scores]
+        known = _known(members)
+        metrics[f"reward/{source}/mean"] = float(known.mean()) if len(known) else nan
+        metrics[f"reward/{source}/solved_share"] = float(np.mean([score.solved for score in members]))
         metrics |= {f"reward/{source}/{name}": value for name, value in score_parts(members).items()}
     return metrics
 
 
-def score_parts(groups: Sequence[Group]) -> dict[str, float]:
+def score_parts(scores: Sequence[Score]) -> dict[str, float]:
     """Returns the mean of each part of a score over the samples that have it."""
-    parts: dict[str, list[float]] = {}
-    for group in groups:
-        for score in group.scores:
-            for name, value in score.parts.items():
-                parts.setdefault(name, []).append(value)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
     return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
-def _solved_share(groups: Sequence[Group]) -> float:
-    return float(np.mean([score.solved for group in groups for score in group.scores]))
+def _known(scores: Sequence[Score]) -> np.ndarray:
+    """Returns the values of scores that have one: float64."""
+    return np.array([score.value for score in scores if score.value is not None], np.float64)
 
 
 def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
@@ -111,18 +125,6 @@ def sampling_metrics(recipe: Recipe, sampled: Sampled) -> dict[str, float]:
     return metrics
 
 
-def batch_metrics(
-    recipe: Recipe, advantages: np.ndarray, batches: Sequence[RankBatch], device: str
-) -> dict[str, float]:
-    """Returns metrics of advantages and of how evenly microbatches are filled. advantages: float64 [rows]."""
-    return {
-        "advantages/mean": float(advantages.mean()),
-        "advantages/max": float(advantages.max()),
-        "advantages/min": float(advantages.min()),
-        **packing_metrics(recipe.train, batches, device),
-    }
-
-
 def packing_metrics(train: TrainConfig, batches: Sequence[RankBatch], device: str) -> dict[str, float]:
     """Returns metrics of how evenly microbatches are filled."""
     micros = [micro for batch in batches for minibatch in batch.minibatches for micro in minibatch]
@@ -131,17 +133,6 @@ def packing_metrics(train: TrainConfig, batches: Sequence[RankBatch], device: st
         "packing/efficiency": packing_efficiency(batches, train.layout.parallel(), train.tokens_per_microbatch),
         "packing/imbalance": imbalance(batches),
         "packing/padding": padding_share(batches, train.layout.parallel(), device),
-    }
-
-
-def _spread(scores: np.ndarray) -> dict[str, float]:
-    if not len(scores):
-        return {}
-    return {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std()),
-        "reward/max": float(scores.max()),
-        "reward/min": float(scores.min()),
     }
 
 
@@ -237,28 +228,112 @@ def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory:
 
 
 def _worst_token(
-    found: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
+    worst: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
 ) -> WorstToken:
-    tokens, at = _sequence_around(prompt, sample, found.index)
+    branches = branches_of(np.array(prompt.tokens, np.int64), sample)
+    places = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)]
+    branch, at = places[worst.index]
+    tokens = branch.tokens.tolist()
     return WorstToken(
         prompt_id=prompt.id,
         sample=sample.index,
-        position=found.index,
+        position=worst.index,
         token=tokens[at],
         before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
         text=decode([tokens[at]]),
         after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
-        train_logprob=found.train_logprob,
-        rollout_logprob=found.rollout_logprob,
-        weight_version=int(sample.versions[found.index]),
+        train_logprob=worst.train_logprob,
+        rollout_logprob=worst.rollout_logprob,
+        weight_version=int(sample.versions[worst.index]),
     )
 
 
-def _sequence_around(prompt: Prompt, sample: Sample, index: int) -> tuple[list[int], int]:
-    """Returns the sequence that has the sample's response token `index`, as an engine saw it, and the token's place."""
-    for branch in sample.agent.branches if sample.agent else ():
-        trained = np.flatnonzero(branch.trained)
-        if index < len(trained):
-            return branch.tokens.tolist(), int(trained[index])
-        index -= len(trained)
-    return [*map(int, prompt.tokens), *map(int, sample.tokens)], len(prompt.tokens) + index
+# --- agent rollouts: turns, tools, branches, failures -----------------------------------------------------------------
+
+
+def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns means and sums over the rollouts that agents made in these groups; {} without any."""
+    runs = [sample.agent for group in groups for sample in group.samples if sample.agent is not None]
+    if not runs:
+        return {}
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.counts)
+    turns = np.array([_turns(run) for run in runs])
+    given, trained = (np.array([_tokens(run, trained=of) for run in runs]) for of in (False, True))
+    metrics = {
+        "agent/turns/mean": float(turns.mean()),
+        "agent/turns/max": float(turns.max()),
+        "agent/branches/mean": float(np.mean([len(run.branches) for run in runs])),
+        "agent/given_tokens/mean": float(given.mean()),
+        **{f"agent/{name}": float(counts[name]) for name in SUMS},
+    }
+    if whole := given.sum() + trained.sum():
+        metrics["agent/given_tokens/share"] = float(given.sum() / whole)
+    for name, value in sorted(counts.items()):
+        of, _, what = name.partition("/")
+        if of in BY_NAME:
+            metrics[f"agent/{BY_NAME[of]}/{what}"] = float(value)
+    return metrics | _of_events(runs)
+
+
+def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
+    """Returns metrics of tool calls, prefix reuse and seconds."""
+    turns, tools = [turn_events(run) for run in runs], [event for run in runs for event in tool_events(run)]
+    calls = Counter(name for run in turns for event in run for name in called(event["said"]))
+    metrics = {"agent/tool_calls/mean": sum(calls.values()) / len(runs)}
+    if tools:
+        metrics["agent/tool_failures/share"] = float(np.mean([bool(event.get("error")) for event in tools]))
+    metrics |= _by_tool(calls, tools)
+    if read := sum(event["prompt_tokens"] for run in turns for event in run):
+        new = sum(event["given_tokens"] for run in turns for event in run)
+        metrics["agent/prefix_reuse"] = 1 - new / read
+    if spans := [_spans(run) for run in turns if run]:
+        whole, outside = (np.array(values) for values in zip(*spans, strict=True))
+        metrics["agent/seconds/mean"] = float(whole.mean())
+        metrics["agent/seconds/max"] = float(whole.max())
+        metrics["agent/seconds/outside_mean"] = float(outside.mean())
+    return metrics
+
+
+def _by_tool(calls: Counter[str], events: Sequence[ToolEvent]) -> dict[str, float]:
+    """Returns metrics of the TOOLS_MAX most called tools; the others count as OTHER: agents may invent any name."""
+    times: dict[str, list[ToolEvent]] = defaultdict(list)
+    for event in events:
+        times[event["name"]].append(event)
+    made = Counter({name: max(calls[name], len(times[name])) for name in sorted({*calls, *times})})
+    names = {name: name[:NAME_CHARACTERS] or OTHER for name, _ in made.most_common(TOOLS_MAX)}
+    metrics: dict[str, float] = {}
+    for tool in sorted({names.get(name, OTHER) for name in made}):
+        members = [name for name in made if names.get(name, OTHER) == tool]
+        metrics[f"agent/tools/{tool}/calls"] = float(sum(made[name] for name in members))
+        if of_tool := [event for name in members for event in times[name]]:
+            seconds = [event["seconds"] for event in of_tool]
+            metrics[f"agent/tools/{tool}/failure_share"] = float(np.mean([bool(e.get("error")) for e in of_tool]))
+            metrics[f"agent/tools/{tool}/seconds_mean"] = float(np.mean(seconds))
+            metrics[f"agent/tools/{tool}/seconds_max"] = float(np.max(seconds))
+    return metrics
+
+
+def called(said: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the tools that an answer calls."""
+    calls = said.get("tool_calls") or []
+    return [call["function"]["name"] for call in calls]
+
+
+def _turns(run: AgentRun) -> float:
+    return run.counts.get("turns", len(run.turns))
+
+
+def _tokens(run: AgentRun, *, trained: bool) -> int:
+    return sum(int((branch.trained == trained).sum()) for branch in run.branches)
+
+
+def _spans(turns: Sequence[TurnEvent]) -> tuple[float, float]:
+    """Returns seconds from a rollout's start to the end of its last turn, and the part of them in which no turn ran."""
+    end, busy, until = 0.0, 0.0, 0.0
+    for event in sorted(turns, key=lambda event: event["at"]):
+        begin, end = event["at"], max(end, event["at"] + event["seconds"])
+        busy += max(0.0, begin + event["seconds"] - max(begin, until))
+        until = max(until, begin + event["seconds"])
+    return end, end - busy

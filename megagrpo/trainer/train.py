@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.pending import pending_of
@@ -116,7 +117,7 @@ def start_training(
     rollouts.wait_until_ready()
     judging.wait_until_ready()
     run, source = starter.start_run(setup.resumed, policy, rollouts, scorer)
-    return GrpoTraining(setup, run, source, starter, scorers, files)
+    return GrpoTraining(setup, run, source, starter.start_again, scorers, files)
 
 
 def model_and_critic(checked: Preflight[Recipe]) -> tuple[Path, Path]:
@@ -129,8 +130,10 @@ def start_policy(
 ) -> Policy:
     """Starts training ranks, from a saved state or from the model. placed: the recipe as ranks get it."""
     model, critic = model_and_critic(checked)
-    policy = Policy(ray, placed, model, critic)
+    policy = Policy(ray, placed, model)
     ends.callback(policy.close)
+    if placed.algorithm.critic is not None:
+        policy.call("add_critic", str(critic))
     policy.begin(model, saved.rank_directory if saved else None)
     return policy
 
@@ -194,6 +197,8 @@ class PolicyTraining(Training):
     setup: Setup[Recipe, Prompt]
     run: TrainRun
     source: SampleSource
+    start_again: Callable[[Any, SampleSource, Checkpoint | None], tuple[TrainRun, SampleSource]]
+    """Starts new ranks in a run for lost ones, from a saved state, or from the model as the run began."""
 
     @property
     def ranks(self) -> Policy:
@@ -211,13 +216,16 @@ class PolicyTraining(Training):
         excess = report_mismatch(setup.recipe, step, done.mismatch, groups, tracker, setup.tokenizer.decode)
         return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))
 
+    def with_new_ranks(self, saved: Checkpoint | None) -> Self:
+        run, source = self.start_again(self.run, self.source, saved)
+        return replace(self, run=run, source=source)
+
 
 @dataclass(frozen=True)
 class GrpoTraining(PolicyTraining):
     """The training of GRPO and PPO."""
 
     run: Run
-    starter: RankStarter
     scorers: Mapping[str, Scorer]
     """By evaluation set: scorers of the sets with reward functions of their own."""
     files: ResponseFiles
@@ -237,8 +245,8 @@ class GrpoTraining(PolicyTraining):
             scored[name] = scorer.score_unshaped(groups)
             of_set = responses_of(name, scored[name])
             scorer.take_metrics()  # the next step has a budget of its own
-            found = evaluation_metrics(of_set, run.recipe.eval.of_sets()[name].samples_per_prompt)
-            metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
+            figures = evaluation_metrics(of_set, run.recipe.eval.of_sets()[name].samples_per_prompt)
+            metrics |= {f"{name}/{metric}": value for metric, value in figures.items()}
             responses += of_set
         self.files.begin(step, responses)
         self.setup.tracker.evaluated(step, scored)
@@ -259,10 +267,6 @@ class GrpoTraining(PolicyTraining):
         self.run.rollouts.release_memory()
         with self.run.policy.needed(["parameters"]):
             yield
-
-    def with_new_ranks(self, saved: Checkpoint | None) -> GrpoTraining:
-        run, source = self.starter.start_again(self.run, self.source, saved)
-        return replace(self, run=run, source=source)
 
     def give_up(self) -> None:
         self.run.weights.give_up()

@@ -29,7 +29,7 @@ from megagrpo.rollout.pool import Order
 from megagrpo.track.metrics import undocumented
 from megagrpo.track.rollout_files import TRAIN
 from megagrpo.track.rollout_writer import StepRollouts, tables
-from megagrpo.trainer.agent_metrics import agent_metrics
+from megagrpo.trainer.step_metrics import agent_metrics
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams
 from tests.loop.small_run import wait_until
 

@@ -227,7 +227,7 @@ def test_responses_of_a_lost_engine_go_on_elsewhere_with_the_tokens_that_they_ha
             cluster.in_engine("engine 0", lambda actor: os._exit(1))
     rollouts.wait(lambda: all(order.complete for order in orders))
     assert list(rollouts.lost) == ["engine 0"]
-    samples = [sample for order in orders for sample in order.there()]
+    samples = [sample for order in orders for sample in order.finished()]
     assert [sample.tokens.tolist() for sample in samples] == [one.tokens.tolist() for one in whole]
     assert [(sample.finish, sample.text) for sample in samples] == [(one.finish, one.text) for one in whole]
     assert all((sample.versions == 12).all() for sample in samples)

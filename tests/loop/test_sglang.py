@@ -19,7 +19,7 @@ import pytest
 from examples.demo.model import make_tokenizer
 from megagrpo.errors import EXIT_STOPPED
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.sglang.answers import Answer, generate_body
+from megagrpo.rollout.sglang.client import Answer, generate_body
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.trainer.batches import read_batch
 from megagrpo.types import SamplingParams

@@ -20,8 +20,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.processes.ports import free_port
 from megagrpo.processes.store import LOOPBACK, StoreHost
 from megagrpo.recipe.schema import EngineLayoutConfig
-from megagrpo.rollout.engine import EngineSpec
-from megagrpo.rollout.sglang.arguments import ServerNode, server_arguments, server_environment
+from megagrpo.rollout.engine import EngineNode, EngineSpec
+from megagrpo.rollout.sglang.arguments import node_settings, server_arguments, server_environment
 from megagrpo.rollout.sglang.client import Endpoint, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.rollout.sglang.server import Server
@@ -147,9 +147,10 @@ def start_server(
     layout: EngineLayoutConfig,
     log: Path,
     options: Mapping[str, Any] | None = None,
-    node: ServerNode | None = None,
+    node: EngineNode | None = None,
 ) -> Server:
     """Started, not yet ready: all of a server, or one of its nodes."""
+    of_node, variables = node_settings(node) if node else ({}, {})
     return Server(
         server_arguments(
             model_directory=str(directory),
@@ -162,10 +163,10 @@ def start_server(
             options=options or {},
             loads_weights=True,  # tests sample before an update
         )
-        | (node.arguments if node else {}),
+        | of_node,
         name="engine 0",
         log=log,
-        environment=server_environment("cpu", layout.ranks, threads=layout.ranks) | (node.environment if node else {}),
+        environment=server_environment("cpu", layout.ranks, threads=layout.ranks) | variables,
     )
 
 
@@ -184,7 +185,7 @@ def serve_directory(directory: Path, family: str, tensor: int = 1) -> Iterator[S
 def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1) -> Iterator[Served]:
     """As serve_directory. Several nodes are processes of this machine."""
     host, port = StoreHost(LOOPBACK), free_port(LOOPBACK)
-    of_node = [ServerNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
+    of_node = [EngineNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
     logs = [directory.with_suffix(f".{rank}.log") for rank in range(nodes)]
     servers = [
         start_server(directory, layout, log, {"decode_log_interval": 1}, node if nodes > 1 else None)

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.recipe.schema.run import Pause
 from megagrpo.rollout.sglang import client
-from megagrpo.rollout.sglang.answers import TOKENS_PER_PART
+from megagrpo.rollout.sglang.client import TOKENS_PER_PART
 from megagrpo.rollout.sglang.server import members
 from megagrpo.types import Sample, SamplingParams
 from tests.rollout_engines import generate, request

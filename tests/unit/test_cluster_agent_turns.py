@@ -110,7 +110,7 @@ def test_a_rollout_stays_on_one_engine_and_both_have_some(engines: Engines) -> N
     assert all(len(names) == 1 for names in engines.engines_of.values())
     assert {name for names in engines.engines_of.values() for name in names} == {"a", "b"}
     for order in orders:
-        for sample in order.there():
+        for sample in order.finished():
             assert sample.agent is not None
             assert (sample.finish, sample.agent.error, len(sample.agent.turns)) == ("stop", "", 2)
             assert sample.agent.reward == {"score": 1.0, "length": 2.0}
@@ -130,7 +130,7 @@ def test_turns_that_are_held_go_on_after_their_tokens(engines: Engines) -> None:
     engines.add(held)
     engines.wait_for(held)
     assert held.continued == 4
-    for sample in held.there():
+    for sample in held.finished():
         assert sample.agent is not None
         assert TOKENIZER.decode(sample.tokens[: sample.agent.turns[0].tokens], skip_special_tokens=True) == "123"
 
@@ -164,7 +164,7 @@ def test_the_clock_of_a_turn_stands_still_while_its_engine_is_held_and_then_its_
         with engines.changed:
             engines.pool.held.discard("a")
         wait_until(lambda: all(order.complete for order in orders), "the others", SECONDS)
-        for sample in (sample for order in (*orders, other) for sample in order.there()):
+        for sample in (sample for order in (*orders, other) for sample in order.finished()):
             assert sample.agent is not None
             assert sample.agent.counts["late"] == 1.0
             assert (sample.finish, sample.agent.error) == ("abort", "a turn took longer than 1 s")
@@ -194,7 +194,7 @@ def test_a_turn_that_the_engine_gives_up_masks_its_rollout(engines: Engines) -> 
             for ticket in list(requests):
                 engines.take(engine, ticket, nothing_sampled(requests.pop(ticket)))
     engines.wait_for(order)
-    for sample in order.there():
+    for sample in order.finished():
         assert sample.agent is not None
         assert sample.finish == "abort"
         assert sample.agent.error

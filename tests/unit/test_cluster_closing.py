@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from megagrpo.cluster import engine_actors, weight_sync
-from megagrpo.cluster.engine_actors import EngineActors
+from megagrpo.cluster import weight_sync
+from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors
 from megagrpo.cluster.train_ranks import TrainRanks
 from megagrpo.cluster.weight_sync import WeightSync
 from megagrpo.errors import WeightSyncError
@@ -52,7 +52,7 @@ def test_an_engine_that_is_still_starting_does_not_hold_up_the_end_of_a_run(monk
     engines.close()
     assert sorted(actors.asked) == ["close engine 0", "close engine 1"]
     assert sorted(actors.killed) == ["engine 0", "engine 1"]
-    assert actors.waited <= engine_actors.CLOSE_SECONDS
+    assert actors.waited <= CLOSE_SECONDS
     engines.close()
     assert len(actors.asked) == len(actors.killed) == 2, "engines that are gone are not asked again"
 
@@ -72,7 +72,7 @@ def test_a_weight_sync_that_cannot_connect_is_undone(monkeypatch: pytest.MonkeyP
     closed: list[WeightSync] = []
     engines = SimpleNamespace(places=tuple, manifests=lambda: {"engine 0": []})
     rollouts: Any = SimpleNamespace(engines=engines, bring_back=None)
-    ranks: Any = SimpleNamespace(actors={}, places=(), manifests=list, watch=None)
+    ranks: Any = SimpleNamespace(actors={}, places=(), call=lambda method: [], watch=None)
     recipe: Any = SimpleNamespace(weights=WeightsConfig(), transfer="auto", rollout=SimpleNamespace(urls=[]))
     for name in ("choose_transport", "RendezvousHost", "Channel"):
         monkeypatch.setattr(weight_sync, name, lambda *given, **named: SimpleNamespace(rendezvous=None))

@@ -61,8 +61,6 @@ class OnDevice(Policy):
     def load_batch(self, batches: Any) -> None:
         pass
 
-    compute_old_logprobs = compute_reference_logprobs = use_rollout_logprobs_as_old = lambda self: None
-
 
 class Sync(WeightSync):
     def __init__(self, policy: OnDevice, run: Any) -> None:

@@ -19,10 +19,9 @@ from megagrpo.cluster import reward_nodes
 from megagrpo.cluster.stopping import Stopping
 from megagrpo.errors import DataError, EngineError, PreflightError
 from megagrpo.evaluation import evaluate
-from megagrpo.evaluation.comparison import compare, prompts_of_both
 from megagrpo.evaluation.evaluate import comparison_table, metrics_table
 from megagrpo.evaluation.evaluated_model import HuggingFaceModel, ServedModel, evaluated_model
-from megagrpo.evaluation.metrics import evaluation_metrics
+from megagrpo.evaluation.metrics import compare, evaluation_metrics, prompts_of_both
 from megagrpo.evaluation.responses import Response, ResponseLog
 from megagrpo.preflight.preflight import check_model, check_sets
 from megagrpo.recipe.load import load
@@ -238,8 +237,7 @@ def test_functions_that_fail_are_judged_by_the_responses_of_their_own_sets(
         def close(self) -> None: ...
 
     monkeypatch.setattr(reward_nodes, "Scorer", Recorded)
-    prompt = Prompt("a:1", (1,), "s", "2")
-    asked = {Order([None] * 2): ("a", prompt) for _ in range(400)} | {Order([None]): ("b", prompt) for _ in range(30)}
+    asked = {Order([None] * 2): "a" for _ in range(400)} | {Order([None]): "b" for _ in range(30)}
     judging = SimpleNamespace(served=dict)
     with ExitStack() as closing:
         evaluate._scorers(None, recipe, judging, asked, closing, Stopping(), print)  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ class Pools(RuleBasedStateMachine):
                 answers |= self.tell(ticket, self.on_engine[engine].pop(ticket), 2)
             self.completed += self.pool.answered(engine, answers)
         assert not self.pool.running(self.away)
-        assert self.pool.idle
+        assert not self.pool.hand_out()
 
     @rule()
     def add_again(self) -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megagrpo.errors import EngineError
-from megagrpo.rollout.requests import evaluation_requests, group_of, requests_for
+from megagrpo.rollout.pool import Order
+from megagrpo.rollout.requests import evaluation_requests, requests_for
 from megagrpo.types import Prompt, Request, Sample, SamplingParams
 from tests.tiny_run import recipe_with
 
@@ -30,7 +31,8 @@ def answer(request: Request) -> Sample:
 
 def test_a_group_holds_the_samples_of_its_prompt_in_order() -> None:
     asked = prompt("b")
-    group = group_of(asked, [answer(request) for request in requests_of(asked)], 2)
+    samples = {1: answer(requests_of(asked)[1]), 0: answer(requests_of(asked)[0])}
+    group = Order(requests_of(asked), prompt=asked, samples=samples).group()
     assert group.prompt == asked
     assert [sample.text for sample in group.samples] == ["b/0", "b/1"]
 
@@ -54,5 +56,6 @@ def test_seeds_depend_on_the_sample_alone_not_on_the_other_prompts() -> None:
 
 @pytest.mark.parametrize("asked", [[prompt("a"), prompt("b")], [prompt("b")], [prompt("a"), prompt("a")]])
 def test_samples_that_were_not_asked_for_are_refused(asked: list[Prompt]) -> None:
+    samples = dict(enumerate(map(answer, requests_of(*asked))))
     with pytest.raises(EngineError):
-        group_of(prompt("a"), [answer(request) for request in requests_of(*asked)], 2)
+        Order(requests_of(prompt("a")), prompt=prompt("a"), samples=samples).group()

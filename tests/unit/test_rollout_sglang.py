@@ -15,9 +15,8 @@ from megagrpo.cluster.engines import make_engine
 from megagrpo.errors import EngineError, Problem
 from megagrpo.rollout.engine import EngineSpec, UpdateProtocol
 from megagrpo.rollout.sglang import server
-from megagrpo.rollout.sglang.answers import Answer
 from megagrpo.rollout.sglang.arguments import cpu_cache_tokens
-from megagrpo.rollout.sglang.client import Endpoint, RequestGate, SglangClient
+from megagrpo.rollout.sglang.client import Answer, Endpoint, RequestGate, SglangClient
 from megagrpo.rollout.sglang.engine import SglangEngine
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import generate, request

@@ -9,7 +9,7 @@ import pytest
 
 from megagrpo.agents.seen import told
 from megagrpo.track.metrics import undocumented
-from megagrpo.trainer.agent_metrics import TOOLS_MAX, agent_metrics
+from megagrpo.trainer.step_metrics import TOOLS_MAX, agent_metrics
 from megagrpo.types import Group, Prompt
 from tests.agent_runs import CALL, calculator_run, group_of, tool_event, turn_event
 

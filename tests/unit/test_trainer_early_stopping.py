@@ -5,7 +5,7 @@ import pytest
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import RecipeError
 from megagrpo.recipe import schema
-from megagrpo.trainer.early_stopping import after_evaluation, rule_met
+from megagrpo.trainer.alerts import after_evaluation, rule_met
 
 
 def stop_after(rule: schema.EarlyStoppingConfig, values: list[float]) -> tuple[int | None, TrainerState]:

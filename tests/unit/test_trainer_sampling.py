@@ -53,7 +53,7 @@ class Engines:
         self.orders: list[Order] = []
 
     def order(self, prompt: Prompt, step: int, on_complete: Callable[[Order], None] = lambda order: None) -> Order:
-        return Order(training_requests(self._recipe, prompt, step), on_complete)
+        return Order(training_requests(self._recipe, prompt, step), on_complete, prompt)
 
     def add(self, orders: Sequence[Order]) -> None:
         self.orders += orders
@@ -325,7 +325,7 @@ def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_grou
         }
         assert sum(order.continued for order in orders) == len(known)
         again.rollouts.wait(lambda: all(order.complete for order in orders))
-    samples = {(one.prompt_id, one.index): one for order in orders for one in order.there()}
+    samples = {(one.prompt_id, one.index): one for order in orders for one in order.finished()}
     for at, before in known.items():
         count = len(before.tokens)
         assert samples[at].tokens[:count].tolist() == before.tokens.tolist()

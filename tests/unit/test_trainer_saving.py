@@ -19,7 +19,7 @@ class RanksWithFullDisk:
     def __init__(self) -> None:
         self.saves = 0
 
-    def take_snapshot(self) -> None:
+    def call(self, method: str) -> None:
         """The copy succeeds."""
 
     def write_snapshot(self, directory: Path) -> list[SavedFile]:

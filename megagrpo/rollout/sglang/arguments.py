@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.transport import LOAD_FORMAT
 
 if TYPE_CHECKING:
-    from megagrpo.processes.store import StoreAddress  # imports torch, too early for an actor
-    from megagrpo.rollout.engine import EngineSpec
+    from megagrpo.rollout.engine import EngineNode, EngineSpec
     from megagrpo.rollout.sglang.server import Server
 
 CHECK = Path(__file__).with_name("check_arguments.py")
@@ -94,16 +93,16 @@ def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[
         if name in options
     ]
     free = {name: value for name, value in options.items() if name not in OWNED}
-    environment, found = _asked(settings.python, free, plan_only)
-    return problems + ([] if plan_only else environment) + found
+    of_environment, of_options = _checked(settings.python, free, plan_only)
+    return problems + ([] if plan_only else of_environment) + of_options
 
 
-def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
+def _checked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
     """Asks the interpreter with SGLang. Returns the problems of its environment, and those of these options."""
     interpreter = python or sys.executable
     where = "rollout.engine" if python is None else "rollout.sglang.python"
     try:
-        asked = subprocess.run(
+        check = subprocess.run(
             [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
             input=json.dumps({"options": dict(options), "names_only": names_only}),
             env={**os.environ, **cache_variables()},
@@ -114,10 +113,10 @@ def _asked(python: str | None, options: Mapping[str, Any], names_only: bool) -> 
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [Problem(where, f"{interpreter}: {error}", "a Python interpreter with SGLang")], []
-    if asked.returncode != 0:
-        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
+    if check.returncode != 0:
+        last = (check.stderr.strip().splitlines() or ["no message"])[-1]
         return [Problem(where, f"{interpreter} failed: {last}", "a Python interpreter with SGLang")], []
-    answer = json.loads(asked.stdout.splitlines()[-1])
+    answer = json.loads(check.stdout.splitlines()[-1])
     if answer["environment"]:
         fix = "make sglang-cpu on a CPU machine, pip install megagrpo[sglang] on GPUs, or set rollout.sglang.python"
         return [Problem(where, answer["environment"], answer["needed"], fix)], []
@@ -211,32 +210,17 @@ def _in_blocks(options: Mapping[str, Any]) -> str:
     return json.dumps(changes | {"quantization_config": blocks})
 
 
-@dataclass(frozen=True)
-class ServerNode:
-    """One of the `nodes` of a server. Its ranks meet in a store on the first one; `port` is free there. `addresses` are
-    those of all its nodes."""
-
-    rank: int
-    nodes: int
-    meeting: StoreAddress
-    port: int
-    addresses: tuple[str, ...]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Returns this node's fields of ServerArgs."""
-        host = f"[{self.meeting.host}]" if ":" in self.meeting.host else self.meeting.host
-        return {"nnodes": self.nodes, "node_rank": self.rank, "dist_init_addr": f"{host}:{self.port}"}
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            MEETING_VARIABLE: json.dumps(asdict(self.meeting)),
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{MEETING_SCHEME}://",
-            "SGLANG_ZMQ_ALLOWED_PEERS": ",".join(self.addresses),
-            "SGLANG_ZMQ_SOURCE_IP": self.addresses[self.rank],
-            "SGLANG_HOST_IP": self.addresses[self.rank],
-        }
+def node_settings(node: EngineNode) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns one node's fields of ServerArgs, and its environment variables."""
+    host = f"[{node.meeting.host}]" if ":" in node.meeting.host else node.meeting.host
+    environment = {
+        MEETING_VARIABLE: json.dumps(asdict(node.meeting)),
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"{MEETING_SCHEME}://",
+        "SGLANG_ZMQ_ALLOWED_PEERS": ",".join(node.addresses),
+        "SGLANG_ZMQ_SOURCE_IP": node.addresses[node.rank],
+        "SGLANG_HOST_IP": node.addresses[node.rank],
+    }
+    return {"nnodes": node.nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{node.port}"}, environment
 
 
 def cache_variables() -> dict[str, str]:
@@ -249,7 +233,7 @@ def cache_variables() -> dict[str, str]:
     return {"SGLANG_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"sglang_{os.getuid()}")}
 
 
-def start_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
+def start_server(spec: EngineSpec) -> Server:
     """Starts the server of an engine of the run, or its process on one of several nodes. Raises EngineError."""
     from megagrpo.rollout.sglang.server import Server
 
@@ -269,9 +253,10 @@ def start_server(spec: EngineSpec, node: ServerNode | None = None) -> Server:
         loads_weights=spec.keeps_weights,
     )
     environment, name = server_environment(spec.device, rollout.layout.ranks, spec.threads, spec.index), spec.name
-    if node is not None:
-        arguments, environment = arguments | node.arguments, environment | node.environment
-        name = f"{name} node {node.rank}" if node.rank else name
+    if spec.node is not None:
+        of_node, variables = node_settings(spec.node)
+        arguments, environment = arguments | of_node, environment | variables
+        name = f"{name} node {spec.node.rank}" if spec.node.rank else name
     log = run_directory(recipe) / "logs" / f"{name.replace(' ', '_')}.log"
     return Server(arguments, name=name, log=log.absolute(), python=rollout.sglang.python, environment=environment)
 

@@ -21,12 +21,12 @@ OLDEST_PYTHON = (3, 11)
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    options = asked["options"]
+    settings = json.load(sys.stdin)
+    options = settings["options"]
     environment, needed = environment_problem()
     problems: list[dict[str, str]] = []
     if options and not environment:
-        names = declared_names() if asked["names_only"] else set()
+        names = declared_names() if settings["names_only"] else set()
         problems = name_problems(options, names) if names else option_problems(options)
     print(json.dumps({"environment": environment, "needed": needed, "problems": problems}))
 
@@ -39,9 +39,9 @@ def environment_problem() -> tuple[str, str]:
         return f"{sys.executable} has no SGLang", "the package sglang"
     from packaging.version import Version
 
-    found = importlib.metadata.version("sglang")
-    if Version(found) < Version(OLDEST_SGLANG):
-        return f"SGLang {found} in {sys.prefix}", f"SGLang {OLDEST_SGLANG} or later"
+    installed = importlib.metadata.version("sglang")
+    if Version(installed) < Version(OLDEST_SGLANG):
+        return f"SGLang {installed} in {sys.prefix}", f"SGLang {OLDEST_SGLANG} or later"
     return "", ""
 
 
@@ -59,17 +59,17 @@ def declared_names() -> set[str]:
     ]
     return {
         field.target.id
-        for found in classes
-        for field in found.body
+        for group in classes
+        for field in group.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
     }
 
 
 def name_problems(options: dict[str, Any], known: set[str]) -> list[dict[str, str]]:
-    found = []
+    problems = []
     for name in (name for name in options if name not in known):
         nearest = difflib.get_close_matches(name, known, n=1)
-        found.append(
+        problems.append(
             {
                 "where": f"rollout.sglang.{name}",
                 "given": repr(options[name]),
@@ -77,7 +77,7 @@ def name_problems(options: dict[str, Any], known: set[str]) -> list[dict[str, st
                 "fix": f"did you mean `{nearest[0]}`?" if nearest else "remove it",
             }
         )
-    return found
+    return problems
 
 
 def option_problems(options: dict[str, Any]) -> list[dict[str, str]]:
@@ -89,7 +89,7 @@ def option_problems(options: dict[str, Any]) -> list[dict[str, str]]:
 
     known = {field.name for field in record_fields(ServerArgs) if not field.name.startswith("_")}
     hints, annotated = get_type_hints(ServerArgs), get_type_hints(ServerArgs, include_extras=True)
-    found = name_problems(options, known)
+    problems = name_problems(options, known)
     for name in (name for name in options if name in known):
         hint, value = hints[name], options[name]
         problem = {"where": f"rollout.sglang.{name}", "given": repr(value)}
@@ -98,13 +98,13 @@ def option_problems(options: dict[str, Any]) -> list[dict[str, str]]:
         except ValidationError as error:
             reasons = sorted({str(detail["msg"]) for detail in error.errors()})
             written = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-            found.append({**problem, "needed": f"{written}: {'; '.join(reasons)}", "fix": ""})
+            problems.append({**problem, "needed": f"{written}: {'; '.join(reasons)}", "fix": ""})
             continue
         metadata = [item for item in getattr(annotated[name], "__metadata__", ()) if isinstance(item, Arg)]
         choices = metadata[0].choices if metadata else None
         if choices and value is not None and not isinstance(value, list) and value not in choices:
-            found.append({**problem, "needed": f"one of {', '.join(map(str, choices))}", "fix": ""})
-    return found
+            problems.append({**problem, "needed": f"one of {', '.join(map(str, choices))}", "fix": ""})
+    return problems
 
 
 if __name__ == "__main__":

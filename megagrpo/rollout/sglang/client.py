@@ -1,21 +1,26 @@
-"""The HTTP client of one SGLang server: many generations at once, control requests one by one. Knows no weights."""
+"""The HTTP client of one SGLang server: many generations at once, control requests one by one. Knows no weights.
+
+The body of /generate, and its answer, whole or in parts as they are sampled, are those of SGLang 0.5.23.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
 from megagrpo.errors import EngineError, Problem
-from megagrpo.rollout.sglang.answers import Answer
+from megagrpo.rollout.requests import after_begun
+from megagrpo.types import FinishReason, Request, Sample
 
 CONNECT_ATTEMPTS = 3
 CONNECT_PAUSE_SECONDS = 0.5
@@ -24,7 +29,127 @@ ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
 EVENTS = "text/event-stream"
+TOKENS_PER_PART = 50
+"""Tokens per part of a stream. SGLang's scheduler sends as many at once to its HTTP server if nothing is streamed."""
+FINISHES: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Result = TypeVar("Result")
+
+
+def generate_body(request: Request, rid: str, version: int, *, streams: bool) -> dict[str, Any]:
+    """Returns the body of /generate for one sample; the answer comes in parts if it `streams`. It shares keys and
+    values of its prompt only with requests of the same weight version: others' may be of other weights. With n > 1, all
+    samples of a prompt would have the seed of the first, could not be aborted alone, and would be answered together."""
+    sampling = request.sampling
+    return {
+        "rid": rid,
+        "input_ids": list(request.read),
+        "return_logprob": True,
+        "extra_key": str(version),
+        "stream": streams,
+        "sampling_params": {
+            "max_new_tokens": request.tokens_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": list(sampling.stop_tokens),
+            "sampling_seed": request.seed,
+            "stream_interval": TOKENS_PER_PART,
+        },
+    }
+
+
+class Answer:
+    """A server's answer to one request. A server with incremental_streaming_output sends each token once.
+
+    `version`: of all tokens, whatever the server calls its weights; None: as the server reports for each token.
+    """
+
+    def __init__(self, request: Request, version: int | None = None) -> None:
+        self.request, self._version = request, version
+        self._tokens, self._logprobs = array("i"), array("f")
+        self._versions: np.ndarray | None = np.zeros(0, np.int32)
+        """Versions of the first tokens, as far as the server has reported. None: one is missing or is not a number."""
+        self._meta: Mapping[str, Any] = {}
+        self._agree = True
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        meta = self._meta = part["meta_info"]
+        # SGLang ends a request that waits with tokens that it has sent before, after those that it has not.
+        new = meta["completion_tokens"] - len(self._tokens)
+        tokens, entries = part["output_ids"][:new], (meta.get("output_token_logprobs") or [])[:new]
+        self._agree &= len(tokens) == new and [entry[1] for entry in entries] == tokens
+        self._tokens.extend(tokens)
+        self._logprobs.extend(entry[0] for entry in entries)
+        spans = meta.get("weight_versions")
+        if self._version is not None:
+            spans = [{"version": self._version, "start": 0, "end": len(self._tokens)}]
+        elif spans is None and self.ended:
+            spans = [{"version": meta.get("weight_version"), "start": 0, "end": len(self._tokens)}]
+        if spans is not None:
+            self._versions = _versions(spans, len(self._tokens))
+
+    @property
+    def count(self) -> int:
+        """Returns the number of tokens."""
+        return len(self._tokens)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._meta.get("finish_reason"))
+
+    def so_far(self) -> Sample:
+        """Returns the tokens whose versions are known, after those of `request.begun`, without text."""
+        versions = np.zeros(0, np.int32) if self._versions is None else self._versions
+        return self._after_begun(versions, "abort" if not self.ended else "length")
+
+    def sample(
+        self, text_of: Callable[[np.ndarray, FinishReason], str], engine: str, stops: Collection[int] = ()
+    ) -> Sample:
+        """Returns the whole sample, once the answer has ended. stops: the model's own tokens that end a response.
+
+        Raises EngineError if tokens, logprobs and weight versions do not belong together.
+        """
+        meta = self._meta
+        finish = FINISHES.get((meta.get("finish_reason") or {}).get("type", ""))
+        versions = self._versions
+        agree = self._agree and np.isfinite(np.array(self._logprobs)).all()
+        if finish is None or versions is None or len(versions) != self.count or not agree:
+            raise EngineError(
+                Problem(
+                    f"{engine}: an answer for prompt {self.request.prompt_id}",
+                    given=f"{self.count} tokens, {len(self._logprobs)} logprobs (or some of other tokens, or some that "
+                    f"are not finite), finish_reason {meta.get('finish_reason')}, "
+                    f"weight_versions {meta.get('weight_versions')}",
+                    needed="a finite logprob for each token, a known end, and a weight version of this run for each",
+                )
+            )
+        if finish == "abort":
+            finish = self._finish_if_complete(stops)
+        sample = self._after_begun(versions, finish)
+        return replace(sample, text=text_of(sample.tokens, finish))
+
+    def _finish_if_complete(self, stops: Collection[int]) -> FinishReason:
+        """Returns the finish reason of an aborted request. SGLang reports abort even if the last token ends the
+        response: if such a response were resumed, it would have tokens after its end."""
+        if self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
+            return "stop"
+        return "length" if self.count == self.request.tokens_left else "abort"
+
+    def _after_begun(self, versions: np.ndarray, finish: FinishReason) -> Sample:
+        request, known = self.request, len(versions)
+        tokens, logprobs = np.array(self._tokens[:known], np.int32), np.array(self._logprobs[:known], np.float32)
+        return after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
+
+
+def _versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray | None:
+    """Returns the version of each token, int32 [count], or None if one is missing or is not a number."""
+    versions = np.full(count, -1, dtype=np.int32)
+    for span in spans:
+        if span["end"] > span["start"]:
+            if not str(span["version"]).isdecimal():
+                return None
+            versions[span["start"] : span["end"]] = int(span["version"])
+    return None if (versions < 0).any() else versions
 
 
 @dataclass(frozen=True)
@@ -63,14 +188,11 @@ class SglangClient:
 
         Retries only if no connection was made: then the server has not seen the request.
         """
-        return self.run(self.post_async(path, body, self._timeout))
+        return self.run(self._answer("POST", path, body))
 
     def get(self, path: str) -> Mapping[str, Any]:
         """Sends a control request that asks the server about itself. Raises EngineError likewise."""
-        return self.run(self._answer("GET", path, None, self._timeout))
-
-    async def post_async(self, path: str, body: Mapping[str, Any], timeout_seconds: float) -> Mapping[str, Any]:
-        return await self._answer("POST", path, body, timeout_seconds)
+        return self.run(self._answer("GET", path, None))
 
     async def generate(
         self, body: Mapping[str, Any], answer: Answer, up: asyncio.Event, held: Callable[[], bool] = lambda: False
@@ -97,7 +219,7 @@ class SglangClient:
     async def abort(self, rid: str) -> None:
         """Aborts the request of this id: the server soon answers with its tokens so far. All ids have one length,
         because SGLang takes a prefix of an id for the id."""
-        await self.post_async("/abort_request", {"rid": rid}, self._timeout)
+        await self._answer("POST", "/abort_request", {"rid": rid})
 
     def close(self) -> None:
         """Drops every connection. May be called twice."""
@@ -124,30 +246,28 @@ class SglangClient:
         self._loop.stop()
 
     async def _generate(self, body: Mapping[str, Any], answer: Answer) -> None:
-        asked = "POST /generate"
+        call = "POST /generate"
 
         async def take(response: aiohttp.ClientResponse) -> None:
             if response.content_type != EVENTS:
-                answer.add(self._read(asked, response.status, await response.text()))
+                answer.add(self._read(call, response.status, await response.text()))
                 return
             rest = b""
             async for part in response.content.iter_any():
                 *events, rest = (rest + part).split(b"\n\n")
                 for event in events:
                     if (text := event.removeprefix(b"data: ").decode()) != "[DONE]":
-                        answer.add(self._not_refused(asked, self._read(asked, response.status, text)))
+                        answer.add(self._not_refused(call, self._read(call, response.status, text)))
             if not answer.ended:
                 raise aiohttp.ClientPayloadError("the answer has no end")
 
         await self._exchange("POST", "/generate", body, None, take)
 
-    async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_seconds: float | None
-    ) -> Mapping[str, Any]:
+    async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Mapping[str, Any]:
         async def take(response: aiohttp.ClientResponse) -> Mapping[str, Any]:
             return self._read(f"{method} {path}", response.status, await response.text())
 
-        return await self._exchange(method, path, body, timeout_seconds, take)
+        return await self._exchange(method, path, body, self._timeout, take)
 
     async def _exchange(
         self,
@@ -157,7 +277,7 @@ class SglangClient:
         timeout_seconds: float | None,
         take: Callable[[aiohttp.ClientResponse], Awaitable[Result]],
     ) -> Result:
-        asked = f"{method} {path}"
+        call = f"{method} {path}"
         for attempt in range(CONNECT_ATTEMPTS):
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -165,16 +285,16 @@ class SglangClient:
                         return await take(response)
             except aiohttp.ClientConnectorError as error:
                 if attempt + 1 == CONNECT_ATTEMPTS:
-                    raise EngineError(self._failure(asked, f"no connection: {error}")) from error
+                    raise EngineError(self._failure(call, f"no connection: {error}")) from error
                 await asyncio.sleep(CONNECT_PAUSE_SECONDS)
             except TimeoutError as error:
-                raise EngineError(self._failure(asked, f"no answer within {timeout_seconds:g} s")) from error
+                raise EngineError(self._failure(call, f"no answer within {timeout_seconds:g} s")) from error
             except (aiohttp.ClientError, OSError) as error:
                 broken = f"the connection broke: {type(error).__name__} {error}".rstrip()
-                raise BrokenConnection(self._failure(asked, broken)) from error
+                raise BrokenConnection(self._failure(call, broken)) from error
         raise AssertionError("unreachable")
 
-    def _read(self, asked: str, status: int, text: str) -> Mapping[str, Any]:
+    def _read(self, call: str, status: int, text: str) -> Mapping[str, Any]:
         try:
             answer = json.loads(text)
         except json.JSONDecodeError:
@@ -185,25 +305,21 @@ class SglangClient:
             message = answer.get("message") or answer.get("error") or text
             if isinstance(message, dict):
                 message = message.get("message", message)
-            raise EngineError(self._failure(asked, f"HTTP {status}: {str(message)[:LONGEST_MESSAGE]}"))
+            raise EngineError(self._failure(call, f"HTTP {status}: {str(message)[:LONGEST_MESSAGE]}"))
         return answer
 
-    def _not_refused(self, asked: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _not_refused(self, call: str, event: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns a part of an answer. Raises EngineError if it is a refusal, which comes with HTTP 200 as well."""
         reason = event.get("meta_info", {}).get("finish_reason") or {}
         if "meta_info" not in event or (reason.get("status_code") or 0) >= 400:
             message = event.get("error") or reason or event
             given = str(message.get("message", message))[:LONGEST_MESSAGE]
-            raise EngineError(self._failure(asked, given))
+            raise EngineError(self._failure(call, given))
         return event
 
 
 class BrokenConnection(EngineError):  # noqa: N818
     """A connection that broke after the request was sent: the server may have acted on it."""
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex
 
 
 class RequestGate:

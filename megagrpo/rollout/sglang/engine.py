@@ -4,6 +4,7 @@ started, or one that runs already."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,17 @@ from typing import Any
 import numpy as np
 
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar, UpdateProtocol, check_prompts
+from megagrpo.rollout.engine import Done, Engine, EngineSpec, MemoryTag, SoFar, UpdateProtocol
 from megagrpo.rollout.requests import nothing_sampled
-from megagrpo.rollout.sglang.answers import Answer, generate_body
 from megagrpo.rollout.sglang.arguments import OWNED
-from megagrpo.rollout.sglang.client import BrokenConnection, Endpoint, RequestGate, SglangClient, new_request_id
+from megagrpo.rollout.sglang.client import (
+    Answer,
+    BrokenConnection,
+    Endpoint,
+    RequestGate,
+    SglangClient,
+    generate_body,
+)
 from megagrpo.rollout.sglang.server import Server
 from megagrpo.tokenizer import end_tokens, load_tokenizer, response_texts
 from megagrpo.types import FinishReason, Request, Sample
@@ -124,8 +131,7 @@ class SglangEngine(Engine):
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
         """Starts to sample these requests. If an update begins meanwhile, those that are not sent yet wait for its end,
         and those that run are paused as the recipe says."""
-        self._protocol.check_open()
-        check_prompts(requests.values(), self._protocol.name)
+        self._protocol.check_open(requests.values())
         self._resume_memory(["kv_cache"])
         self._client.run(self._begin(requests, done))
 
@@ -186,7 +192,7 @@ class SglangEngine(Engine):
                 return sample
 
     async def _send(self, ticket: int, request: Request, end: asyncio.Event) -> Answer:
-        rid = new_request_id()
+        rid = uuid.uuid4().hex
         answer = self._answers[ticket] = Answer(request, self._fixed_version)
         body = generate_body(request, rid, self._protocol.version, streams=self._streams)
         with self._gate.running():
@@ -250,9 +256,9 @@ class SglangEngine(Engine):
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         self._open_update()
-        found = self._weights.bucket_digests(tensor, destinations)
+        by_rank = self._weights.bucket_digests(tensor, destinations)
         self._end_update()
-        return found
+        return by_rank
 
     def commit_update(self, version: int) -> None:
         self._protocol.check_commit(version)

@@ -50,26 +50,17 @@ OWNER_CHECK_SECONDS = 0.5
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
-class MegagrpoFinder(importlib.abc.MetaPathFinder):
-    """A finder of the megagrpo that started the server, and of nothing else of its environment."""
+class Finder(importlib.abc.MetaPathFinder):
+    """A finder of the megagrpo that started the server, and of nothing else of its environment. It changes modules of
+    SGLang in each process that imports them: see rest_while_paused, tell_versions and keep_loads_with_sockets."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "megagrpo":
-            return None
-        return importlib.util.spec_from_file_location(
-            fullname, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-        )
-
-
-class ChangingFinder(importlib.abc.MetaPathFinder):
-    """A finder that changes modules of SGLang in each process that imports them: see rest_while_paused, tell_versions
-    and keep_loads_with_sockets."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "megagrpo":
+            return importlib.util.spec_from_file_location(
+                fullname, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+            )
         if fullname not in (SCHEDULER, LOADS):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
@@ -97,7 +88,7 @@ def prepare_server_process(*, spawned: bool) -> None:
     # A script's own directory comes first on the path: its `server` and `engine` would hide other modules.
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]
-    sys.meta_path[:0] = [MegagrpoFinder(), ChangingFinder()]
+    sys.meta_path.insert(0, Finder())
     if spawned:  # SGLang asks for the same, but only once it is imported
         from megagrpo.processes.lifetime import end_with_parent
 
@@ -133,8 +124,8 @@ def meet_in_store(meeting: str) -> None:
 
     def join(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Any, int, int]]:
         store = StoreAddress(**json.loads(meeting)).connect(timeout.total_seconds())
-        asked = dict(parse_qsl(urlsplit(url).query))
-        yield store, int(asked["rank"]), int(asked["world_size"])
+        query = dict(parse_qsl(urlsplit(url).query))
+        yield store, int(query["rank"]), int(query["world_size"])
 
     torch.distributed.register_rendezvous_handler(MEETING_SCHEME, join)
 
@@ -238,9 +229,9 @@ def skip_other_models(directory: Path, models: Path) -> None:
     architectures = json.loads((directory / "config.json").read_text(encoding="utf-8"))["architectures"]
     defines = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
     texts = {file.stem: file.read_text(encoding="utf-8") for file in models.glob("*.py")}
-    own = [name for name, text in texts.items() if defines.search(text)]
-    if own and not any("ModelRegistry" in texts[name] for name in own):  # such a model has another one inside
-        others = [name for name in texts if name not in own and not name.startswith("transformers")]
+    used = [name for name, text in texts.items() if defines.search(text)]
+    if used and not any("ModelRegistry" in texts[name] for name in used):  # such a model has another one inside
+        others = [name for name in texts if name not in used and not name.startswith("transformers")]
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 

@@ -181,9 +181,9 @@ class Server:
 
     def _note_leftovers(self) -> None:
         self._members = members(self._process.pid)
-        found = shared_files(self._members) - self._shared
-        if found or not self._note.exists():
-            self._shared |= found
+        shared = shared_files(self._members) - self._shared
+        if shared or not self._note.exists():
+            self._shared |= shared
             note_leftovers(self._note, self._process.pid, self._directory, self._shared)
 
     def _answers(self, path: str, timeout_seconds: float) -> bool:
@@ -245,9 +245,9 @@ def note_leftovers(note: Path, group: int, directory: str, files: Iterable[Path]
 
     The note names the machine: several may share the note's directory, but not memory and temporary files.
     """
-    own = {"group": group, "directory": directory, "files": sorted(map(str, files))}
+    leftovers = {"group": group, "directory": directory, "files": sorted(map(str, files))}
     part = note.with_name(f"{note.name}.part")
-    part.write_text(json.dumps({"host": socket.gethostname(), **own}))
+    part.write_text(json.dumps({"host": socket.gethostname(), **leftovers}))
     part.replace(note)
 
 
