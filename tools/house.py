@@ -36,18 +36,18 @@ BUDGETS = {
     ("rollout",): 3_138,
     ("cluster",): 3_618,
     ("trainer", "evaluation"): 4_486,
-    ("recipe", "preflight", "doctor"): 5_764,
+    ("recipe", "preflight", "doctor"): 5_763,
     ("plan",): 5_453,
     ("data",): 2_835,
     ("reward",): 8_365,
     ("agents",): 5_280,
     ("track", "report"): 5_431,
     ("importing",): 3_616,
-    ("commands", "processes", ""): 2_629,
+    ("commands", "processes", ""): 2_585,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=384),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=380),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
