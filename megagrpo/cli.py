@@ -67,10 +67,11 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
             needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
             wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
             return report(wrong)
-        if not _is_shortage(error):
+        number = error.errno if isinstance(error, OSError) else errno.EAGAIN if NO_THREAD in str(error) else None
+        if number not in SHORTAGES and not isinstance(error, MemoryError):
             raise
         room = "make room (disk, memory, ulimit -n)"
-        if NO_THREAD in str(error) or getattr(error, "errno", None) == errno.EAGAIN:
+        if number == errno.EAGAIN:
             room = "allow more processes and threads (ulimit -u, or pids.max of the container or job)"
         fix = f"{room}, then start the same command again: a run continues"
         shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
@@ -78,13 +79,6 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-
-
-def _is_shortage(error: MemoryError | OSError | RuntimeError) -> bool:
-    """Returns whether the machine lacks room for a command: then the command itself is not wrong."""
-    if isinstance(error, OSError):
-        return error.errno in SHORTAGES
-    return isinstance(error, MemoryError) or NO_THREAD in str(error)
 
 
 def _print_last(error: MegagrpoError, *, debug: bool, console: str | None) -> int:
@@ -141,12 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="also print where in the code an error was raised")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    looking, making = (
-        (add_plan, add_runs, add_report, add_track, add_doctor),
-        (add_data, add_prepare, add_convert, add_import),
-    )
-    for add in (add_train, *looking, *making):
-        add(commands)
+    add_train(commands)
+    for add_looking in (add_plan, add_runs, add_report, add_track, add_doctor):
+        add_looking(commands)
+    for add_making in (add_data, add_prepare, add_convert, add_import):
+        add_making(commands)
     return parser
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.commands.arguments import Commands, add_command, add_output, add_overrides, whole_number
 from megagrpo.errors import PreflightError, Problem
-from megagrpo.processes.imports import importing
+from megagrpo.processes import importing
 from megagrpo.progress import progress
 
 if TYPE_CHECKING:
