@@ -36,7 +36,7 @@ BUDGETS = {
     ("rollout",): 3_138,
     ("cluster",): 3_618,
     ("trainer", "evaluation"): 4_486,
-    ("recipe", "preflight", "doctor"): 5_763,
+    ("recipe", "preflight", "doctor"): 5_684,
     ("plan",): 5_453,
     ("data",): 2_835,
     ("reward",): 8_365,
@@ -47,7 +47,7 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=379),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=377),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -18,13 +18,15 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megagrpo.errors import Problem, brief
+from megagrpo.errors import Problem, brief, listed
 from megagrpo.section import ByName, Section
 
 LONGEST_VALUE = 60
 PROBLEMS_MAX = 100
 NAMES_OF_TYPES = re.compile(r"str$|literal\[|list\[|dict\[|constrained-str")
 """Pydantic's names for the types of a union other than sections."""
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?")
+TRUE_OR_FALSE = dict.fromkeys(("yes", "on", "true"), "true") | dict.fromkeys(("no", "off", "false"), "false")
 UNIONS = (typing.Union, types.UnionType)
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
@@ -102,8 +104,7 @@ class Expected:
 
     def words(self) -> str:
         """Returns `an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
-        *words, last = (_words(kind, metadata) for kind, metadata in self.members)
-        return f"{', '.join(words)} or {last}" if words else last
+        return listed([_words(kind, metadata) for kind, metadata in self.members], "or")
 
 
 def is_field(path: str, recipe_class: type[Section]) -> bool:
@@ -147,7 +148,7 @@ def schema_problems(
 
 def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[Section]) -> Problem:
     """Returns the problem of a key that the section does not have, with the name that was probably meant."""
-    keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
+    keys = list(dict.fromkeys(name for one in section.sections for name in one.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
     if path in moved() and value is None:
         fix = "remove it"
@@ -157,7 +158,7 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
         fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
     elif owners:
         chooser = next(name for name in ("name", "level", "kind") if name in keys)
-        fix = f"remove it, or write {chooser}: {owners[0]} (it is for {_listed(owners)})"
+        fix = f"remove it, or write {chooser}: {owners[0]} (it is for {listed(owners)})"
     elif guess := nearest(key, keys):
         fix = _did_you_mean(guess)
     elif elsewhere := list(dict.fromkeys(p for p in _paths(recipe_class, "") if p.rpartition(".")[2] == key)):
@@ -265,30 +266,19 @@ def _fix_of_text(path: str, value: str, expected: Expected) -> str:
     if expected.choice:
         return "write one of these names"
     words = expected.words()
-    if "integer" in words and value.replace("_", "").replace(",", "").isdecimal():
-        return f"write {value.replace('_', '').replace(',', '')}, without quotes or separators"
-    if "true or false" in words and value.lower() in ("yes", "on", "no", "off", "true", "false"):
-        return f"write {'true' if value.lower() in ('yes', 'on', 'true') else 'false'}"
-    if "number" in words and "," not in value and _is_number(value):
+    if "integer" in words and (digits := value.replace("_", "").replace(",", "")).isdecimal():
+        return f"write {digits}, without quotes or separators"
+    if "true or false" in words and value.lower() in TRUE_OR_FALSE:
+        return f"write {TRUE_OR_FALSE[value.lower()]}"
+    if "number" in words and NUMBER.fullmatch(value):
         return f"write {value} without quotes"
     if path == "name":
         return "use letters, digits, dot, dash and underscore only"
     return ""
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 def _did_you_mean(name: str) -> str:
     return f"did you mean `{name}`?"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
