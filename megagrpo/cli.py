@@ -14,14 +14,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megagrpo import __version__
-from megagrpo.commands.convert import add_convert
-from megagrpo.commands.data import add_data
-from megagrpo.commands.doctor import add_doctor
-from megagrpo.commands.importing import add_import
-from megagrpo.commands.plan import add_plan
-from megagrpo.commands.prepare import add_prepare
-from megagrpo.commands.report import add_report, add_runs
-from megagrpo.commands.track import add_track
+from megagrpo.commands.convert import add_convert, add_import
+from megagrpo.commands.data import add_data, add_prepare
+from megagrpo.commands.plan import add_doctor, add_plan
+from megagrpo.commands.report import add_report, add_runs, add_track
 from megagrpo.commands.train import add_train
 from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, printable
 from megagrpo.progress import is_terminal, shown_by, usual_display
@@ -51,8 +47,8 @@ class Unfailing(io.FileIO):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 2 for what the user can correct, others as in errors.py."""
-    asked = parse(arguments)
-    return run_command(partial(asked.command, asked), debug=asked.debug, console=getattr(asked, "console", None))
+    args = parse(arguments)
+    return run_command(partial(args.command, args), debug=args.debug, console=getattr(args, "console", None))
 
 
 def run_command(command: Callable[[], int], *, debug: bool = False, console: str | None = None) -> int:
@@ -60,7 +56,7 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
     the output that the command makes itself, without the usual display."""
     if sys.stdout is sys.__stdout__:
         sys.stdout, sys.stderr = Unfailing.standard(1), Unfailing.standard(2)
-    report = partial(_told, debug=debug, console=console)
+    report = partial(_print_last, debug=debug, console=console)
     try:
         with nullcontext() if console else shown_by(usual_display()):
             return command()
@@ -71,10 +67,11 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
             needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
             wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
             return report(wrong)
-        if not _is_shortage(error):
+        number = error.errno if isinstance(error, OSError) else errno.EAGAIN if NO_THREAD in str(error) else None
+        if number not in SHORTAGES and not isinstance(error, MemoryError):
             raise
         room = "make room (disk, memory, ulimit -n)"
-        if NO_THREAD in str(error) or getattr(error, "errno", None) == errno.EAGAIN:
+        if number == errno.EAGAIN:
             room = "allow more processes and threads (ulimit -u, or pids.max of the container or job)"
         fix = f"{room}, then start the same command again: a run continues"
         shortage = MachineError(Problem("this machine", str(error) or "out of memory", "room for the command", fix))
@@ -84,14 +81,7 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
         return EXIT_INTERRUPTED
 
 
-def _is_shortage(error: MemoryError | OSError | RuntimeError) -> bool:
-    """Returns whether the machine lacks room for a command: then the command itself is not wrong."""
-    if isinstance(error, OSError):
-        return error.errno in SHORTAGES
-    return isinstance(error, MemoryError) or NO_THREAD in str(error)
-
-
-def _told(error: MegagrpoError, *, debug: bool, console: str | None) -> int:
+def _print_last(error: MegagrpoError, *, debug: bool, console: str | None) -> int:
     """Prints the error once, as the last output of a command. Returns the exit code."""
     if debug:
         traceback.print_exc()
@@ -122,14 +112,14 @@ def print_error(text: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; `command` is the function to call. Exits with code 2 if they are not valid."""
     parser = _parser()
-    asked, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(asked, "overrides") or any(text.startswith("-") for text in rest)):
+    args, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides behind a flag: argparse does not add them to those before it
-        asked.overrides = [*asked.overrides, *rest]
-    if getattr(asked, "gpus", None) is not None and not asked.search:
+        args.overrides = [*args.overrides, *rest]
+    if getattr(args, "gpus", None) is not None and not args.search:
         parser.error("--gpus is for --search")
-    return asked
+    return args
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,12 +135,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="also print where in the code an error was raised")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    looking, making = (
-        (add_plan, add_runs, add_report, add_track, add_doctor),
-        (add_data, add_prepare, add_convert, add_import),
-    )
-    for add in (add_train, *looking, *making):
-        add(commands)
+    add_train(commands)
+    for add_looking in (add_plan, add_runs, add_report, add_track, add_doctor):
+        add_looking(commands)
+    for add_making in (add_data, add_prepare, add_convert, add_import):
+        add_making(commands)
     return parser
 
 

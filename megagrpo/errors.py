@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 EXIT_USER_ERROR = 2
@@ -51,15 +51,12 @@ class MegagrpoError(Exception):
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__(str(self))
+        super().__init__(self.problems)  # with which pickle makes it again
 
     def __str__(self) -> str:
         count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
         shown = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
         return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in shown)])
-
-    def __reduce__(self) -> tuple[type[MegagrpoError], tuple[tuple[Problem, ...]]]:
-        return type(self), (self.problems,)
 
 
 def printable(text: str) -> str:
@@ -75,6 +72,12 @@ def brief(value: object) -> str:
         return f"an integer of {value.bit_length():,} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def listed(names: Sequence[object], word: str = "and") -> str:
+    """Joins names: `a, b and c`."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def first_line(error: BaseException) -> str:

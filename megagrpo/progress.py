@@ -76,71 +76,53 @@ class Work:
 
 
 class Display:
-    """The base of displays: it knows the works that are under way, and shows none of them."""
+    """A record of the works that are under way. A subclass with `look_seconds` shows them: a thread calls its `look` as
+    often, from the first work on."""
+
+    look_seconds: float | None = None
 
     def __init__(self) -> None:
         self.under_way: tuple[Work, ...] = ()
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def begin(self, work: Work) -> None:
         with self._lock:
-            work.within = next((each for each in reversed(self.under_way) if each.thread == work.thread), None)
+            around = (one for one in reversed(self.under_way) if one.thread == work.thread)
+            work.within = next(around, None)
             self.under_way = (*self.under_way, work)
+            if self._thread is None and self.look_seconds is not None:
+                self._thread = threading.Thread(target=self._look_on, name="progress", daemon=True)
+                self._thread.start()
 
     def end(self, work: Work) -> None:
         with self._lock:
-            self.under_way = tuple(each for each in self.under_way if each is not work)
+            self.under_way = tuple(one for one in self.under_way if one is not work)
 
     def innermost(self) -> list[Work]:
         """Returns the works that have no part under way."""
         works = self.under_way
-        whole = {each.within for each in works}
-        return [each for each in works if each not in whole]
-
-    def close(self) -> None:
-        """Stops the display: it shows nothing any more."""
-
-
-class Looking(Display):
-    """A display that looks at the works a few times a second, in a thread, while there are any."""
-
-    look_seconds = LINE_LOOK_SECONDS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._some, self._closed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, work: Work) -> None:
-        super().begin(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look_on, name="progress", daemon=True)
-            self._thread.start()
-        self._some.set()
-
-    def end(self, work: Work) -> None:
-        super().end(work)
-        if not self.under_way:
-            self._some.clear()
+        whole = {work.within for work in works}
+        return [work for work in works if work not in whole]
 
     def look(self, now: float) -> None:
         """Shows the works as they are."""
 
     def close(self) -> None:
+        """Stops the display: it shows nothing any more."""
         self._closed.set()
-        self._some.set()
         if self._thread is not None:
             self._thread.join()
 
     def _look_on(self) -> None:
-        while not self._closed.is_set():
-            self._some.wait()
-            if not self._closed.wait(self.look_seconds):
-                self.look(time.monotonic())
+        while not self._closed.wait(self.look_seconds):
+            self.look(time.monotonic())
 
 
-class Lines(Looking):
+class Lines(Display):
     """A line on work that takes long: after ten seconds, then ever more seldom, and at its end."""
+
+    look_seconds = LINE_LOOK_SECONDS
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
@@ -161,7 +143,7 @@ class Lines(Looking):
             self._say(f"{work.label}: ended after {clock(time.monotonic() - work.began)}")
 
 
-class Bars(Looking):
+class Bars(Display):
     """Bars at the bottom of a terminal, which are gone when the work is done."""
 
     look_seconds = BAR_LOOK_SECONDS

@@ -74,11 +74,11 @@ def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
             yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
 
 
-def _values_of_problems(found: object) -> Iterable[Mapping[str, object]]:
-    """Returns the values of each problem that a rule has found."""
-    if isinstance(found, Iterator) or (isinstance(found, list) and isinstance(next(iter(found), None), Mapping)):
-        return found
-    return [{}] if found else []
+def _values_of_problems(result: object) -> Iterable[Mapping[str, object]]:
+    """Returns the values of each problem in a rule's result."""
+    if isinstance(result, Iterator) or (isinstance(result, list) and isinstance(next(iter(result), None), Mapping)):
+        return result
+    return [{}] if result else []
 
 
 class _Written(Formatter):
@@ -111,16 +111,16 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
 
     `checked` is a section without broken rules, if there is one: parts that both share are not checked again.
     """
-    found = []
+    problems = []
     for name in type(section).model_fields:
         value, good = getattr(section, name), getattr(checked, name, None)
         if isinstance(value, Section) and value is not good:
-            found += broken_rules(value, f"{path}{name}.", good)
+            problems += broken_rules(value, f"{path}{name}.", good)
         elif isinstance(value, list | dict):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
-                    found += broken_rules(item, f"{path}{name}.{key}.")
-    return found + [replace(problem, where=path + problem.where) for problem in problems_by(section.RULES, section)]
+                    problems += broken_rules(item, f"{path}{name}.{key}.")
+    return problems + [replace(problem, where=path + problem.where) for problem in problems_by(section.RULES, section)]
 
 
 def repeated(names: Sequence[object]) -> list[str]:
@@ -150,12 +150,12 @@ class ByName:
 
     def members(self, union: Any) -> dict[str, type[Section]]:
         """Returns the sections by their names."""
-        found: dict[str, type[Section]] = {}
+        sections: dict[str, type[Section]] = {}
         for member in get_args(union) or (union,):
             annotation = member.model_fields[self.key].annotation
             names = get_args(annotation) if get_origin(annotation) is Literal else (self.OWN,)
-            found |= dict.fromkeys(names, member)
-        return found
+            sections |= dict.fromkeys(names, member)
+        return sections
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         choices = {name: handler.generate_schema(member) for name, member in self.members(source).items()}
@@ -168,9 +168,9 @@ class ByName:
         for member in members:
             described = handler.resolve_ref_schema(member)
             key = described["properties"][self.key]
-            own = [key["const"]] if "const" in key else key.get("enum", [])
-            names += own
-            if self.default not in own:
+            chosen_by = [key["const"]] if "const" in key else key.get("enum", [])
+            names += chosen_by
+            if self.default not in chosen_by:
                 described["required"] = [self.key, *(k for k in described.get("required", []) if k != self.key)]
         texts: list[dict[str, Any]] = [{"enum": names}]
         if len(names) < len(members):

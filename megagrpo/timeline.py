@@ -6,7 +6,6 @@ Code that works or waits reports it (`record`, `span`); spans are kept only betw
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,26 +29,20 @@ class Timeline:
 
     def __init__(self) -> None:
         self._spans: list[Span] | None = None
-        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Starts to keep spans."""
-        with self._lock:
-            self._spans = []
+        self._spans = []
 
     def take(self) -> list[Span]:
         """Returns the spans kept since `begin`, and stops keeping them."""
-        with self._lock:
-            spans, self._spans = self._spans or [], None
+        spans, self._spans = self._spans or [], None
         return spans
 
     def record(self, who: str, what: str, begin: float, end: float) -> None:
         """Records a span by its fields, if spans are kept."""
-        if self._spans is None:
-            return
-        with self._lock:
-            if self._spans is not None:
-                self._spans.append(Span(who, what, begin, end))
+        if (spans := self._spans) is not None:  # `take` may set it to None at any time
+            spans.append(Span(who, what, begin, end))
 
     @contextmanager
     def span(self, who: str, what: str) -> Iterator[None]:
@@ -90,7 +83,7 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     """Yields each span with its row: the first in which it lies inside the open span, or in which no span is open.
     Viewers draw a row's spans as a stack."""
     rows: list[list[Span]] = []
-    for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         for open_spans in rows:
             while open_spans and open_spans[-1].end <= span.begin:
                 open_spans.pop()
@@ -99,4 +92,4 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
         else:
             rows.append(open_spans := [])
         open_spans.append(span)
-        yield next(row for row, each in enumerate(rows) if each is open_spans), span
+        yield next(row for row, spans_of_row in enumerate(rows) if spans_of_row is open_spans), span

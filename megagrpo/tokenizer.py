@@ -40,12 +40,12 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 def end_tokens(directory: str | Path) -> set[int]:
     """Returns the end-of-sequence tokens, at which engines stop: of config.json and generation_config.json."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(directory) / name
         given = read_json(path).get("eos_token_id") if path.is_file() else None
-        found.update(given if isinstance(given, list) else () if given is None else (given,))
-    return found
+        tokens.update(given if isinstance(given, list) else () if given is None else (given,))
+    return tokens
 
 
 def load_chat_tokenizer(directory: str | Path, template_file: str | None = None) -> PreTrainedTokenizerBase:
@@ -65,14 +65,14 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
         where, needed = f"{directory}: the tokenizer has no chat template", "a Jinja template for messages"
         fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
         raise ModelError(Problem(where, needed=needed, fix=fix))
-    own: Any = tokenizer.chat_template  # one, or several by name
-    named = {name: _of_one_day(text) for name, text in own.items()} if isinstance(own, dict) else None
-    tokenizer.chat_template = named or _of_one_day(own)
+
+    def of_one_day(template: Any) -> Any:  # one, or several by name
+        if isinstance(template, dict):
+            return {name: of_one_day(text) for name, text in template.items()}
+        return CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
+
+    tokenizer.chat_template = of_one_day(tokenizer.chat_template)
     return tokenizer
-
-
-def _of_one_day(template: str) -> str:
-    return CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
 
 
 def identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -99,7 +99,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[M
     def marked(value: Any) -> Any:
         if isinstance(value, str):
             plain = value.replace(NAMED, "").replace(END_OF_NAME, "")
-            return named.sub(lambda found: f"{NAMED}{special.index(found[0])}{END_OF_NAME}", plain)
+            return named.sub(lambda name: f"{NAMED}{special.index(name[0])}{END_OF_NAME}", plain)
         if isinstance(value, Mapping):
             return {key: marked(item) for key, item in value.items()}
         return [marked(item) for item in value] if isinstance(value, list | tuple) else value

@@ -24,8 +24,8 @@ def _datetime_text(value: datetime) -> str:
 
 def _datetime(text: str) -> datetime:
     value, fold, zone = text.rsplit(" ", 2)
-    found = datetime.fromisoformat(value).replace(fold=int(fold))
-    return found.replace(tzinfo=ZoneInfo(zone)) if zone else found
+    moment = datetime.fromisoformat(value).replace(fold=int(fold))
+    return moment.replace(tzinfo=ZoneInfo(zone)) if zone else moment
 
 
 TYPES: Mapping[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {

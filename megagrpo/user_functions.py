@@ -66,12 +66,12 @@ def load_function(text: str, where: str, error: type[MegagrpoError], source: byt
     module = _imported(Path(file).resolve(), where, error, source)
     function = getattr(module, name, None)
     if not callable(function):
-        found = [
+        names = [
             key
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        needed = f"one of its functions: {', '.join(found) or '(it has none)'}"
+        needed = f"one of its functions: {', '.join(names) or '(it has none)'}"
         raise error(Problem(where, f"{file} has no function {name}", needed, "check the name"))
     return function  # type: ignore[no-any-return]
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from megagrpo.rollout.sglang.arguments import cache_variables
 
-gc.disable()  # until all tests are imported, as in megagrpo/processes/imports.py
+gc.disable()  # until all tests are imported, as in megagrpo/processes/__init__.py
 # Tests import SGLang where no home directory can be written, too.
 os.environ |= cache_variables()
 

@@ -12,7 +12,7 @@ import ray
 
 from megagrpo.cluster import lost_ranks
 from megagrpo.errors import RecipeError
-from megagrpo.processes.imports import importing
+from megagrpo.processes import importing
 from megagrpo.processes.lifetime import end_with_parent
 from megagrpo.recipe.defaults import allocator_problem, dtype_name, maps_gpu_memory, sync_directory
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe

@@ -22,7 +22,7 @@ from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import end_actors, wait_for
 from megagrpo.errors import EngineError, MegagrpoError, Problem
-from megagrpo.processes.imports import importing
+from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.reward.asking import Served

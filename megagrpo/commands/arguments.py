@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    text: str,
-    command: Callable[[argparse.Namespace], int] | None = None,
+    commands: Commands, name: str, text: str, command: Callable[[argparse.Namespace], int] | None = None
 ) -> argparse.ArgumentParser:
-    """Adds a command, or a group of commands if no function is given."""
+    """Adds a command, or the parser of a group of commands if no function is given."""
     added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     # Also behind a command; SUPPRESS leaves what was given before it.
     added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     if command:
         added.set_defaults(command=command)
     return added
+
+
+def add_group(commands: Commands, name: str, text: str, title: str = "what to do", metavar: str = "WHAT") -> Commands:
+    """Adds a group of commands, such as `data show` and `data check`."""
+    return add_command(commands, name, text).add_subparsers(title=title, required=True, metavar=metavar)
 
 
 def add_overrides(added: argparse.ArgumentParser) -> None:

@@ -1,21 +1,24 @@
-"""`megagrpo convert`: checkpoints of one kind into another, and a comparison of two."""
+"""`megagrpo convert`, for the checkpoints of other frameworks, and `megagrpo import`, for their configurations."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from megagrpo.commands.arguments import add_command
+from megagrpo.commands.arguments import Commands, add_command, add_group
+from megagrpo.errors import Problem, RecipeError
 
 EXIT_DIFFERENT = 1
 DIFFERENCES_SHOWN = 10
+KNOWN_VARIABLES = ("HOME", "USER", "PWD")
+"""Variables of this machine that scripts may use. Others may be secrets, or another machine's."""
 
 
-def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    converters = add_command(commands, "convert", "change the format of a checkpoint, or compare two").add_subparsers(
-        title="conversions", required=True, metavar="CONVERSION", dest="conversion"
-    )
+def add_convert(commands: Commands) -> None:
+    text = "change the format of a checkpoint, or compare two"
+    converters = add_group(commands, "convert", text, "conversions", "CONVERSION")
     dtypes = ("float32", "bfloat16", "float16")
     source = "Hugging Face model, Megatron-LM's torch_dist, or a training checkpoint of megagrpo"
     model = "Hugging Face model that gives config and tokenizer to a checkpoint without them"
@@ -25,6 +28,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("merge-lora", "write a Hugging Face model directory with a low-rank adapter added to the weights"),
     ):
         added = add_command(converters, name, text, convert)
+        added.set_defaults(conversion=name)
         added.add_argument("--source", type=Path, required=True, metavar="DIR", help=source)
         added.add_argument("--output", type=Path, required=True, metavar="DIR", help="appears when it is complete")
         if name == "merge-lora":
@@ -41,19 +45,19 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     added.add_argument("--dtype", choices=dtypes, help="compare after a cast to this; default: as stored")
 
 
-def convert(asked: argparse.Namespace) -> int:
+def convert(args: argparse.Namespace) -> int:
     from megagrpo.convert.hugging_face import to_hugging_face
     from megagrpo.convert.megatron import to_megatron
     from megagrpo.convert.merge_lora import merge_lora
 
-    how = {"model": asked.model, "dtype": asked.dtype, "overwrite": asked.overwrite}
-    match asked.conversion:
+    how = {"model": args.model, "dtype": args.dtype, "overwrite": args.overwrite}
+    match args.conversion:
         case "hf-to-megatron":
-            done = to_megatron(asked.source, asked.output, **how)
+            done = to_megatron(args.source, args.output, **how)
         case "megatron-to-hf":
-            done = to_hugging_face(asked.source, asked.output, **how)
+            done = to_hugging_face(args.source, args.output, **how)
         case _:
-            done = merge_lora(asked.source, asked.adapter, asked.output, **how)
+            done = merge_lora(args.source, args.adapter, args.output, **how)
     if done.left_out:
         print(f"not converted, because they are not the model's: {', '.join(done.left_out)}", file=sys.stderr)
     if done.continued:
@@ -62,18 +66,61 @@ def convert(asked: argparse.Namespace) -> int:
     return 0
 
 
-def verify(asked: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
     from megagrpo.convert.verify import verify as compare
 
-    found = compare(asked.first, asked.second, model=asked.model, dtype=asked.dtype)
-    for directory, names in found.left_out:
+    comparison = compare(args.first, args.second, model=args.model, dtype=args.dtype)
+    for directory, names in comparison.left_out:
         print(f"not compared, only in {directory}: {', '.join(names)}")
-    if not found.differences:
-        print(f"the same: {found.tensors} tensors, {found.bytes / 1e9:.3f} GB")
+    if not comparison.differences:
+        print(f"the same: {comparison.tensors} tensors, {comparison.bytes / 1e9:.3f} GB")
         return 0
-    for difference in found.differences[:DIFFERENCES_SHOWN]:
+    for difference in comparison.differences[:DIFFERENCES_SHOWN]:
         print(difference)
-    if (more := len(found.differences) - DIFFERENCES_SHOWN) > 0:
+    if (more := len(comparison.differences) - DIFFERENCES_SHOWN) > 0:
         print(f"and {more} more")
-    print(f"{len(found.differences)} tensors differ, by at most {found.largest:.3g}", file=sys.stderr)
+    print(f"{len(comparison.differences)} tensors differ, by at most {comparison.largest:.3g}", file=sys.stderr)
     return EXIT_DIFFERENT
+
+
+def add_import(commands: Commands) -> None:
+    text = "make a recipe from a configuration of another framework, and list what has no counterpart; runs nothing"
+    added = add_command(commands, "import", text, import_)
+    added.add_argument("framework", choices=("verl", "open_instruct", "slime", "trl"), help="what it is for")
+    text = (
+        "a shell script that starts training, or a YAML file (verl, trl), or a Python file with GRPOConfig(...) (trl)"
+    )
+    added.add_argument("source", type=Path, metavar="FILE", help=text)
+    added.add_argument("-o", "--output", type=Path, metavar="RECIPE", help="write it here; default: print it")
+    added.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    text = "value of an option, or of a variable that a script takes from elsewhere; repeatable"
+    added.add_argument("--set", action="append", default=[], type=_variable, metavar="NAME=VALUE", help=text)
+
+
+def import_(args: argparse.Namespace) -> int:
+    from megagrpo.importing.read import import_recipe
+    from megagrpo.importing.recipe_text import report
+
+    output: Path | None = args.output
+    if output and output.exists() and not args.overwrite:
+        raise RecipeError(Problem(str(output), "it exists", "a new file", "another name, or --overwrite"))
+    environment = {name: os.environ[name] for name in KNOWN_VARIABLES if name in os.environ}
+    made = import_recipe(args.framework, args.source, dict(args.set), environment)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(made.text, encoding="utf-8")
+    else:
+        print(made.text, end="")
+    print(report(made.translation), file=sys.stdout if output else sys.stderr)
+    if made.problems:
+        raise RecipeError(made.problems)
+    if output:
+        print(f"\n{output} is written. Next: megagrpo plan {output}")
+    return 0
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.replace(".", "_").isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value

@@ -1,17 +1,18 @@
-"""`megagrpo plan`: the layout, memory and time of a recipe."""
+"""`megagrpo plan`, the layout, memory and time of a recipe, and `megagrpo doctor`, the state of a machine."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megagrpo.commands.arguments import add_command, add_overrides, whole_number
+from megagrpo.commands.arguments import Commands, add_command, add_overrides, whole_number
 from megagrpo.errors import PreflightError
 
 GPUS_MAX = 100_000
+EXIT_WRONG = 1
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan(commands: Commands) -> None:
     text = "check a recipe and estimate its layout, memory and time, without GPUs; starts nothing"
     planner = add_command(commands, "plan", text, plan)
     planner.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, see docs/recipes.md")
@@ -30,11 +31,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
 
 
-def plan(asked: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     from megagrpo.preflight.preflight import preflight
     from megagrpo.recipe.load import load_any
 
-    loaded = load_any(asked.recipe, asked.overrides)
+    loaded = load_any(args.recipe, args.overrides)
     ready = preflight(loaded, plan_only=True)
     from megagrpo.plan.plan import plan_of
     from megagrpo.plan.search import search
@@ -43,33 +44,51 @@ def plan(asked: argparse.Namespace) -> int:
     planned = plan_of(
         ready.recipe,
         ready.architecture,
-        given=asked.assume,
-        run_directory=asked.calibrate,
+        given=args.assume,
+        run_directory=args.calibrate,
         unchecked=ready.unchecked,
         epoch_rows=ready.epoch_rows,
         agent=ready.agent,
         critic=read_architecture(ready.critic_directory) if ready.critic_directory else None,
     )
-    found = search(planned, asked.gpus) if asked.search else None
-    if asked.html:
+    searched = search(planned, args.gpus) if args.search else None
+    if args.html:
         from megagrpo.plan.show.page import page, write_page
 
-        write_page(asked.html, page(planned, found))
-    if asked.json:
+        write_page(args.html, page(planned, searched))
+    if args.json:
         from megagrpo.plan.show.as_json import plan_json
 
-        print(plan_json(planned, found))
+        print(plan_json(planned, searched))
     else:
         from rich.console import Console
 
         from megagrpo.plan.show.terminal import draw
 
-        draw(planned, found, Console(highlight=False))
-    problems = found.problems if found else planned.problems
+        draw(planned, searched, Console(highlight=False))
+    problems = searched.problems if searched else planned.problems
     if problems:
         raise PreflightError(map(loaded.places.located, problems))
-    if not asked.json and not planned.problems:
+    if not args.json and not planned.problems:
         print("OK")
         if loaded.recipe.kind != "sft":
-            print(f"megagrpo data check {asked.recipe} tries each row's reward on the row's own ground truth")
+            print(f"megagrpo data check {args.recipe} tries each row's reward on the row's own ground truth")
     return 0
+
+
+def add_doctor(commands: Commands) -> None:
+    text = "check packages, GPUs, network and limits of this machine; each fault comes with a remedy, and exits with 1"
+    clean = "remove what killed runs of this user left in /dev/shm, instead"
+    add_command(commands, "doctor", text, doctor).add_argument("--clean", action="store_true", help=clean)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    if args.clean:
+        from megagrpo.weights.transport.shared_memory import remove_abandoned
+
+        removed = remove_abandoned()
+        print("\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} files of killed runs"]))
+        return 0
+    from megagrpo.doctor.doctor import examine
+
+    return 0 if examine(print) else EXIT_WRONG

@@ -1,4 +1,4 @@
-"""`megagrpo report`, a run's directory to look at, and `megagrpo runs`, a list of them."""
+"""Commands on runs: `megagrpo report` shows them, `runs` lists them, and `track` sends one to its trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.arguments import add_command, whole_number
+from megagrpo.commands.arguments import Commands, add_command, add_group, whole_number
 from megagrpo.errors import Problem, ReportError
 from megagrpo.progress import is_terminal
 
@@ -18,7 +18,7 @@ PAGE, COMPARISON = "report.html", "comparison.html"
 """Files in a run's directory: its own page, which the run's end writes as well, and a comparison with other runs."""
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_report(commands: Commands) -> None:
     text = "write a run's page: its health, curves, time, samples and recipe; of several runs, each beside the others"
     added = add_command(commands, "report", text, report)
     text = "such as runs/NAME; or where `megagrpo eval` has written"
@@ -41,35 +41,35 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
 
 
-def report(asked: argparse.Namespace) -> int:
-    if asked.mismatch or asked.rollout:
-        print(_text(asked))
+def report(args: argparse.Namespace) -> int:
+    if args.mismatch or args.rollout:
+        print(_text(args))
         return 0
-    if asked.serve:
+    if args.serve:
         from megagrpo.report.serve import serve
 
-        serve(asked.directories, asked.port, lambda line: print(line, flush=True))
+        serve(args.directories, args.port, lambda line: print(line, flush=True))
         return 0
     from megagrpo.report.page import page, write_page
     from megagrpo.report.run import read_run
 
-    runs = [read_run(directory) for directory in asked.directories]
-    written = asked.output or asked.directories[0] / (PAGE if len(runs) == 1 else COMPARISON)
-    write_page(written, page(runs, samples=asked.samples))
+    runs = [read_run(directory) for directory in args.directories]
+    written = args.output or args.directories[0] / (PAGE if len(runs) == 1 else COMPARISON)
+    write_page(written, page(runs, samples=args.samples))
     for run in runs:
         print("\n".join(_firings(run)))
     print(f"open {written} in a browser: it needs no network and no other file")
     return 0
 
 
-def _text(asked: argparse.Namespace) -> str:
+def _text(args: argparse.Namespace) -> str:
     from megagrpo.report.text import mismatch_report, rollout_report
 
-    if len(asked.directories) > 1:
-        given = f"{len(asked.directories)} directories"
-        raise ReportError(Problem("--rollout" if asked.rollout else "--mismatch", given, "one run"))
-    directory = asked.directories[0]
-    return rollout_report(directory, *asked.rollout) if asked.rollout else mismatch_report(directory, asked.steps)
+    if len(args.directories) > 1:
+        given = f"{len(args.directories)} directories"
+        raise ReportError(Problem("--rollout" if args.rollout else "--mismatch", given, "one run"))
+    directory = args.directories[0]
+    return rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps)
 
 
 def _firings(run: RunRead) -> list[str]:
@@ -79,14 +79,14 @@ def _firings(run: RunRead) -> list[str]:
 
     if not len(run.steps) and (evaluated := responses_in(run.directory)):
         return [f"{run.name}: responses of {', '.join(path.absolute().parent.name for path in evaluated)}"]
-    steps = f"step {run.steps[-1]:,}" if len(run.steps) else "no step yet"
+    last = f"step {run.steps[-1]:,}" if len(run.steps) else "no step yet"
     spans: dict[str, list[str]] = {}
     for firing in firings(run.steps, run.metrics):
         text = str(firing.first) if firing.first == firing.last else f"{firing.first}-{firing.last}"
         spans.setdefault(RULES[firing.rule].title, []).append(text)
-    told = [f"  {title}: step {', '.join(found[-6:])}" for title, found in spans.items()]
-    fire = {0: "no rule fires", 1: "1 rule fires:"}.get(len(told), f"{len(told)} rules fire:")
-    return [f"{run.name}: {steps}, {fire}", *told]
+    fired = [f"  {title}: step {', '.join(found[-6:])}" for title, found in spans.items()]
+    fire = {0: "no rule fires", 1: "1 rule fires:"}.get(len(fired), f"{len(fired)} rules fire:")
+    return [f"{run.name}: {last}, {fire}", *fired]
 
 
 def _rollout(text: str) -> tuple[int, int]:
@@ -95,7 +95,7 @@ def _rollout(text: str) -> tuple[int, int]:
     return whole_number(0, 10**9)(step), whole_number(0, 10**9)(number) if colon else 0
 
 
-def add_runs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_runs(commands: Commands) -> None:
     text = "list runs with their state, step, scores and age, the newest first"
     added = add_command(commands, "runs", text, runs)
     text = "track.directory of the recipes; default: runs"
@@ -103,19 +103,39 @@ def add_runs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     added.add_argument("--json", action="store_true", help="print a list of objects instead")
 
 
-def runs(asked: argparse.Namespace) -> int:
+def runs(args: argparse.Namespace) -> int:
     from megagrpo.report.listing import WIDTH, draw, runs_in
 
-    found = runs_in(asked.directory)
-    if asked.json:
+    listed = runs_in(args.directory)
+    if args.json:
         import json
 
-        print(json.dumps([run.as_json() for run in found], indent=2))
+        print(json.dumps([run.as_json() for run in listed], indent=2))
         return 0
-    if not found:
-        print(f"no runs in {asked.directory}")
+    if not listed:
+        print(f"no runs in {args.directory}")
         return 0
     from rich.console import Console
 
-    draw(found, Console(highlight=False, width=None if is_terminal(sys.stdout) else WIDTH))
+    draw(listed, Console(highlight=False, width=None if is_terminal(sys.stdout) else WIDTH))
+    return 0
+
+
+def add_track(commands: Commands) -> None:
+    group = add_group(commands, "track", "bring runs to their trackers, see docs/tracking.md")
+    text = "bring MLflow, W&B and TensorBoard what they lack of a run that has ended; a second time changes nothing"
+    added = add_command(group, "sync", text, track_sync)
+    added.add_argument("directory", type=Path, metavar="RUN_DIRECTORY", help="such as runs/NAME")
+    text = "an MLflow server in place of the recipe's: a URI such as http://HOST:5000 or sqlite:////PATH/mlflow.db"
+    added.add_argument("--mlflow", metavar="URI", help=text)
+    text = "send a running run until it ends; a run with trackers starts this itself"
+    added.add_argument("--follow", action="store_true", help=text)
+
+
+def track_sync(args: argparse.Namespace) -> int:
+    from megagrpo.track import follower
+
+    if args.follow:
+        follower.main(args.directory, args.mlflow)
+    follower.sync(args.directory, args.mlflow, print)
     return 0

@@ -7,18 +7,24 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megagrpo.commands.arguments import add_command, add_output, add_overrides, whole_number
+from megagrpo.commands.arguments import Commands, add_command, add_output, add_overrides, whole_number
 from megagrpo.errors import PreflightError, Problem
-from megagrpo.processes.imports import importing
+from megagrpo.processes import importing
 from megagrpo.progress import progress
+
+if TYPE_CHECKING:
+    from megagrpo.preflight.preflight import Preflight
+    from megagrpo.recipe.load import Kind, LoadedRecipe
+    from megagrpo.recipe.schema.run import ConsoleMode
 
 EXIT_DIFFERENT = 1
 OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 """The beginning of an override, among models: a path or URL has a slash before its `=`."""
 
 
-def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_train(commands: Commands) -> None:
     for name, command, text in (
         ("train", train, "check a recipe, then train; continues from the run's newest checkpoint"),
         ("sft", sft, "the same for supervised fine-tuning on conversations: recipes of kind sft, see docs/sft.md"),
@@ -61,42 +67,43 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_overrides(added)
 
 
-def train(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
+def train(args: argparse.Namespace) -> int:
     from megagrpo.recipe.load import load
 
-    loaded = load(asked.recipe, asked.overrides)
-    with progress("checking the recipe, the model and the data"), importing():
-        ready = replace(preflight(loaded, engines_too=asked.train_only is None), console=asked.console)
-    for text in ready.unchecked:
-        print(text, file=sys.stderr)
+    ready = _checked(load(args.recipe, args.overrides), args.console, engines_too=args.train_only is None)
     with progress("loading libraries"), importing():
         from megagrpo.trainer import one_half, train  # import ray: only once the recipe is known to be good
 
-    if asked.rollout_only:
+    if args.rollout_only:
         return one_half.rollout_only(ready)
-    if asked.replay_schedule:
-        return train.replay_schedule(ready, asked.replay_schedule)
-    return train.train(ready) if asked.train_only is None else one_half.train_only(ready, asked.train_only)
+    if args.replay_schedule:
+        return train.replay_schedule(ready, args.replay_schedule)
+    return train.train(ready) if args.train_only is None else one_half.train_only(ready, args.train_only)
 
 
-def sft(asked: argparse.Namespace) -> int:
-    from megagrpo.preflight.preflight import preflight
+def sft(args: argparse.Namespace) -> int:
     from megagrpo.recipe.load import load_sft
 
-    loaded = load_sft(asked.recipe, asked.overrides)
-    with progress("checking the recipe, the model and the data"), importing():
-        ready = replace(preflight(loaded), console=asked.console)
-    for text in ready.unchecked:
-        print(text, file=sys.stderr)
+    ready = _checked(load_sft(args.recipe, args.overrides), args.console)
     with progress("loading libraries"), importing():
         from megagrpo.trainer.sft import sft as run  # imports ray: only once the recipe is known to be good
 
     return run(ready)
 
 
-def evaluate(asked: argparse.Namespace) -> int:
-    words = [*asked.models, *asked.overrides]
+def _checked(loaded: LoadedRecipe[Kind], console: ConsoleMode | None, *, engines_too: bool = True) -> Preflight[Kind]:
+    """Checks a recipe, and prints the items that could not be checked."""
+    from megagrpo.preflight.preflight import preflight
+
+    with progress("checking the recipe, the model and the data"), importing():
+        ready = preflight(loaded, engines_too=engines_too)
+    for text in ready.unchecked:
+        print(text, file=sys.stderr)
+    return replace(ready, console=console)
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    words = [*args.models, *args.overrides]
     overrides = [word for word in words if OVERRIDE.match(word)]
     models = [word for word in words if word not in overrides]
     if len(models) not in (1, 2):
@@ -105,13 +112,13 @@ def evaluate(asked: argparse.Namespace) -> int:
     with progress("loading libraries"), importing():
         from megagrpo.evaluation.evaluate import evaluate as run
 
-    return run(models, asked.recipe, overrides, asked.output, asked.api_key_variable, asked.console)
+    return run(models, args.recipe, overrides, args.output, args.api_key_variable, args.console)
 
 
-def replay(asked: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     from megagrpo.preflight.preflight import preflight
     from megagrpo.trainer.one_half import load_replay
     from megagrpo.trainer.one_half import replay as replay_step
 
-    ready = preflight(load_replay(asked.directory, asked.step, asked.overrides), engines_too=False)
-    return 0 if replay_step(ready, asked.directory, asked.step, print) else EXIT_DIFFERENT
+    ready = preflight(load_replay(args.directory, args.step, args.overrides), engines_too=False)
+    return 0 if replay_step(ready, args.directory, args.step, print) else EXIT_DIFFERENT

@@ -78,10 +78,10 @@ def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "no limit")
-    found = f"at most {byte_text(soft)}"
+    limit = f"at most {byte_text(soft)}"
     if not _infiniband():
-        return Finding("locked memory", "ok", f"{found}; only InfiniBand and pinned memory need more")
-    return Finding("locked memory", "doubtful", found, "ulimit -l unlimited: InfiniBand needs it")
+        return Finding("locked memory", "ok", f"{limit}; only InfiniBand and pinned memory need more")
+    return Finding("locked memory", "doubtful", limit, "ulimit -l unlimited: InfiniBand needs it")
 
 
 def _hostname() -> Finding:
@@ -99,13 +99,13 @@ def _hostname() -> Finding:
 
 def _interfaces() -> Iterator[Finding]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [
+    addresses = [
         f"{name} {entry.address}"
         for name, entries in sorted(psutil.net_if_addrs().items())
         for entry in entries
         if name in up and entry.family is socket.AF_INET and not ipaddress.ip_address(entry.address).is_loopback
     ]
-    text = ", ".join([*found, *(f"InfiniBand {name}" for name in _infiniband())])
+    text = ", ".join([*addresses, *(f"InfiniBand {name}" for name in _infiniband())])
     if not text:
         yield Finding("network", "doubtful", "loopback only", "an interface that other nodes reach, for several nodes")
     else:
@@ -158,15 +158,15 @@ def gpu_findings() -> Iterator[Finding]:
         yield Finding("GPUs", "doubtful", f"torch is built for CUDA {torch.version.cuda} and finds none", remedy)
         return
     for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        capability = (found.major, found.minor)
-        text = f"{found.name}, {found.total_memory / 2**30:.1f} GiB, compute capability {found.major}.{found.minor}"
+        card = torch.cuda.get_device_properties(index)
+        capability = (card.major, card.minor)
+        text = f"{card.name}, {card.total_memory / 2**30:.1f} GiB, compute capability {card.major}.{card.minor}"
         if capability < BFLOAT16_SINCE:
             yield Finding(f"GPU {index}", "doubtful", text, "set model.dtype: float32, because it has no bfloat16")
         else:
             yield Finding(f"GPU {index}", "ok", text)
-    for card in sorted({torch.cuda.get_device_capability(index) for index in range(count)}):
-        yield layers_finding(card, installed())
+    for capability in sorted({torch.cuda.get_device_capability(index) for index in range(count)}):
+        yield layers_finding(capability, installed())
     yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     yield _compiler()
     if missing := missing_to_compile():
@@ -184,10 +184,10 @@ def gpu_findings() -> Iterator[Finding]:
 
 def layers_finding(card: Capability, here: Installed) -> Finding:
     """Reports the layers that train.layer_spec: auto takes for heads of 128 elements, as most models have."""
-    found = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
-    part, text = f"layers on sm{card[0]}{card[1]}", f"{found.spec}, attention by {found.kernel}"
-    wanting = here.transformer_engine and found.spec == "local"
-    return Finding(part, "doubtful" if wanting else "ok", text, found.why if wanting else "")
+    layers = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
+    part, text = f"layers on sm{card[0]}{card[1]}", f"{layers.spec}, attention by {layers.kernel}"
+    wanting = here.transformer_engine and layers.spec == "local"
+    return Finding(part, "doubtful" if wanting else "ok", text, layers.why if wanting else "")
 
 
 def _compiler() -> Finding:
@@ -211,20 +211,13 @@ MARKS = {"ok": "ok", "absent": "-", "doubtful": "?", "wrong": "WRONG"}
 
 def examine(say: Callable[[str], None]) -> bool:
     """Prints each chapter as it is examined. Returns whether nothing is wrong."""
-    found = []
+    counts = dict.fromkeys(MARKS, 0)
     for title, look in CHAPTERS.items():
         say(f"{title}:")
         for finding in look():
-            found.append(finding)
-            for line in drawn(finding):
-                say(line)
-    counts = {state: sum(finding.state == state for finding in found) for state in MARKS}
+            counts[finding.state] += 1
+            say(f"  {MARKS[finding.state]:<5} {finding.part:<24} {finding.found}")
+            if finding.remedy:
+                say(f"        {'for' if finding.state == 'absent' else 'fix'}: {finding.remedy}")
     say(f"{counts['wrong']} wrong, {counts['doubtful']} doubtful, {counts['absent']} optional parts not installed")
     return counts["wrong"] == 0
-
-
-def drawn(finding: Finding) -> Iterator[str]:
-    yield f"  {MARKS[finding.state]:<5} {finding.part:<24} {finding.found}"
-    if finding.remedy:
-        label = "for" if finding.state == "absent" else "fix"
-        yield f"        {label}: {finding.remedy}"

@@ -64,16 +64,16 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     elif not here:
         fix = "check the path; relative paths start at the working directory"
         problems.append(Problem("agent.python", f"{agent.python}, which is no program here", "an interpreter", fix))
-    elif found := list(_interpreter(agent)):
-        problems += found
+    elif of_interpreter := list(_interpreter(agent)):
+        problems += of_interpreter
     elif agent.function and not problems:
         problems += _function(agent)
     lines: dict[str, str] = {}
     try:
-        found_of = [_template(recipe, agent, tokenizer, plan_only)] if tokenizer else []
-        found_of += [_tools(recipe, agent, tokenizer, plan_only)] if agent.tools and not problems else []
-        for each in found_of:
-            problems, unchecked, lines = [*problems, *each.problems], [*unchecked, *each.unchecked], lines | each.lines
+        checks = [_template(recipe, agent, tokenizer, plan_only)] if tokenizer else []
+        checks += [_tools(recipe, agent, tokenizer, plan_only)] if agent.tools and not problems else []
+        for one in checks:
+            problems, unchecked, lines = [*problems, *one.problems], [*unchecked, *one.unchecked], lines | one.lines
     except (ModelError, RecipeError) as error:
         problems += error.problems
     return AgentChecks(tuple(problems), tuple(unchecked), lines)
@@ -85,9 +85,9 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
 def _settings(agent: AgentConfig) -> Iterator[Problem]:
     if agent.function and (problem := file_problem(agent.function, "agent.function")):
         yield problem
-    own = {"agent.verifiers.environment": agent.verifiers and agent.verifiers.environment}
-    own |= {f"agent.openenv.{name}": getattr(agent.openenv, name, None) for name in ("observation", "action")}
-    for where, given in own.items():
+    files = {"agent.verifiers.environment": agent.verifiers and agent.verifiers.environment}
+    files |= {f"agent.openenv.{name}": getattr(agent.openenv, name, None) for name in ("observation", "action")}
+    for where, given in files.items():
         if given and ".py:" in given and (problem := file_problem(given, where)):
             yield problem
     if agent.openenv and urlsplit(agent.openenv.url).scheme not in ("http", "https"):
@@ -195,11 +195,11 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
     if tokenizer is None or not schemas:
         return AgentChecks(tuple(problems), tuple(unchecked))
     tokens, most = _tokens_before_prompts(recipe, tokenizer, list(schemas.values())), recipe.sequence_tokens_max
-    told = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
+    described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
     if tokens >= most:
         needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
         problems.append(Problem("agent.tokens_max", f"{most}; {tokens} are tools and the system prompt", needed, fix))
-    return AgentChecks(tuple(problems), tuple(unchecked), {"tools": told})
+    return AgentChecks(tuple(problems), tuple(unchecked), {"tools": described})
 
 
 def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapping[str, Any]]) -> int:
@@ -239,28 +239,30 @@ def _template(recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bo
         given = f"auto, and the chat template shows {shown or 'no call that is known here'}"
         needed = "hermes or llama3 of megagrpo, or a parser of SGLang, where it is installed"
         problems.append(Problem("agent.parser", given, needed, "install SGLang, or name how the model writes calls"))
-    told = agent.parser if agent.parser != "auto" else f"{shown or 'none'}, by what the chat template shows of calls"
-    lines = {"template": template_told(chat.facts, agent.history), "parser": told}
+    described = (
+        agent.parser if agent.parser != "auto" else f"{shown or 'none'}, by what the chat template shows of calls"
+    )
+    lines = {"template": template_described(chat.facts, agent.history), "parser": described}
     return AgentChecks(tuple(problems), tuple(unchecked), lines)
 
 
-def template_told(facts: Facts, history: str) -> str:
+def template_described(facts: Facts, history: str) -> str:
     """Describes the messages that may follow an answer in a chat template, and those that start another sequence."""
     if not facts.closes_with:
         return "ends an answer with no stop token: each turn is a sequence of its own"
-    told = [f"{_listed(facts.roles)} messages may follow an answer, which ends with {facts.closes_with}"]
+    described = [f"{_listed(facts.roles)} messages may follow an answer, which ends with {facts.closes_with}"]
     if facts.drops_reasoning:
         after = f"reasoning is left out once a {_listed(facts.drops_reasoning, 'or')} message follows"
         then = "kept, as agent.history says" if history == "append" else "another sequence then begins"
-        told.append(f"{after}: {then}")
+        described.append(f"{after}: {then}")
     else:
-        told.append("reasoning stays")
+        described.append("reasoning stays")
     moves = {"messages": facts.moves, "the tools": facts.moves_tools, "the system message": facts.moves_system}
     for what, roles in moves.items():
         if roles:
-            told.append(f"a {_listed(roles, 'or')} message moves {what}: another sequence then begins")
-    told += [f"{role} messages are refused: {said}" for role, said in sorted(facts.refused.items())]
-    return "; ".join(told)
+            described.append(f"a {_listed(roles, 'or')} message moves {what}: another sequence then begins")
+    described += [f"{role} messages are refused: {said}" for role, said in sorted(facts.refused.items())]
+    return "; ".join(described)
 
 
 def _listed(names: frozenset[str], joined: str = "and") -> str:

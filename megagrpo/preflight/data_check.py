@@ -1,4 +1,5 @@
-"""Checks of verifiers on each row's own ground truth: a right response must get full marks, and a wrong one must not.
+"""Checks of data: the first rows of its files before a run, and verifiers on each row's own ground truth, for which a
+right response must get full marks, and a wrong one must not.
 
 The verifiers' modules make right responses, as far as they can: `solution(ground_truth, ...)` is a response that is
 right, None where there is none, ValueError for a ground truth that cannot be used. It may also name extra_info, and
@@ -12,28 +13,38 @@ import importlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import place
-from megagrpo.data.locations import files_of
+from megagrpo.data.locations import files_of, is_absent, is_remote
 from megagrpo.data.mixture import Mixture, file_labels, permutation
-from megagrpo.data.prompts import load_prompts
+from megagrpo.data.rows import SchemaOf, data_sources, prompt_schema, quick_look
 from megagrpo.errors import DataError, MegagrpoError, Problem, brief
-from megagrpo.preflight.data import sources_of
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
+from megagrpo.recipe.load import LoadedRecipe
 from megagrpo.recipe.reward_functions import executor_of
-from megagrpo.recipe.schema import DataFileConfig, Recipe, RewardConfig, RewardFunctionConfig
+from megagrpo.recipe.schema import (
+    AnyRecipe,
+    DataFileConfig,
+    EntryConfig,
+    Recipe,
+    RewardConfig,
+    RewardFunctionConfig,
+    SftRecipe,
+)
 from megagrpo.recipe.schema.data import DecontaminateConfig
 from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = 256
 WORKERS_MAX = 4
@@ -47,6 +58,75 @@ ELSEWHERE = ("remote", "agent")
 """A server's scores cost something, as models' do; an agent's need a rollout."""
 FORM = ("format", "language", "length", "repetition")
 """These look at the form of a response alone, and may take an empty one for right."""
+
+
+def lists_of(recipe: AnyRecipe) -> dict[str, tuple[Sequence[EntryConfig], RewardConfig | None]]:
+    """Returns each list of data in the recipe, by its path, with the reward that scores its rows; None for
+    conversations."""
+    if isinstance(recipe, SftRecipe):
+        return {"data.train": (recipe.data.train, None), "eval.files": (recipe.eval.files, None)}
+    rewards, sets = own_rewards(recipe), recipe.eval.files_of_sets()
+    held_out = {f"eval.sets.{name}.files": (sets[name], rewards.get(name, recipe.reward)) for name in sets}
+    return {"data.train": (recipe.data.train, recipe.reward), **held_out}
+
+
+def absent_data(recipe: AnyRecipe) -> list[str]:
+    """Returns paths that may be on the cluster: nothing here is under them, and no file here has a similar name."""
+    paths = [file.location for files, _ in lists_of(recipe).values() for file in files]
+    return [path for path in dict.fromkeys(paths) if is_absent(path)]
+
+
+def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
+    """Yields the problems of the data files that are here."""
+    for section, (files, reward) in lists_of(loaded.recipe).items():
+        for index, file in enumerate(files):
+            if not file.location or file.location in absent:
+                continue
+            written = loaded.places.where(f"{section}.{index}.path")
+            for problem in _entry_problems(file, reward):
+                yield replace(problem, where=f"{written}: {problem.where}")
+
+
+def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
+    """Returns all data sources of these files; an empty set if a file is not here or wrong."""
+    sources: set[str] = set()
+    try:
+        for file in files:
+            for path in files_of(file.location):
+                if quick_look(path, prompt_schema(file.columns)):
+                    return set()
+                sources |= {source for _, source in data_sources(path, file.columns)}
+    except DataError:
+        return set()
+    return sources
+
+
+def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Problem]:
+    """Returns an entry's problems. `reward` scores the rows; None for conversations."""
+    try:
+        paths = files_of(file.location)
+    except DataError as error:
+        return list(error.problems)
+    if not isinstance(file, DataFileConfig) or reward is None:
+        from megagrpo.data.messages import CONVERSATION_ROWS  # imports transformers, which takes seconds
+
+        return _looked_at(paths, CONVERSATION_ROWS)
+    problems = _looked_at(paths, prompt_schema(file.columns))
+    if not problems and not reward.functions:
+        problems = [one for path in paths if not is_remote(path) for one in _source_problems(path, file, reward)]
+    return problems
+
+
+def _looked_at(paths: Sequence[str], schema_of: SchemaOf[Any]) -> list[Problem]:
+    """Returns the problems of the first file that has any: those of one folder are mostly alike."""
+    return next((problems for path in paths if (problems := quick_look(path, schema_of))), [])
+
+
+def _source_problems(path: str, file: DataFileConfig, reward: RewardConfig) -> Iterator[Problem]:
+    """Yields a problem for each data source without a reward function, at its first row."""
+    for number, source in data_sources(path, file.columns):
+        if problem := reward.source_problem(source, place(path, number)):
+            yield problem
 
 
 @dataclass
@@ -86,16 +166,18 @@ class Section:
 
 def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None) -> Iterator[Section]:
     """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all."""
-    asked = [file for files in recipe.eval.files_of_sets().values() for file in files]
-    held_out = [file for file in asked if sources_of([file])]  # others are named with their set
-    own = own_rewards(recipe)
+    from megagrpo.data.prompts import load_prompts  # imports transformers, which takes seconds
+
+    of_sets = [file for files in recipe.eval.files_of_sets().values() for file in files]
+    held_out = [file for file in of_sets if sources_of([file])]  # others are named with their set
+    rewards = own_rewards(recipe)
     sections: dict[str, tuple[list[DataFileConfig], RewardConfig, list[DataFileConfig] | None]]
     sections = {"data.train": (recipe.data.train, recipe.reward, held_out)}
     for name, files in recipe.eval.files_of_sets().items():
-        sections[f"eval.sets.{name}"] = (list(files), own.get(name, recipe.reward), None)
-    told = (recipe.data.decontaminate or DecontaminateConfig()).model_copy(update={"action": "report"})
+        sections[f"eval.sets.{name}"] = (list(files), rewards.get(name, recipe.reward), None)
+    reported = (recipe.data.decontaminate or DecontaminateConfig()).model_copy(update={"action": "report"})
     data = recipe.data.model_copy(
-        update={"decontaminate": told if held_out or told.against else None, "deduplicate": False}
+        update={"decontaminate": reported if held_out or reported.against else None, "deduplicate": False}
     )
     for name, (files, reward, against) in sections.items():
         whole = [file.model_copy(update={"amount": "all", "weight": None}) for file in files]
@@ -179,10 +261,10 @@ def check_rows(
 
 def _solutions(reward: RewardConfig) -> dict[str, dict[str, Solution | None]]:
     """Returns the makers of right responses, by list of functions and name."""
-    found: dict[str, dict[str, Solution | None]] = {where: {} for where in reward.lists()}
+    solutions: dict[str, dict[str, Solution | None]] = {where: {} for where in reward.lists()}
     for spec in function_specs(reward):
-        found[_list_of(spec)][spec.name] = solution_of(spec)
-    return found
+        solutions[_list_of(spec)][spec.name] = solution_of(spec)
+    return solutions
 
 
 def _list_of(spec: FunctionSpec) -> str:
@@ -213,7 +295,7 @@ def _check_batch(
     lists = [str(reward.list_of(prompt.data_source)) for prompt in prompts]
     forms = {(_list_of(spec), spec.name) for spec in function_specs(reward) if spec.function in FORM}
     groups: list[Group] = []
-    asked: list[tuple[str, str | None, list[str], bool]] = []
+    tried: list[tuple[str, str | None, list[str], bool]] = []
     for row, (prompt, in_list) in enumerate(zip(prompts, lists, strict=True)):
         for name, solution in solutions[in_list].items():
             if solution is None:
@@ -228,9 +310,9 @@ def _check_batch(
             wrongs = [] if right is None else [text for text in islice(others, OTHERS) if text is not None]
             checked.only_empty.update([name] if right is None else [])
             groups.append(_group(prompt, ["", *([] if right is None else [right]), *wrongs]))
-            asked.append((name, right, wrongs, (in_list, name) in forms))
+            tried.append((name, right, wrongs, (in_list, name) in forms))
     scored = scorer.score_unshaped(groups) if groups else []
-    for group, (name, right, wrongs, form) in zip(scored, asked, strict=True):
+    for group, (name, right, wrongs, form) in zip(scored, tried, strict=True):
         checked.problems += _problems(group, name, right, wrongs, form, where(group.prompt.id))
 
 
@@ -256,11 +338,11 @@ def _problems(
     """Yields at most one problem of one row with one function. The responses are an empty one, the right one if any is
     known, and the others. `form`: an empty one may be right."""
     truth = brief(group.prompt.ground_truth)
-    found = [score.parts.get(name) for score in group.scores]
-    marks = [mark or 0.0 for mark in found]
+    scores = [score.parts.get(name) for score in group.scores]
+    marks = [mark or 0.0 for mark in scores]
     fix = "correct the row, or choose another function for its data_source"
-    if None in found[:2]:
-        error = group.scores[found.index(None)].error
+    if None in scores[:2]:
+        error = group.scores[scores.index(None)].error
         yield Problem(f"{where}: {name} cannot use the ground truth {truth}", error, "a score", fix)
     elif right is not None and marks[1] < FULL_MARKS:
         given = f"{marks[1]:g} for {brief(right)}"
@@ -280,12 +362,12 @@ def solution_of(spec: FunctionSpec) -> Solution | None:
     make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)
     if make is None:
         return lambda ground_truth, extra_info: None
-    asked = inspect.signature(make).parameters
-    own = {name: value for name, value in spec.arguments.items() if name in asked}
+    parameters = inspect.signature(make).parameters
+    arguments = {name: value for name, value in spec.arguments.items() if name in parameters}
 
     def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
-        if "extra_info" in asked:
-            return make(ground_truth, extra_info, **own)
-        return make(ground_truth, **own)
+        if "extra_info" in parameters:
+            return make(ground_truth, extra_info, **arguments)
+        return make(ground_truth, **arguments)
 
     return solution

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from megagrpo.doctor.packages import missing_to_compile, package_findings
-from megagrpo.errors import MegagrpoError, Problem
+from megagrpo.errors import MegagrpoError, Problem, brief
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of
 from megagrpo.recipe.defaults import (
@@ -25,7 +26,6 @@ from megagrpo.recipe.defaults import (
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
-from megagrpo.recipe.schema.run import address_problem
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.track.trackers import trackers_of
 from megagrpo.weights.families.architecture import Architecture
@@ -41,35 +41,36 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
 
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
-    fused, with_port = recipe.train.layer_spec == "transformer_engine", recipe.track.prometheus_port is not None
-    moments, muon = recipe.train.optimizer.moment_dtype != "float32", recipe.train.optimizer.kind == "muon"
-    rollout, trackers = recipe.rollout if isinstance(recipe, Recipe) else None, trackers_of(recipe)
-    switched_on = {
-        f"track.{name}": (tracker.package, True, f"pip install megagrpo[{name}]")
-        for name, tracker in trackers.items()
+    switched_on = [
+        (f"track.{name}", tracker.package, f"pip install megagrpo[{name}]", name)
+        for name, tracker in trackers_of(recipe).items()
         if tracker.package
-    } | {
-        "track.prometheus_port": ("prometheus_client", with_port, "pip install megagrpo[prometheus]"),
-        "train.optimizer.kind": ("emerging_optimizers", muon, MUON),
-        "train.optimizer.moment_dtype": ("transformer_engine", moments, "pip install megagrpo[te], or remove it"),
-        "train.layer_spec": ("transformer_engine", fused, "pip install megagrpo[te], or layer_spec: auto"),
-    }
-    for field, (package, needed, fix) in switched_on.items():
-        if needed and find_spec(package) is None:
+    ]
+    if recipe.track.prometheus_port is not None:
+        fix = "pip install megagrpo[prometheus]"
+        switched_on.append(("track.prometheus_port", "prometheus_client", fix, "prometheus"))
+    if recipe.train.optimizer.kind == "muon":
+        switched_on.append(("train.optimizer.kind", "emerging_optimizers", MUON, "muon"))
+    if recipe.train.optimizer.moment_dtype != "float32":
+        fix = "pip install megagrpo[te], or remove it"
+        switched_on.append(("train.optimizer.moment_dtype", "transformer_engine", fix, "te"))
+    if recipe.train.layer_spec == "transformer_engine":
+        fix = "pip install megagrpo[te], or layer_spec: auto"
+        switched_on.append(("train.layer_spec", "transformer_engine", fix, "te"))
+    for field, package, fix, _ in switched_on:
+        if find_spec(package) is None:
             yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
-    used = {
-        **{name: tracker.package is not None for name, tracker in trackers.items()},
-        "prometheus": with_port,
-        "muon": muon,
-        "te": fused or moments or fused_here(recipe, architecture),
-        **dict.fromkeys(rollout.kind.extras(rollout) if rollout else (), True),
-    }
+    extras = {extra for *_, extra in switched_on}
+    if isinstance(recipe, Recipe):
+        extras |= {*recipe.rollout.kind.extras(recipe.rollout)}
+    if fused_here(recipe, architecture):
+        extras.add("te")
     again = recipe.train.recomputed.modules & COMPILED
     if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
         given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
         compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
         yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
-    for finding in package_findings(extras=[extra for extra, is_used in used.items() if is_used]):
+    for finding in package_findings(extras=extras):
         if finding.state == "wrong":
             where, working = f"package {finding.part}", "a version that megagrpo works with"
             yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)
@@ -154,45 +155,62 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def device_problems(
     recipe: AnyRecipe, architecture: Architecture | None = None, *, engines_too: bool = True
 ) -> Iterator[Problem]:
     """Yields problems of allocator settings that forbid how weights travel, and of layers that this machine's cards
     cannot run. Yields a problem for too few GPUs here if the run joins no cluster."""
-    joins = bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
-    if architecture and (not joins or _has_gpu()):  # else the cluster's cards are not known here
+    if architecture and (not joins_cluster(recipe) or _gpus()):  # else the cluster's cards are not known here
         yield from auto_problems(recipe, fused_here(recipe, architecture))
     if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
         yield problem
-    if recipe.cluster.device != "cuda" or joins:
-        return
+    if recipe.cluster.device == "cuda" and not joins_cluster(recipe):
+        needed, purpose = plan_devices(recipe, "cuda", engines_too=engines_too).bundles, "train.layout"
+        if isinstance(recipe, Recipe) and engines_too:
+            purpose += f" and rollout.engines with placement: {recipe.cluster.placement}"
+        yield from gpu_problems(needed, purpose, "a smaller train.layout")
+
+
+def joins_cluster(recipe: AnyRecipe) -> bool:
+    return bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
+
+
+def gpu_problems(needed: int, purpose: str, smaller: str) -> Iterator[Problem]:
+    """Yields a problem if this machine has too few GPUs; `smaller` is the fix where it has some."""
+    if (devices := _gpus()) < needed:
+        given = f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
+        fix = f"{smaller if devices else 'cluster.device: cpu'}, or a Ray cluster that has them"
+        yield Problem("cluster.device", given, f"{needed} for {purpose}", f"{fix}: cluster.address or RAY_ADDRESS")
+
+
+def _gpus() -> int:
     import torch  # takes a second; most other checks do without it
 
-    devices, needed = torch.cuda.device_count(), plan_devices(recipe, "cuda", engines_too=engines_too).bundles
-    if devices < needed:
-        smaller = "a smaller train.layout" if devices else "cluster.device: cpu"
-        engines = ""
-        if isinstance(recipe, Recipe) and engines_too:
-            engines = f" and rollout.engines with placement: {recipe.cluster.placement}"
-        given = f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
-        fix = f"{smaller}, or a Ray cluster that has them: cluster.address or RAY_ADDRESS"
-        yield Problem("cluster.device", given, f"{needed} for train.layout{engines}", fix)
+    return torch.cuda.device_count()
 
 
 def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
     """Yields a problem if the cluster address cannot drive a run. A plan does not read RAY_ADDRESS."""
-    if recipe.cluster.address is not None:
-        found = address_problem(recipe.cluster.address, "cluster.address")
-    else:
-        found = None if plan_only else address_problem(os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS")
-    if found:
-        yield found
+    address, where = recipe.cluster.address, "cluster.address"
+    if address is None:
+        address, where = "" if plan_only else os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS"
+    if problem := address_problem(address, where):
+        yield problem
+
+
+def address_problem(address: str, where: str) -> Problem | None:
+    """Returns the problem of an address that is no node's, or that has a scheme of Ray's client or job servers."""
+    scheme, of_server, rest = address.partition("://")
+    if not of_server:
+        port = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address, re.ASCII)
+        if address in ("", "auto", "local") or (port and 0 < int(port[1]) < 2**16):
+            return None
+        return Problem(where, brief(address), "auto or HOST:PORT, on a node of the cluster", "such as head:6379")
+    host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
+    given = f"{scheme}://, a server of Ray for clients or jobs, not a node"
+    reason = "training ranks and engines connect to the driver, and it shares directories with them"
+    fix = f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE"
+    return Problem(where, given, f"auto or HOST:PORT, on a node of the cluster: {reason}", fix)
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
@@ -208,11 +226,11 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         directories[Path(recipe.weights.directory)] = "weights.directory"
     if recipe.data.cache:
         directories[Path(recipe.data.cache)] = "data.cache"
-    found: dict[Path, tuple[Path, str]] = {}
-    for directory, field in directories.items():
-        existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        found[existing] = directory, field
-    for existing, (directory, field) in found.items():
+    by_existing = {
+        next(path for path in (directory, *directory.absolute().parents) if path.exists()): (directory, field)
+        for directory, field in directories.items()
+    }
+    for existing, (directory, field) in by_existing.items():
         above = "" if existing == directory else f", and {existing}"
         if not existing.is_dir():
             needed = "a directory, or a place to make one"

@@ -6,14 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megagrpo.data.locations import near_file
-from megagrpo.errors import ModelError, PreflightError, Problem, brief, first_line
+from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief, first_line
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
@@ -41,6 +41,8 @@ MADE_BY = {
     "runs/agents_sft_cpu": "agents", "runs/adder_sft_cpu": "demo",
 }  # fmt: skip
 """Models of the shipped recipes, and the make target of each."""
+PROBLEMS_OF_A_PART = 10
+Result = TypeVar("Result")
 TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 GIVEN_TO_TEMPLATES = {
     "raise_exception",
@@ -166,9 +168,9 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (OSError, HFValidationError, IncompleteSnapshotError) as error:
-        asked = f"{path} at {revision}" if revision else path
+        model = f"{path} at {revision}" if revision else path
         reason = f"{type(error).__name__}: {first_line(error)}"
-        given = f"{asked}: no such directory, and the Hugging Face hub does not give it: {reason}"
+        given = f"{model}: no such directory, and the Hugging Face hub does not give it: {reason}"
         needed = "a model directory, a hub id in the local cache, or one that can be downloaded"
         fix = _near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
         raise ModelError(Problem(field, given, needed, fix)) from None
@@ -181,16 +183,28 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
     """
     if not directory.is_dir():
         return []
-    found = [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)]
-    if blocking := [path for path in found if path.exists() and not (path.is_file() or path.is_dir())]:
+    files = [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)]
+    if blocking := [path for path in files if path.exists() and not (path.is_file() or path.is_dir())]:
         return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
-    if unusable := _settings_problems(directory):
-        return unusable
-    return [
-        *_vocabulary_problems(directory, vocabulary),
-        *template_problems(directory, recipe),
-        *_generation_problems(directory / "generation_config.json", vocabulary),
-    ]
+    problems: list[Problem] = []
+    for path in filter(Path.is_file, (directory / name for name in SETTINGS)):
+        attempt(problems, _check_settings, path)
+    if not problems:
+        problems += _vocabulary_problems(directory, vocabulary)
+        problems += attempt(problems, template_problems, directory, recipe) or []
+        problems += attempt(problems, _generation_problems, directory / "generation_config.json", vocabulary) or []
+    return problems
+
+
+def attempt(problems: list[Problem], find: Callable[..., Result], *given: Any) -> Result | None:
+    """Returns the result of `find(*given)`; or None, and appends the first ten of the problems that it raises."""
+    try:
+        return find(*given)
+    except MegagrpoError as error:
+        problems += error.problems[:PROBLEMS_OF_A_PART]
+        if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
+            problems.append(Problem(f"and {more} more problems like the last"))
+        return None
 
 
 def _near(directory: Path) -> str:
@@ -213,18 +227,11 @@ def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
     return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
 
 
-def _settings_problems(directory: Path) -> list[Problem]:
-    """Returns the problems of the files beside a vocabulary that transformers reads with it."""
-    problems: list[Problem] = []
-    for path in (directory / name for name in SETTINGS if (directory / name).is_file()):
-        try:
-            longest = read_json(path).get("model_max_length")
-        except ModelError as error:
-            problems += error.problems
-        else:
-            if not isinstance(longest, int | float | None):
-                problems.append(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
-    return problems
+def _check_settings(path: Path) -> None:
+    """Raises ModelError for a file beside a vocabulary that transformers cannot read with it."""
+    longest = read_json(path).get("model_max_length")
+    if not isinstance(longest, int | float | None):
+        raise ModelError(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
@@ -250,14 +257,8 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
 
 
 def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
-    """Returns the problems of the tokens that end a response."""
-    if not path.exists():
-        return []
-    try:
-        config = read_json(path)
-    except ModelError as error:
-        return list(error.problems)
-    given = config.get("eos_token_id")
+    """Returns the problems of the tokens that end a response. Raises ModelError."""
+    given = read_json(path).get("eos_token_id") if path.exists() else None
     ids = given if isinstance(given, list) else [] if given is None else [given]
     limit = vocabulary or 2**31
     if wrong := [number for number in ids if type(number) is not int or not 0 <= number < limit]:
@@ -278,13 +279,11 @@ def template_file_problems(path: str, recipe: AnyRecipe) -> list[Problem]:
 
 
 def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
+    """Returns the problems of the chat template in use. Raises ModelError."""
     if recipe.model.chat_template is not None:
         return template_file_problems(recipe.model.chat_template, recipe)
-    try:
-        if found := own_template(directory):
-            return _syntax_problems(found[1], found[0], recipe)
-    except ModelError as error:
-        return list(error.problems)
+    if template := own_template(directory):
+        return _syntax_problems(template[1], template[0], recipe)
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
     return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
 
@@ -311,48 +310,44 @@ def own_template(directory: Path) -> tuple[str, str] | None:
 
 
 def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Problem]:
-    import jinja2
+    """Returns the problems of a template's syntax; else of arguments in the recipe that it does not read, or that each
+    rendering sets; else of the rendering of a question."""
+    from jinja2 import Environment, TemplateSyntaxError, nodes
 
     plain = GENERATION_TAG.sub("", template)
     try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except jinja2.TemplateSyntaxError as error:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
         return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
     except RecursionError:
         return [Problem(where, "expressions nested too deeply", "a valid Jinja template")]
-    if unread := argument_problems(template, recipe):
-        return unread
-    given = _rendering(json.dumps({"template": plain, "arguments": recipe.data.chat_template_arguments}))
-    return (
-        [Problem(where, given, TEMPLATE_NEEDED, "correct it, or set model.chat_template to another")] if given else []
-    )
-
-
-def argument_problems(template: str, recipe: AnyRecipe) -> list[Problem]:
-    """Returns the problems of template arguments in the recipe that the chat template does not read, or that each
-    rendering sets. Raises jinja2.TemplateSyntaxError."""
-    from jinja2 import Environment, nodes
-
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", template))
     # jinja2.meta would compute what is constant, such as 9 ** 9 ** 9.
     names = list(parsed.find_all(nodes.Name))
     read = {name.name for name in names if name.ctx == "load"} - {"messages", "add_generation_prompt"}
-    own = ", ".join(sorted(read - GIVEN_TO_TEMPLATES - {name.name for name in names if name.ctx != "load"}))
-    needed = f"what the chat template reads: {own or 'no argument'}"
+    arguments = sorted(read - GIVEN_TO_TEMPLATES - {name.name for name in names if name.ctx != "load"})
+    needed = f"what the chat template reads: {', '.join(arguments) or 'no argument'}"
     given = {"data.chat_template_arguments": recipe.data.chat_template_arguments}
     if isinstance(recipe, Recipe) and recipe.agent:
         given["agent.template_arguments"] = recipe.agent.template_arguments
-    return [
-        Problem(f"{field}.{name}", brief(value), needed, f"did you mean `{near}`?" if near else "remove it")
-        for field, arguments in given.items()
-        for name, value in arguments.items()
+    unread = {
+        f"{field}.{name}": value
+        for field, values in given.items()
+        for name, value in values.items()
         if name not in read
-        for near in [nearest(name, read)]
-    ]
+    }
+    if unread:
+        near = {path: nearest(path.rpartition(".")[2], read) for path in unread}
+        return [
+            Problem(path, brief(value), needed, f"did you mean `{near[path]}`?" if near[path] else "remove it")
+            for path, value in unread.items()
+        ]
+    failure = _rendering(json.dumps({"template": plain, "arguments": recipe.data.chat_template_arguments}))
+    fix = "correct it, or set model.chat_template to another"
+    return [Problem(where, failure, TEMPLATE_NEEDED, fix)] if failure else []
 
 
 @lru_cache
-def _rendering(asked: str) -> str:
+def _rendering(question: str) -> str:
     """Returns a template's failure to render a question, alone or after a system message; empty if it renders. It fails
     if it has no end, takes all memory, raises, or renders nothing.
 
@@ -360,7 +355,7 @@ def _rendering(asked: str) -> str:
     """
     command, limit = [sys.executable, "-I", "-c", RENDERER], 60 * RENDERER_SECONDS
     try:
-        done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=limit)
+        done = subprocess.run(command, input=question.encode(), capture_output=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return f"a question takes more than {limit} s to render"
     if done.returncode:
@@ -376,7 +371,7 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
 
     Raises PreflightError with all their problems, ModelError if the hub does not have one.
     """
-    found: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     problems: list[Problem] = []
     for name, config in recipe.reward.models.items():
         where = f"reward.models.{name}"
@@ -385,7 +380,7 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
         directory = local_directory(
             config.path, None, (*CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors"), f"{where}.path"
         )
-        found[name] = directory
+        directories[name] = directory
         try:
             read = read_json(directory / "config.json")
             weight_files(directory)
@@ -396,7 +391,7 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
             problems += error.problems
     if problems:
         raise PreflightError(problems)
-    return found
+    return directories
 
 
 def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief
+from megagrpo.errors import ModelError, PreflightError, Problem, brief
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
 from megagrpo.preflight.agent import AgentChecks, check_agent
-from megagrpo.preflight.data import absent_data, data_problems, sources_of
+from megagrpo.preflight.data_check import absent_data, data_problems, sources_of
 from megagrpo.preflight.model import (
+    attempt,
     critic_directory,
     model_directory,
     reward_model_directories,
@@ -43,9 +43,6 @@ from megagrpo.weights.sides.checkpoint import extra_tensors, manifests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PROBLEMS_OF_A_PART = 10
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -85,18 +82,6 @@ class Checking:
     def samples(self) -> bool:
         """Returns whether the run starts engines."""
         return self.grpo and self.engines_too
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: its name, when it is due, and what finds its problems, which may also raise them."""
-
-    name: str
-    when: Callable[[Checking], object]
-    find: Callable[[Checking], Iterable[Problem]]
-
-    def problems(self, checking: Checking) -> list[Problem]:
-        return [*self.find(checking)]
 
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_too: bool = True) -> Preflight[Kind]:
@@ -139,10 +124,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
         elsewhere = [name for name in recipe.reward.models if plan_only and name not in scoring]
         unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
     checking = Checking(recipe, plan_only, engines_too, model, architecture, critic, has_files, problems)
-    for check in filter(lambda check: check.when(checking), CHECKS):
-        problems += attempt(problems, check.problems, checking) or []
     run = replace(checking, plan_only=False)
-    left = [check.name for check in CHECKS if check.when(run) and not check.when(checking)]
+    left = [name for name, when, _ in CHECKS if when(run) and not when(checking)]
+    for find in [find for _, when, find in CHECKS if when(checking)]:
+        problems += attempt(problems, lambda find=find: [*find(checking)]) or []
     unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(map(loaded.places.located, problems))
@@ -165,33 +150,34 @@ def _disk_problems(checking: Checking) -> Iterable[Problem]:
     return disk_problems(checking.recipe, checking.architecture, critic)
 
 
-def _device_problems(checking: Checking) -> Iterable[Problem]:
-    return machine.device_problems(checking.recipe, checking.architecture, engines_too=checking.engines_too)
-
-
 def _megatron_problems(checking: Checking) -> Iterable[Problem]:
     """Checks combinations of options, too, if nothing else is wrong."""
     architecture = None if checking.problems else checking.architecture
     return machine.megatron_problems(checking.recipe, architecture, checking.plan_only)
 
 
-CHECKS = [
-    Check("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
-    Check("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
-    Check("metrics", lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
-    Check("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
-    Check("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
-    Check("methods of your own", lambda c: c.grpo, _own_methods),
-    Check("room on disk", lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)), _disk_problems),
-    Check("this machine's devices", lambda c: not c.plan_only, _device_problems),
-    Check("packages", lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
-    Check("engines", lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
-    Check("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
-    Check("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
-    Check("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
-    Check("options of Megatron", lambda c: True, _megatron_problems),
+CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Iterable[Problem]]]] = [
+    ("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
+    ("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
+    ("metrics", lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
+    ("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
+    ("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
+    ("methods of your own", lambda c: c.grpo, _own_methods),
+    ("room on disk", lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)), _disk_problems),
+    (
+        "this machine's devices",
+        lambda c: not c.plan_only,
+        lambda c: machine.device_problems(c.recipe, c.architecture, engines_too=c.engines_too),
+    ),
+    ("packages", lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
+    ("engines", lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
+    ("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
+    ("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
+    ("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
+    ("options of Megatron", lambda c: True, _megatron_problems),
 ]
-"""The checks after model, tokenizer and data are found, in this order."""
+"""The checks after model, tokenizer and data are found, in this order: the name of each, the condition under which it
+is due, and the function that finds its problems, which may also raise them."""
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
@@ -206,17 +192,6 @@ def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def attempt(problems: list[Problem], find: Callable[..., Found], *given: Any) -> Found | None:
-    """Returns the result of `find(*given)`; or None, and appends the first ten of the problems that it raises."""
-    try:
-        return find(*given)
-    except MegagrpoError as error:
-        problems += error.problems[:PROBLEMS_OF_A_PART]
-        if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
-            problems.append(Problem(f"and {more} more problems like the last"))
-        return None
-
-
 def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem]:
     """Returns the problems of the reward functions of evaluation sets."""
     return [
@@ -228,8 +203,8 @@ def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem
 
 def _absent_sandboxes(recipe: Recipe) -> list[str]:
     rewards = [recipe.reward, *own_rewards(recipe).values()]
-    found = [f"the sandbox of programs: {one.given}" for reward in rewards for one in sandbox_problems(reward)]
-    return list(dict.fromkeys(found))
+    absent = [f"the sandbox of programs: {one.given}" for reward in rewards for one in sandbox_problems(reward)]
+    return list(dict.fromkeys(absent))
 
 
 def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -279,8 +254,8 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
     architecture = attempt(problems, read_architecture, model) if model else None
     tokenizer = attempt(problems, tokenizer_directory, recipe, model)
     if tokenizer:
-        found = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
-        problems += found or check_agent(recipe, tokenizer, plan_only=False).problems
+        wrong = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
+        problems += wrong or check_agent(recipe, tokenizer, plan_only=False).problems
     if model and architecture:
         if not served:
             attempt(problems, manifests, model)
@@ -289,20 +264,10 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
     scoring = attempt(problems, reward_model_directories, recipe, False) or {}
     problems += server_problems(recipe, plan_only=False)
     problems += machine.engine_problems(recipe, architecture, plan_only=False)
-    problems += _evaluation_devices(recipe)
+    if not machine.joins_cluster(recipe) and device_here(recipe) == "cuda":
+        smaller = "rollout.engines=1, a smaller rollout.layout"
+        needed = plan_engines(recipe, "cuda").bundles
+        problems += machine.gpu_problems(needed, "engines and reward models", smaller)
     if problems or not (model and architecture and tokenizer):
         raise PreflightError(problems)
     return Preflight(recipe, architecture, model.absolute(), tokenizer.absolute(), reward_models=scoring)
-
-
-def _evaluation_devices(recipe: Recipe) -> list[Problem]:
-    """Returns a problem if this machine has too few GPUs for an evaluation that joins no cluster."""
-    if recipe.cluster.address or os.environ.get("RAY_ADDRESS") or device_here(recipe) == "cpu":
-        return []
-    import torch  # takes a second
-
-    devices, needed = torch.cuda.device_count(), plan_engines(recipe, "cuda").bundles
-    if devices >= needed:
-        return []
-    fix = "rollout.engines=1, a smaller rollout.layout, or a Ray cluster that has them: cluster.address or RAY_ADDRESS"
-    return [Problem("cluster.device", f"{devices} CUDA devices here", f"{needed} for engines and reward models", fix)]

@@ -63,7 +63,11 @@ class StoreHost:
         listening, secret = _listen(host), secrets.token_hex(32)
         port, gate = listening.getsockname()[1], None
         if host != LOOPBACK:
-            door, guard = _listen(host), _guard(listening, own_address(host))
+            door, node = _listen(host), own_address(host)
+            try:
+                guard: _Filter | _Relay = _Filter(listening, node)
+            except OSError:  # some kernels take filters from root alone
+                guard = _Relay(listening, node)
             gate, listening = door.getsockname()[1], guard.behind
             threading.Thread(target=_Gate(guard, secret).keep, args=(door,), daemon=True).start()
             weakref.finalize(self, door.shutdown, socket.SHUT_RDWR)
@@ -104,19 +108,11 @@ def _proof(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(), nonce, "sha256")
 
 
-def _guard(listening: socket.socket, own: str) -> _Filter | _Relay:
-    """Returns the guard of the socket on which processes of the run find the store. It admits `own`, this node."""
-    try:
-        return _Filter(listening, own)
-    except OSError:  # some kernels take filters from root alone
-        return _Relay(listening, own)
-
-
 class _Filter:
     """A guard that has the kernel drop packets to the store's own socket from all but admitted addresses."""
 
-    def __init__(self, listening: socket.socket, own: str) -> None:
-        self.behind, self._listening, self._admitted = listening, listening.dup(), {own}
+    def __init__(self, listening: socket.socket, node: str) -> None:
+        self.behind, self._listening, self._admitted = listening, listening.dup(), {node}
         _admit_only(self._listening, self._admitted)
 
     def admit(self, peer: str) -> None:
@@ -130,8 +126,8 @@ class _Filter:
 class _Relay:
     """A guard that relays connections from admitted addresses to a store `behind` it, and closes all others."""
 
-    def __init__(self, listening: socket.socket, own: str) -> None:
-        self.behind, self._listening, self._admitted = _listen(LOOPBACK), listening, {own}
+    def __init__(self, listening: socket.socket, node: str) -> None:
+        self.behind, self._listening, self._admitted = _listen(LOOPBACK), listening, {node}
         self._port = self.behind.getsockname()[1]
         started: Future[Callable[[], object]] = Future()
         threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True).start()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
-from megagrpo.recipe.schema.reward_models import RewardModelConfig
+from megagrpo.section import Section
 
 CPU_CACHE_TOKENS = 65536
+SectionOf = TypeVar("SectionOf", bound=Section)
 
 
 def dtype_name(recipe: AnyRecipe, device: str) -> str:
@@ -44,22 +46,22 @@ def device_here(recipe: AnyRecipe) -> str:
 
 def with_absolute_directories(recipe: Recipe) -> Recipe:
     """Returns the same recipe for processes with another working directory."""
-    algorithm = recipe.algorithm
+
+    def absolute(section: SectionOf, field: str) -> SectionOf:
+        path = getattr(section, field)
+        return section if path is None else section.model_copy(update={field: str(Path(path).absolute())})
+
+    algorithm, reward = recipe.algorithm, recipe.reward
     if isinstance(algorithm.loss, OwnLossConfig):
-        loss = algorithm.loss.model_copy(update={"name": str(Path(algorithm.loss.name).absolute())})
-        algorithm = algorithm.model_copy(update={"loss": loss})
-    track = recipe.track.model_copy(update={"directory": str(Path(recipe.track.directory).absolute())})
-    models = {name: _with_template(model) for name, model in recipe.reward.models.items()}
-    reward = recipe.reward.model_copy(update={"models": models})
-    sync = {"directory": str(Path(recipe.weights.directory).absolute())} if recipe.weights.directory else {}
-    weights = recipe.weights.model_copy(update=sync)
+        algorithm = algorithm.model_copy(update={"loss": absolute(algorithm.loss, "name")})
+    classifiers = {
+        name: absolute(model, "chat_template")
+        for name, model in reward.models.items()
+        if isinstance(model, ClassifierConfig)
+    }
+    reward = reward.model_copy(update={"models": {**reward.models, **classifiers}})
+    track, weights = absolute(recipe.track, "directory"), absolute(recipe.weights, "directory")
     return recipe.model_copy(update={"algorithm": algorithm, "reward": reward, "track": track, "weights": weights})
-
-
-def _with_template(model: RewardModelConfig) -> RewardModelConfig:
-    if not isinstance(model, ClassifierConfig) or model.chat_template is None:
-        return model
-    return model.model_copy(update={"chat_template": str(Path(model.chat_template).absolute())})
 
 
 def run_directory(recipe: AnyRecipe) -> Path:
@@ -147,9 +149,9 @@ class DevicePlan:
 
     def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
         """Returns the bundles of an engine by node; none for an external engine."""
-        own = self.bundles_of_engine[engine]
-        each = len(own) // self.engine_nodes
-        return tuple(own[first : first + each] for first in range(0, len(own), each)) if own else ()
+        bundles = self.bundles_of_engine[engine]
+        each = len(bundles) // self.engine_nodes
+        return tuple(bundles[first : first + each] for first in range(0, len(bundles), each)) if bundles else ()
 
 
 def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
@@ -157,7 +159,7 @@ def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
     whole = plan_devices(recipe, device)
     used = sorted({*chain(*whole.bundles_of_engine, *whole.bundles_of_model)})
     of_engine, of_model = (
-        tuple(tuple(map(used.index, own)) for own in of_all)
+        tuple(tuple(map(used.index, bundles)) for bundles in of_all)
         for of_all in (whole.bundles_of_engine, whole.bundles_of_model)
     )
     share = whole.engine_share * (2 if recipe.cluster.placement == "colocated" else 1)
@@ -166,32 +168,25 @@ def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
 
 def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) -> DevicePlan:
     """Plans ranks on the first devices in rank order. Engines, if `engines_too`, share them (colocated) or follow on
-    devices of their own."""
+    devices of their own; devices of reward.models are the last."""
     ranks = recipe.train.layout.parallel().ranks
-    resource = "GPU" if device == "cuda" else "CPU"
-    (of_rank,) = _blocks(1, 1, ranks, first=0)
+    resource, of_rank = "GPU" if device == "cuda" else "CPU", tuple(range(ranks))
     if isinstance(recipe, SftRecipe) or not engines_too:
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
     engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
-    if each == 0:
-        return _with_models(DevicePlan(resource, ranks, of_rank, ((),) * engines, 1.0, 0.0), recipe)
-    nodes = recipe.nodes_of_engine
-    if recipe.cluster.placement == "colocated":
-        blocks = max(1, ranks // each)
-        of_engine = _blocks(engines, blocks, each, first=0)
-        shared = 0.5 / -(-engines // blocks)
-        return _with_models(DevicePlan(resource, ranks, of_rank, of_engine, 0.5, shared, nodes), recipe)
-    own = recipe.cluster.engine_devices or engines * each
-    blocks = own // each
-    of_engine = _blocks(engines, blocks, each, first=ranks)
-    share = 1.0 / -(-engines // blocks)
-    return _with_models(DevicePlan(resource, ranks + own, of_rank, of_engine, 1.0, share, nodes), recipe)
-
-
-def _with_models(plan: DevicePlan, recipe: Recipe) -> DevicePlan:
-    """Returns the plan with the devices of reward.models at its end."""
-    ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=plan.bundles))
-    return replace(plan, bundles=ends[-1], bundles_of_model=tuple(tuple(range(*pair)) for pair in pairwise(ends)))
+    bundles, rank_share, engine_share = ranks, 1.0, 0.0
+    of_engine: tuple[tuple[int, ...], ...] = ((),) * engines
+    if each:
+        first, devices = ranks, recipe.cluster.engine_devices or engines * each
+        if recipe.cluster.placement == "colocated":
+            first, devices, rank_share = 0, ranks, 0.5
+        bundles, blocks = max(ranks, first + devices), max(1, devices // each)
+        of_engine = _blocks(engines, blocks, each, first)
+        engine_share = rank_share / -(-engines // blocks)
+    ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=bundles))
+    of_models = tuple(tuple(range(*pair)) for pair in pairwise(ends))
+    nodes = recipe.nodes_of_engine if each else 1
+    return DevicePlan(resource, ends[-1], of_rank, of_engine, rank_share, engine_share, nodes, of_models)
 
 
 def maps_gpu_memory(recipe: AnyRecipe) -> bool:
@@ -213,8 +208,8 @@ def allocator_problem(recipe: AnyRecipe, environment: Mapping[str, str]) -> Prob
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if re.search(r"expandable_segments\s*:\s*True", given := environment.get(name, "")) and maps_gpu_memory(recipe):
             needed = "no expandable_segments: engines map the memory of training ranks by CUDA IPC"
-            own = "megagrpo sets it by itself where weights travel in another way"
-            return Problem(name, given, needed, f"unset {name}, or take expandable_segments out of it: {own}")
+            reason = "megagrpo sets it by itself where weights travel in another way"
+            return Problem(name, given, needed, f"unset {name}, or take expandable_segments out of it: {reason}")
     return None
 
 

@@ -78,16 +78,16 @@ def layers_on(card: Capability, here: Installed, model: Attention) -> Layers:
     """Returns the layers of `train.layer_spec: auto`, adapters aside: Transformer Engine's if a fused kernel computes
     their attention. Without one, they would keep every score of the longest sequence."""
     name = f"sm{card[0]}{card[1]}"
-    own = torch_kernel(card, model)
+    local = torch_kernel(card, model)
     if not here.transformer_engine:
-        return Layers("local", own, "Transformer Engine is not installed")
-    if (found := fused_kernel(card, here, model)) is not None:
-        return Layers("transformer_engine", found, f"{found} takes packed sequences on {name}")
+        return Layers("local", local, "Transformer Engine is not installed")
+    if (fused := fused_kernel(card, here, model)) is not None:
+        return Layers("transformer_engine", fused, f"{fused} takes packed sequences on {name}")
     why = f"Transformer Engine has no fused attention for this model's packed sequences on {name}"
     helps = Installed(True, FLASH_ATTN_2[1])
     if here.flash_attn_2 is None and fused_kernel(card, helps, model) is not None:
         why += f"; flash-attn {FLASH_ATTN_2[1]} would be one"
-    return Layers("local", own, why)
+    return Layers("local", local, why)
 
 
 def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:

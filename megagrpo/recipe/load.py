@@ -142,14 +142,14 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
         needed = f"a mapping with the keys {', '.join(recipe_class.model_fields)}"
         raise RecipeError([*problems, Problem(str(path), given=given, needed=needed)])
     places = Places(str(path), document.lines, recipe_class=recipe_class)
-    tree, places, found = apply_overrides(document.tree, places, overrides)
-    problems += found
-    told = {at for at, _ in document.problems}
+    tree, places, of_overrides = apply_overrides(document.tree, places, overrides)
+    problems += of_overrides
+    reported = {at for at, _ in document.problems}
     try:
         recipe = recipe_class.model_validate(tree)
     except pydantic.ValidationError as error:
         wrong = schema_problems(tree, error.errors(), recipe_class)
-        problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in told]
+        problems += [replace(p, where=places.where(p.where)) for p in wrong if p.where not in reported]
     if problems:
         raise RecipeError(problems)
     return LoadedRecipe(recipe, places)

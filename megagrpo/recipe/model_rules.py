@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from megagrpo.errors import Problem
+from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import divided_sizes
+
+POSITIONS = "at most {}, the model's max_position_embeddings"
 
 
 def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
@@ -78,7 +80,7 @@ def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]
     layout, groups = recipe.train.layout.parallel(), architecture.query_groups
     ranks = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
     divided = divided_sizes(architecture)
-    broken = [(axis, what, size) for axis, what, size in divided if size % ranks[axis]]
+    broken = [(axis, name, size) for axis, name, size in divided if size % ranks[axis]]
     repeated = groups % layout.tensor and layout.tensor % groups
     if not broken and not repeated:
         return
@@ -91,8 +93,8 @@ def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]
     fixes = {"tensor": f"tensor of {either(fitting)}", "expert_tensor": "expert_tensor: 1, with expert above 1"}
     if architecture.experts is not None:
         fixes["expert"] = f"expert of {either(divisors(architecture.experts.count))}"
-    for axis, what, size in broken:
-        given = f"{ranks[axis]}, and the model has {size} {what}"
+    for axis, name, size in broken:
+        given = f"{ranks[axis]}, and the model has {size} {name}"
         yield Problem(f"train.layout.{axis}", given, f"a size that divides {size}", fixes[axis])
     if repeated:
         given = f"{layout.tensor}, and the model has {groups} query groups (num_key_value_heads)"
@@ -140,18 +142,17 @@ def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
 def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     """Yields Muon's problems: tensor ranks without whole query groups, which Megatron-Core needs to separate q, k and
     v; and no data ranks to deal matrices out to."""
-    groups, tensor = architecture.query_groups, recipe.train.layout.tensor
-    if recipe.train.optimizer.kind == "muon" and architecture.latent is None and tensor > groups:
-        given = f"{tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
+    if recipe.train.optimizer.kind != "muon":
+        return
+    layout, groups = recipe.train.layout.parallel(), architecture.query_groups
+    if architecture.latent is None and layout.tensor > groups:
+        given = f"{layout.tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
         fix = f"tensor of {either(divisors(groups))}, or train.optimizer.kind: adam"
         yield Problem("train.layout.tensor", given, f"at most {groups}: q, k and v are orthogonalised apart", fix)
-    layout = recipe.train.layout.parallel()
     shared = layout.data * layout.context == 1 and architecture.experts is not None and layout.expert_data > 1
-    if recipe.train.optimizer.kind == "muon" and recipe.train.distributed_optimizer and shared:
+    if recipe.train.distributed_optimizer and shared:
         given = f"1 data rank, and {layout.expert_data} ranks with the same experts, with train.optimizer.kind: muon"
-        needed = (
-            "as many of both: Megatron-Core then deals no matrices out, and each of these ranks would train its own"
-        )
+        needed = "as many of both: Megatron-Core deals no matrices out to these ranks, and each would train its own"
         yield Problem("train.layout", given, needed, "distributed_optimizer: false, or expert_tensor as tensor")
 
 
@@ -182,30 +183,27 @@ def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Probl
 
 def token_problems(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
     """Yields problems of prompts and responses longer than the model takes, and of stop tokens that it lacks."""
-    prompt = recipe.data.prompt_tokens_max
+    prompt, most = recipe.data.prompt_tokens_max, architecture.max_positions
     lengths = {"rollout": recipe.rollout.response_tokens_max}
     for name, one in recipe.eval.of_sets().items():
         if one.response_tokens_max is not None:
-            own = recipe.eval.sets[name].response_tokens_max is not None
-            lengths[f"eval.sets.{name}" if own else "eval"] = one.response_tokens_max
+            of_set = recipe.eval.sets[name].response_tokens_max is not None
+            lengths[f"eval.sets.{name}" if of_set else "eval"] = one.response_tokens_max
     for section, response in lengths.items():
-        if prompt + response > architecture.max_positions:
+        if prompt + response > most:
             given = f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens"
-            needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
             fix = f"lower {section}.response_tokens_max or data.prompt_tokens_max"
-            yield Problem(f"{section}.response_tokens_max", given, needed, fix)
-    if recipe.agent and recipe.sequence_tokens_max > architecture.max_positions:
-        needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
-        yield Problem("agent.tokens_max", f"{recipe.sequence_tokens_max}", needed, "lower it")
+            yield Problem(f"{section}.response_tokens_max", given, POSITIONS.format(most), fix)
+    if recipe.agent and recipe.sequence_tokens_max > most:
+        yield Problem("agent.tokens_max", f"{recipe.sequence_tokens_max}", POSITIONS.format(most), "lower it")
     if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
         needed = f"token ids below {architecture.vocab}, the size of the vocabulary"
         yield Problem("rollout.stop_token_ids", ", ".join(map(str, outside)), needed, "remove them")
 
 
 def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[Problem]:
-    if recipe.data.tokens_max > architecture.max_positions:
-        needed = f"at most {architecture.max_positions}, the model's max_position_embeddings"
-        yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", needed, "lower it")
+    if recipe.data.tokens_max > (most := architecture.max_positions):
+        yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", POSITIONS.format(most), "lower it")
 
 
 def divisors(number: int) -> list[int]:
@@ -214,5 +212,4 @@ def divisors(number: int) -> list[int]:
 
 def either(sizes: list[int]) -> str:
     """Returns `1, 2 or 4`, without the larger ones of a long list."""
-    shown = [str(size) for size in sizes[:6]]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
+    return listed(sizes[:6], "or")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -17,13 +18,16 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megagrpo.errors import Problem, brief
+from megagrpo.errors import Problem, brief, listed
 from megagrpo.section import ByName, Section
 
 LONGEST_VALUE = 60
 PROBLEMS_MAX = 100
-BESIDE_SECTIONS = ("literal[", "list[", "constrained-str")
-"""Pydantic's names of the values that are allowed in place of a section."""
+NAMES_OF_TYPES = re.compile(r"str$|literal\[|list\[|dict\[|constrained-str")
+"""Pydantic's names for the types of a union other than sections."""
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?")
+TRUE_OR_FALSE = dict.fromkeys(("yes", "on", "true"), "true") | dict.fromkeys(("no", "off", "false"), "false")
+UNIONS = (typing.Union, types.UnionType)
 UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 
@@ -44,22 +48,33 @@ class Expected:
     others: Mapping[str, type[Section]] = field(default_factory=dict)
     """The sections that another choice would allow here, by name."""
 
-    @property
+    @cached_property
+    def members(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Returns each type of a union, or the one type, with its constraints. A choice of sections is one of them."""
+        return list(_members(self.annotation, self.metadata))
+
+    @cached_property
     def choice(self) -> tuple[ByName, dict[str, type[Section]]] | None:
         """Returns the key that chooses one of several sections, and these sections by name."""
-        return _choice(self.annotation, self.metadata)
+        choices = (
+            (named, named.members(kind))
+            for kind, bounds in self.members
+            for named in bounds
+            if isinstance(named, ByName)
+        )
+        return next(choices, None)
 
     @property
     def sections(self) -> list[type[Section]]:
         """Returns the sections whose keys are allowed here."""
         if self.choice:
             return list(dict.fromkeys(self.choice[1].values()))
-        return [a for a in _alternatives(self.annotation) if isinstance(a, type) and issubclass(a, Section)]
+        return [a for a in self.alternatives if isinstance(a, type) and issubclass(a, Section)]
 
     @property
-    def alternatives(self) -> tuple[Any, ...]:
-        """Returns the members of a union without their constraints; of any other type, itself."""
-        return _alternatives(self.annotation)
+    def alternatives(self) -> list[Any]:
+        """Returns the types of a union without their constraints; of any other type, itself."""
+        return [kind for kind, _ in self.members]
 
     @property
     def is_list(self) -> bool:
@@ -76,7 +91,7 @@ class Expected:
         for section in self.sections:
             if key in section.model_fields:
                 return _of_field(section.model_fields[key])
-        for alternative in () if self.sections else _alternatives(self.annotation):
+        for alternative in () if self.sections else self.alternatives:
             origin, arguments = get_origin(alternative), get_args(alternative)
             if origin is list and key.isdecimal():
                 return Expected(arguments[0])
@@ -89,7 +104,7 @@ class Expected:
 
     def words(self) -> str:
         """Returns `an integer of at least 1`, `one of drop, truncate_left, error`, ..."""
-        return _words(self.annotation, self.metadata)
+        return listed([_words(kind, metadata) for kind, metadata in self.members], "or")
 
 
 def is_field(path: str, recipe_class: type[Section]) -> bool:
@@ -113,7 +128,7 @@ def schema_problems(
     A union reports an error for each member: errors with the same place become one problem, or none if there is an
     error below that place. A missing key is left out if an unknown key beside it is its misspelling.
     """
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for error in sorted(errors, key=lambda error: error["type"] == "missing"):
         keys, expected = _place(error["loc"], recipe_class)
         value, kind = _value(tree, keys), error["type"]
@@ -122,18 +137,18 @@ def schema_problems(
             value = value.get(expected.choice[0].key)
             kind = "missing" if value is None else kind
         path = ".".join(map(str, keys))
-        beside = [p.fix for at, p in found.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
+        beside = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
-        if path not in found and not misspelt:
-            found[path] = _problem(kind, keys, value, expected, recipe_class)
-        if len(found) == PROBLEMS_MAX:
-            return [*found.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
-    return [problem for path, problem in found.items() if not any(at.startswith(f"{path}.") for at in found)]
+        if path not in problems and not misspelt:
+            problems[path] = _problem(kind, keys, value, expected, recipe_class)
+        if len(problems) == PROBLEMS_MAX:
+            return [*problems.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
+    return [problem for path, problem in problems.items() if not any(at.startswith(f"{path}.") for at in problems)]
 
 
 def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class: type[Section]) -> Problem:
     """Returns the problem of a key that the section does not have, with the name that was probably meant."""
-    keys = list(dict.fromkeys(name for each in section.sections for name in each.model_fields))
+    keys = list(dict.fromkeys(name for one in section.sections for name in one.model_fields))
     owners = [name for name, other in section.others.items() if key in other.model_fields]
     if path in moved() and value is None:
         fix = "remove it"
@@ -142,8 +157,8 @@ def unknown_key(path: str, key: str, value: Any, section: Expected, recipe_class
     elif "." in key:
         fix = "write one key on a line, each section's keys indented below it (dots are for overrides)"
     elif owners:
-        chooser = next(iter(name for name in ("name", "level") if name in keys))
-        fix = f"remove it, or write {chooser}: {owners[0]} (it is for {_listed(owners)})"
+        chooser = next(name for name in ("name", "level", "kind") if name in keys)
+        fix = f"remove it, or write {chooser}: {owners[0]} (it is for {listed(owners)})"
     elif guess := nearest(key, keys):
         fix = _did_you_mean(guess)
     elif elsewhere := list(dict.fromkeys(p for p in _paths(recipe_class, "") if p.rpartition(".")[2] == key)):
@@ -182,7 +197,8 @@ def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[
         if inner is None and named:  # pydantic's name for a section beside other values
             here = Expected(named)
             continue
-        if inner is None and (not here.sections or key == "str" or str(key).startswith(BESIDE_SECTIONS)):
+        of_union = len(here.members) > 1 and NAMES_OF_TYPES.match(str(key))
+        if of_union or (inner is None and not here.sections):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have
@@ -243,37 +259,26 @@ def _fix_of_text(path: str, value: str, expected: Expected) -> str:
         return removed
     if expected.choice and ByName.OWN in expected.choice[1] and value.endswith(".py"):
         return f"name the file's function: {value}:FUNCTION"
-    names = (a for a in _alternatives(expected.annotation) if get_origin(a) is Literal)
+    names = (a for a in expected.alternatives if get_origin(a) is Literal)
     choices = [str(choice) for name in names for choice in get_args(name)]
     if guess := nearest(value, expected.choice[1] if expected.choice else choices):
         return _did_you_mean(guess)
     if expected.choice:
         return "write one of these names"
     words = expected.words()
-    if "integer" in words and value.replace("_", "").replace(",", "").isdecimal():
-        return f"write {value.replace('_', '').replace(',', '')}, without quotes or separators"
-    if "true or false" in words and value.lower() in ("yes", "on", "no", "off", "true", "false"):
-        return f"write {'true' if value.lower() in ('yes', 'on', 'true') else 'false'}"
-    if "number" in words and "," not in value and _is_number(value):
+    if "integer" in words and (digits := value.replace("_", "").replace(",", "")).isdecimal():
+        return f"write {digits}, without quotes or separators"
+    if "true or false" in words and value.lower() in TRUE_OR_FALSE:
+        return f"write {TRUE_OR_FALSE[value.lower()]}"
+    if "number" in words and NUMBER.fullmatch(value):
         return f"write {value} without quotes"
     if path == "name":
         return "use letters, digits, dot, dash and underscore only"
     return ""
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
 def _did_you_mean(name: str) -> str:
     return f"did you mean `{name}`?"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
@@ -288,25 +293,16 @@ def _of_field(info: FieldInfo) -> Expected:
     return Expected(info.annotation, tuple(info.metadata), info.description or "")
 
 
-def _choice(annotation: Any, metadata: tuple[Any, ...]) -> tuple[ByName, dict[str, type[Section]]] | None:
-    for each in metadata:
-        if isinstance(each, ByName):
-            return each, each.members(annotation)
+def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
-        return _choice(inner, tuple(more))
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        return next((found for member in get_args(annotation) if (found := _choice(member, ()))), None)
-    return None
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union without their constraints; of any other type, itself."""
-    if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
-    if get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(a for member in get_args(annotation) for a in _alternatives(member))
-    return (annotation,)
+        bounds = (bound for one in more for bound in (one.metadata if isinstance(one, FieldInfo) else [one]))
+        yield from _members(inner, (*metadata, *bounds))
+    elif get_origin(annotation) in UNIONS and not any(isinstance(one, ByName) for one in metadata):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation, metadata
 
 
 def _is_open(annotation: Any) -> bool:
@@ -316,23 +312,16 @@ def _is_open(annotation: Any) -> bool:
 
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if any(isinstance(each, ByName) for each in metadata):
-        choice = next(each for each in metadata if isinstance(each, ByName))
-        return f"one of {', '.join(choice.members(annotation))}, alone or as the `{choice.key}` of its settings"
-    if origin is Annotated:
-        inner, *more = arguments
-        flat = [m for c in more for m in (c.metadata if isinstance(c, FieldInfo) else [c])]
-        return _words(inner, (*metadata, *flat))
-    if origin in (typing.Union, types.UnionType):
-        members = [_words(member, ()) for member in arguments]
-        return f"{', '.join(members[:-1])} or {members[-1]}"
+    for named in metadata:
+        if isinstance(named, ByName):
+            return f"one of {', '.join(named.members(annotation))}, alone or as the `{named.key}` of its settings"
     if origin is Literal:
         return ", ".join(map(str, arguments)) if len(arguments) == 1 else f"one of {', '.join(map(str, arguments))}"
     if origin is list:
         filled = any(isinstance(m, annotated_types.MinLen) for m in metadata)
-        return f"a list{' with at least one item' if filled else ''}, each item {_words(arguments[0], ())}"
+        return f"a list{' with at least one item' if filled else ''}, each item {Expected(arguments[0]).words()}"
     if origin is dict and get_origin(arguments[0]) is Literal:
-        return f"a mapping of names to {_words(arguments[1], ())}; names are {', '.join(get_args(arguments[0]))}"
+        return f"a mapping of names to {Expected(arguments[1]).words()}; names are {', '.join(get_args(arguments[0]))}"
     if origin is dict or _is_open(annotation):
         return "a mapping of names to values"
     if annotation is type(None):

@@ -63,10 +63,60 @@ for _name, _pattern, _first in CORE_SCHEMA:
 class Document:
     """A parsed document: plain values, the line (from 1) of every dotted path, and the problems with their paths."""
 
+    where: Callable[[int], str]
     tree: Any = None
     lines: dict[str, int] = field(default_factory=dict)
     values: int = 0
     problems: list[tuple[str, Problem]] = field(default_factory=list)
+
+    def read(self, node: yaml.Node, path: str = "", above: tuple[yaml.Node, ...] = ()) -> Any:
+        """Returns the value of a node, None where there is a problem."""
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        self.values += 1
+        if self.values > VALUES_MAX:
+            where = self.where(node.start_mark.line + 1)
+            raise RecipeError(Problem(where, f"more than {VALUES_MAX:,} values", "a recipe: it needs about 100"))
+        if node in above:
+            return self._refuse(node, path, "a value that contains itself", "a finite value")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, _join(path, index), (*above, node)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._read_mapping(node, path, (*above, node))
+        if NO_TEXT.search(node.value):
+            return self._refuse_text(node, path)
+        try:
+            return _scalar(node.tag.removeprefix(TAG), node.value)
+        except ValueError:
+            given = f"{node.value!r} with the tag {node.tag.replace(TAG, '!!')}"
+            needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
+            return self._refuse(node, path, given, needed, "remove the tag")
+
+    def _read_mapping(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse(key_node, path, "a list or mapping as a key", "a name")
+            elif NO_TEXT.search(key):
+                self._refuse_text(key_node, path)
+            elif key in mapping:
+                given = f"`{key}` a second time (the first is on line {first_lines[key]})"
+                self._refuse(key_node, _join(path, key), given, "each key once", "remove one of them")
+            else:
+                first_lines[key] = key_node.start_mark.line + 1
+                self.lines.setdefault(_join(path, key), first_lines[key])
+                mapping[key] = self.read(value_node, _join(path, key), above)
+        return mapping
+
+    def _refuse_text(self, node: yaml.Node, path: str) -> None:
+        character = ord(NO_TEXT.findall(node.value)[0])
+        self._refuse(node, path, f"the character U+{character:04X}", "text that a file's name could have", "remove it")
+
+    def _refuse(self, node: yaml.Node, path: str, given: str, needed: str, fix: str = "") -> Any:
+        where = f"{self.where(node.start_mark.line + 1)} {path}".rstrip()
+        self.problems.append((path, Problem(where, given, needed, fix)))
+        return None
 
 
 def parse(text: str, where: Callable[[int], str]) -> Document:
@@ -82,9 +132,9 @@ def parse(text: str, where: Callable[[int], str]) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        document = Document()
+        document = Document(where)
         if node is not None:
-            document.tree = _build(node, "", document, where, ())
+            document.tree = document.read(node)
         return document
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line if error.problem_mark else 0
@@ -120,76 +170,14 @@ def _syntax_fix(error: yaml.MarkedYAMLError) -> str:
     return ""
 
 
-def _build(
-    node: yaml.Node, path: str, document: Document, where: Callable[[int], str], above: tuple[yaml.Node, ...]
-) -> Any:
-    line = node.start_mark.line + 1
-    at = f"{where(line)} {path}".rstrip()
-    document.lines.setdefault(path, line)
-    document.values += 1
-    if document.values > VALUES_MAX:
-        raise RecipeError(Problem(where(line), f"more than {VALUES_MAX:,} values", "a recipe: it needs about 100"))
-    if node in above:
-        document.problems.append((path, Problem(at, given="a value that contains itself", needed="a finite value")))
-        return None
-    if isinstance(node, yaml.SequenceNode):
-        return [_build(item, _join(path, i), document, where, (*above, node)) for i, item in enumerate(node.value)]
-    if isinstance(node, yaml.MappingNode):
-        return _build_mapping(node, path, document, where, (*above, node))
-    if wrong := NO_TEXT.search(node.value):
-        document.problems.append((path, _no_text(at, wrong[0])))
-        return None
-    try:
-        return _scalar(node.tag.removeprefix(TAG), node.value)
-    except ValueError:
-        given = f"{node.value!r} with the tag {node.tag.replace(TAG, '!!')}"
-        needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
-        document.problems.append((path, Problem(at, given, needed, fix="remove the tag")))
-        return None
-
-
-def _no_text(where: str, character: str) -> Problem:
-    return Problem(where, f"the character U+{ord(character):04X}", "text that a file's name could have", "remove it")
-
-
-def _build_mapping(
-    node: yaml.MappingNode, path: str, document: Document, where: Callable[[int], str], above: tuple[yaml.Node, ...]
-) -> dict[str, Any]:
-    built: dict[str, Any] = {}
-    first_lines: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            at = f"{where(line)} {path}".rstrip()
-            document.problems.append((path, Problem(at, given="a list or mapping as a key", needed="a name")))
-            continue
-        key = key_node.value
-        here = _join(path, key)
-        if wrong := NO_TEXT.search(key):
-            at = f"{where(line)} {path}".rstrip()
-            document.problems.append((path, _no_text(at, wrong[0])))
-            continue
-        if key in built:
-            given = f"`{key}` a second time (the first is on line {first_lines[key]})"
-            problem = Problem(f"{where(line)} {here}", given, needed="each key once", fix="remove one of them")
-            document.problems.append((here, problem))
-            continue
-        first_lines[key] = line
-        document.lines.setdefault(here, line)
-        built[key] = _build(value_node, here, document, where, above)
-    return built
-
-
 def _join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
 def _scalar(tag: str, text: str) -> Any:
     """Returns the value of a scalar. Raises ValueError if its tag is not in the core schema or misfits its text."""
-    if tag == "str":
-        return text
-    if tag == "null":
-        return None
+    if tag in ("str", "null"):
+        return text if tag == "str" else None
     if tag == "bool" and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if tag == "int":

@@ -87,7 +87,7 @@ class Transformers(EngineKind):
         return 1 if recipe.deterministic else recipe.rollout.requests_at_once
 
     def engine(self, spec: EngineSpec, server: Any) -> Engine:
-        from megagrpo.processes.imports import importing
+        from megagrpo.processes import importing
 
         with importing():
             from megagrpo.rollout.transformers_engine import TransformersEngine

@@ -13,7 +13,6 @@ import pytest
 
 from megagrpo import __version__, cli
 from megagrpo.cli import EXIT_INTERRUPTED, main
-from megagrpo.commands import doctor as doctor_command
 from megagrpo.commands import plan as plan_command
 from megagrpo.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, EngineError, Problem
 from tests.tiny_run import EXPERTS, make_run
@@ -119,7 +118,7 @@ def test_prepare_jsonl_reads_the_named_columns(tmp_path: Path, capsys: pytest.Ca
 def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_command, "doctor", lambda asked: [Path(os.devnull).open() for _ in range(10_000)])  # noqa: SIM115
+    monkeypatch.setattr(plan_command, "doctor", lambda asked: [Path(os.devnull).open() for _ in range(10_000)])  # noqa: SIM115
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -140,7 +139,7 @@ def test_a_lack_of_threads_or_processes_names_the_limit_to_raise(
     def refuse(asked: object) -> None:
         raise error
 
-    monkeypatch.setattr(doctor_command, "doctor", refuse)
+    monkeypatch.setattr(plan_command, "doctor", refuse)
     assert cli.main(["doctor"]) == EXIT_RUN_FAILED
     assert "ulimit -u" in capsys.readouterr().err
 

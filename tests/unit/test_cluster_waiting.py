@@ -18,7 +18,7 @@ from megagrpo.cluster import waiting
 from megagrpo.cluster.actors import interface_of
 from megagrpo.cluster.waiting import NodeWatch, node_names, raylet_with, settle, wait_for
 from megagrpo.errors import NodeLostError, RankError
-from megagrpo.recipe.schema.run import address_problem
+from megagrpo.preflight.machine import address_problem
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.preflight.agent import AgentChecks, check_agent, template_told
+from megagrpo.preflight.agent import AgentChecks, check_agent, template_described
 from megagrpo.recipe.schema import Recipe
 from tests.agents.families import FAMILIES, chat_of, tokenizer_of
 from tests.tiny_run import make_run, recipe
@@ -161,11 +161,11 @@ def test_parsers_are_known_or_found_in_the_template(tmp_path: Path) -> None:
 
 def test_a_plan_tells_what_the_template_does() -> None:
     plain, thinking = (chat_of(name).facts for name in ("chatml", "thinking"))
-    assert "tool and user messages may follow" in template_told(plain, "template")
-    assert "reasoning stays" in template_told(plain, "template")
-    assert "another sequence then begins" in template_told(thinking, "template")
-    assert "kept, as agent.history says" in template_told(thinking, "append")
-    assert "moves the tools" in template_told(chat_of("mistral").facts, "template")
+    assert "tool and user messages may follow" in template_described(plain, "template")
+    assert "reasoning stays" in template_described(plain, "template")
+    assert "another sequence then begins" in template_described(thinking, "template")
+    assert "kept, as agent.history says" in template_described(thinking, "append")
+    assert "moves the tools" in template_described(chat_of("mistral").facts, "template")
 
 
 def test_plan_and_train_refuse_a_wrong_agent(function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

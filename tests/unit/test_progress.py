@@ -70,10 +70,9 @@ def test_elsewhere_nothing_is_drawn_in_place(more: dict[str, str]) -> None:
 def test_lines_come_ever_more_seldom_and_only_for_work_that_lasts() -> None:
     said: list[str] = []
     lines = Lines(said.append)
-    whole, part = Work("evaluating", began=0.0), Work("generating", 40, "responses", began=0.0)
-    Display.begin(lines, whole)
-    Display.begin(lines, part)
-    part.done = 10
+    whole = Work("evaluating", began=0.0)
+    part = Work("generating", 40, "responses", done=10, began=0.0, within=whole)
+    lines.under_way = (whole, part)
     for second in range(1000):
         lines.look(float(second))
     assert said[0] == "evaluating › generating: 10 of 40 responses, 0:10, 0:30 left"

@@ -137,12 +137,9 @@ def test_rules_between_fields_wait_until_every_field_is_right(path: Path) -> Non
 )
 def test_a_name_or_its_settings_choose_a_method(path: Path, overrides: list[str], name: str) -> None:
     by_name = ["algorithm.aggregation=token_sum", "algorithm.correction={weights: sequence}"]
-    found = load(path, [*overrides, *by_name]).recipe.algorithm
-    assert (found.advantage.name, found.aggregation.name, found.correction.weights.name) == (
-        name,
-        "token_sum",
-        "sequence",
-    )
+    method = load(path, [*overrides, *by_name]).recipe.algorithm
+    chosen = (method.advantage.name, method.aggregation.name, method.correction.weights.name)
+    assert chosen == (name, "token_sum", "sequence")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +171,9 @@ def test_an_item_that_may_be_a_text_too_has_the_problems_of_its_keys(path: Path)
     assert [where for where, _ in problems_of(path, override)] == [f"{inside}.calls_at_once)", f"{inside}.nam)"]
     ((where, _),) = problems_of(path, "agent={tools: [3]}")
     assert where.endswith("(agent.tools.0)")
+    for wrong in ("schedule.prompts_at_once=4", "agent={verifiers: {environment: a, harness: 3}}"):
+        ((where, _),) = problems_of(path, wrong)
+        assert where.startswith(f"override {wrong}")
 
 
 def test_a_very_long_index_is_no_item(path: Path) -> None:

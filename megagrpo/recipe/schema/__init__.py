@@ -12,8 +12,13 @@ from megagrpo.algorithm.policy_losses import PolicyLossConfig
 from megagrpo.recipe.schema.data import DataFileConfig, EntryConfig
 from megagrpo.recipe.schema.eval import EarlyStoppingConfig
 from megagrpo.recipe.schema.recipe import Recipe
-from megagrpo.recipe.schema.reward import OverlongConfig, RewardConfig, RewardFunctionConfig
-from megagrpo.recipe.schema.reward_models import ClassifierConfig, GenerativeConfig
+from megagrpo.recipe.schema.reward import (
+    ClassifierConfig,
+    GenerativeConfig,
+    OverlongConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from megagrpo.recipe.schema.rollout import DynamicSamplingConfig, EngineLayoutConfig, MismatchConfig, SglangConfig
 from megagrpo.recipe.schema.run import MLflowConfig, WandBConfig
 from megagrpo.recipe.schema.sft import ConversationFileConfig, SftRecipe

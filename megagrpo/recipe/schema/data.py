@@ -113,8 +113,8 @@ class DataFileConfig(EntryConfig):
         if self.reasoning_gym is None:
             return self.path
         readable = json.dumps(self.arguments, sort_keys=True).replace("%", "%25").replace("/", "%2F")
-        own = f"{readable}/" if self.arguments else ""
-        return f"{TASK}{own}seed={self.seed}/size={self.size}/{self.reasoning_gym}"
+        arguments = f"{readable}/" if self.arguments else ""
+        return f"{TASK}{arguments}seed={self.seed}/size={self.size}/{self.reasoning_gym}"
 
     RULES: ClassVar[Rules[Any]] = {
         **EntryConfig.RULES,

@@ -169,7 +169,7 @@ class Recipe(Section):
 
     def _overlaps(self) -> Iterator[dict[str, object]]:
         for name, files in self.eval.files_of_sets().items():
-            yield from ({"list": f"eval.sets.{name}.files"} | found for found in overlaps(self.data.train, files))
+            yield from ({"list": f"eval.sets.{name}.files"} | values for values in overlaps(self.data.train, files))
 
     def _prompts_at_once(self) -> Iterator[dict[str, object]]:
         schedule, least = self.schedule, self.rollout.prompts_per_step
@@ -204,7 +204,7 @@ class Recipe(Section):
         for field, metric in self.metrics_asked.items() if self.eval.sets else ():
             named, _, rest = metric.partition("/")
             if of_sets:
-                yield from ({"field": field, "metric": metric} | found for found in unknown_metric(metric, self.eval))
+                yield from ({"field": field, "metric": metric} | values for values in unknown_metric(metric, self.eval))
             elif named not in self.eval.sets:
                 near = difflib.get_close_matches(named, self.eval.sets, n=1) if rest else []
                 meant = f"{near[0]}/{rest}" if near else f"{next(iter(self.eval.sets))}/{metric}"
@@ -228,13 +228,13 @@ class Recipe(Section):
         models = self.reward.models
         for field, function, name in self._models_asked():
             kind = "classifier" if function == "reward_model" else "generative"
-            found = models.get(name)
-            if found is None or found.kind != kind:
+            model = models.get(name)
+            if model is None or model.kind != kind:
                 yield {
                     "field": field,
                     "name": name,
                     "kind": kind,
-                    "given": name if found is None else f"{name}, a {found.kind} model",
+                    "given": name if model is None else f"{name}, a {model.kind} model",
                     "fitting": ", ".join(other for other, one in models.items() if one.kind == kind) or "(none)",
                     "url": "" if function == "reward_model" else ", or give the url of an endpoint",
                 }
@@ -244,10 +244,10 @@ class Recipe(Section):
         return ({"name": name} for name in self.reward.models if name not in asked)
 
     def _devices_of_engines(self) -> Iterator[dict[str, object]]:
-        rollout, own, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
-        if own is not None and self.cluster.placement == "disaggregated" and each:
+        rollout, devices, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
+        if devices is not None and self.cluster.placement == "disaggregated" and each:
             most = rollout.engines * each
-            if own > most or own % each:
+            if devices > most or devices % each:
                 multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
                 needed = "at most one device for each engine" if each == 1 else multiple
                 yield {"s": "s" if rollout.engines > 1 else "", "needed": needed, "most": most}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.errors import Problem, brief
 from megagrpo.section import Count, NonNegativeInt, PositiveInt, Rules, Seconds, Section
 
 Pause = Literal["retract", "in_place", "finish"]
@@ -204,18 +202,3 @@ class ClusterConfig(Section):
 
     step_timeout_seconds: Seconds = 3600.0
     """Longest wait for one phase of a step (logprobs, update, weight sync, checkpoint)."""
-
-
-def address_problem(address: str, where: str) -> Problem | None:
-    """Returns the problem of an address that is no node's, or that has a scheme of Ray's client or job servers."""
-    scheme, found, rest = address.partition("://")
-    if not found:
-        port = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address, re.ASCII)
-        if address in ("", "auto", "local") or (port and 0 < int(port[1]) < 2**16):
-            return None
-        return Problem(where, brief(address), "auto or HOST:PORT, on a node of the cluster", "such as head:6379")
-    host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
-    given = f"{scheme}://, a server of Ray for clients or jobs, not a node"
-    reason = "training ranks and engines connect to the driver, and it shares directories with them"
-    fix = f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE"
-    return Problem(where, given, f"auto or HOST:PORT, on a node of the cluster: {reason}", fix)
