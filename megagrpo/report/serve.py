@@ -19,8 +19,6 @@ from megagrpo.report.page import page_of, parts
 from megagrpo.report.run import RESPONSES, RunRead, read_run
 from megagrpo.track.rollout_files import ROLLOUTS
 
-LIVE_SAMPLES = 5_000
-"""Samples of a page that is made anew after every step."""
 READ = ("*.json*", "*.yaml", *RESPONSES)
 NEWEST = 8  # files of a folder that has files for each step
 LOOPBACK = "127.0.0.1"
@@ -70,7 +68,7 @@ class LiveReport:
         if seen == self._seen:
             return
         runs = [read_run(directory) for directory in self._directories]
-        made = parts(runs, LIVE_SAMPLES)
+        made = parts(runs)
         self._runs, self._parts, self._late_before = runs, made, self._late
         self._columns = {name: encode(columns) for part in made for name, columns in part.data.items()}
         self._late = {name: encoded for part in made for name, encoded in part.late.items()}

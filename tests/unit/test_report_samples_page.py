@@ -109,7 +109,7 @@ def test_texts_are_found_in_prompts_responses_and_traces(browser: Any, one: Path
             ("that 1 AND 0 make", 3),
             ("what is sums:0?", 6),
             ("odd:3", 1),
-            ("/make [12]$/", 0),
+            ("/make [12]$/", 8),
             ("/and 0 make [12]/", 4),
             ("calculator", 1),
             ("held out", 0),
