@@ -41,13 +41,13 @@ BUDGETS = {
     ("data",): 2_835,
     ("reward",): 8_365,
     ("agents",): 5_280,
-    ("track", "report"): 5_155,
+    ("track", "report"): 4_961,
     ("importing",): 3_616,
     ("commands", "processes", ""): 2_629,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=382),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=381),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -106,16 +106,16 @@ def add_runs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def runs(asked: argparse.Namespace) -> int:
     from megagrpo.report.listing import WIDTH, draw, runs_in
 
-    found = runs_in(asked.directory)
+    listed = runs_in(asked.directory)
     if asked.json:
         import json
 
-        print(json.dumps([run.as_json() for run in found], indent=2))
+        print(json.dumps(listed, indent=2))
         return 0
-    if not found:
+    if not listed:
         print(f"no runs in {asked.directory}")
         return 0
     from rich.console import Console
 
-    draw(found, Console(highlight=False, width=None if is_terminal(sys.stdout) else WIDTH))
+    draw(listed, Console(highlight=False, width=None if is_terminal(sys.stdout) else WIDTH))
     return 0

@@ -137,7 +137,7 @@ class FileSamples:
     """The samples of a file. prompts: values of PROMPT; prompt: int [rows], indices of them. texts, tokens: encoded.
 
     numbers: [rows] by name, among them `flags`, `mismatch` (mean absolute train - rollout logprob in nats, NaN:
-    unknown) and `figures` (tokens whose figures are in the page). on_disk: rows whose tokens have figures in the file.
+    unknown) and `figures` (tokens whose figures are in the page).
     """
 
     numbers: Mapping[str, np.ndarray]
@@ -145,7 +145,6 @@ class FileSamples:
     previews: list[str]
     prompts: list[tuple[str, ...]]
     prompt: np.ndarray
-    on_disk: int
     texts: Future[bytes]
     tokens: Future[bytes] | None
 
@@ -165,8 +164,8 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
         "agent": [row["agent"] or "" for row in rows],
         "detail": [_detail(row) for row in rows],
     }
-    on_disk = _array(pc.list_value_length(table["rollout_logprobs"]), 0).astype(np.int64)
-    figures = np.where(np.cumsum(on_disk) <= tokens_left, on_disk, 0)
+    sizes = _array(pc.list_value_length(table["rollout_logprobs"]), 0).astype(np.int64)
+    figures = np.where(np.cumsum(sizes) <= tokens_left, sizes, 0)
     figured = table.select([name for name in SCHEMA.names if name in FIGURES or name.startswith("token_")])
     return FileSamples(
         _numbers(table) | {"run": np.full(len(table), run, np.uint8), "figures": figures.astype(np.uint32)},
@@ -174,7 +173,6 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
         [_preview(text, -PREVIEW) for text in responses],
         prompts,
         prompt,
-        int((on_disk > 0).sum()),
         threads.submit(encode, texts),
         threads.submit(encode, _tokens(figured.filter(pa.array(figures > 0)))) if figures.any() else None,
     )
@@ -206,9 +204,9 @@ def _mismatch(rollout: pa.ListArray, train: pa.ListArray) -> np.ndarray:
     both = (sizes == others) & (sizes > 0)
     mismatch = np.full(len(sizes), np.nan, np.float32)
     if both.any():
-        one, other = (_array(array.filter(pa.array(both)).flatten(), np.nan) for array in (rollout, train))
+        engine, trainer = (_array(array.filter(pa.array(both)).flatten(), np.nan) for array in (rollout, train))
         row = np.repeat(np.arange(int(both.sum())), sizes[both])
-        mismatch[both] = np.bincount(row, np.abs(other - one), int(both.sum())) / sizes[both]
+        mismatch[both] = np.bincount(row, np.abs(trainer - engine), int(both.sum())) / sizes[both]
     return mismatch
 
 
@@ -265,7 +263,9 @@ def _page(
 ) -> tuple[Columns, dict[str, bytes]]:
     """Returns the columns of all samples, with the first row of each file, and the files' texts and tokens by name."""
     numbers = {name: np.concatenate([file.numbers[name] for file in files]) for name in files[0].numbers}
-    names = {name: pa.array([one for file in files for one in file.names[name]]).dictionary_encode() for name in NAMES}
+    names = {
+        name: pa.array([value for file in files for value in file.names[name]]).dictionary_encode() for name in NAMES
+    }
     codes: dict[tuple[str, ...], int] = {}
     for key in (key for file in files for key in file.prompts):
         codes.setdefault(key, len(codes))
@@ -294,22 +294,18 @@ def _page(
 
 def _left_out(runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: bool) -> list[str]:
     """Returns sentences about the samples and figures that the page lacks, and the reasons."""
-    rows, on_disk = sum(len(file.prompt) for file in files), sum(file.on_disk for file in files)
-    figured, notes = sum(int((file.numbers["figures"] > 0).sum()) for file in files), list[str]()
+    rows = sum(len(file.prompt) for file in files)
+    figured = sum(np.count_nonzero(file.numbers["figures"]) for file in files)
+    notes = list[str]()
     if not is_whole:
         notes.append(
             f"This page has the newest {rows:,} samples: first those of the last step and of the last evaluation. "
             "--samples N takes up to N, however large the page becomes."
         )
-    if figured < on_disk:
+    if figured < rows:
         notes.append(
-            f"{figured:,} of them have figures of tokens in this page, {on_disk:,} on disk: the newest ones, "
-            f"{TOKENS:,} tokens at most."
-        )
-    if on_disk < rows:
-        notes.append(
-            f"{rows - on_disk:,} samples have no figures of tokens on disk: track.rollouts.token_samples_per_step "
-            "says how many samples of a step have them."
+            f"{figured:,} of them have figures of tokens, the newest {TOKENS:,} tokens at most: "
+            "track.rollouts.token_samples_per_step says how many samples of a step have them on disk."
         )
     for run in runs:
         track = run.recipe.get("track")
