@@ -45,8 +45,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.schema import Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.rollout_files import TRAIN
-from megagrpo.track.rollout_writer import StepRollouts, tables
-from megagrpo.track.token_texts import TokenTexts
+from megagrpo.track.rollout_writer import StepRollouts, TokenTexts, tables
 from megagrpo.trainer.step import advantage_inputs, train_sequences, turns_of
 from megagrpo.trainer.step_metrics import agent_metrics, rollout_metrics
 from megagrpo.types import Group, Prompt, Request, Sample, SamplingParams, Score

@@ -72,7 +72,8 @@ def sample(step: int, prompt: str = "sums:0", number: int = 0, **values: Any) ->
 def write_samples(directory: Path, step: int, rows: Sequence[dict[str, Any]], *, evaluation: bool = False) -> None:
     path = rollout_file(directory, step, evaluation=evaluation)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows), SCHEMA), path)
+    pq.write_table(pa.Table.from_pylist(list(rows), SCHEMA), path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
 
 
 def response(**values: Any) -> Response:

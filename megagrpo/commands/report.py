@@ -25,7 +25,7 @@ def add_report(commands: Commands) -> None:
     added.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIRECTORY", help=text)
     text = f"the page; default: RUN_DIRECTORY/{PAGE}, and with several runs {COMPARISON} in the first one's"
     added.add_argument("--output", type=Path, metavar="FILE", help=text)
-    text = "most samples in the page, however large it becomes; default: as many as 64 MB hold"
+    text = "most samples in the page, the newest ones, however large it becomes; default: 5,000"
     added.add_argument("--samples", type=whole_number(1, 10**9), metavar="N", help=text)
     instead = added.add_mutually_exclusive_group()
     instead.add_argument("--serve", action="store_true", help="show the page on loopback instead, and follow the run")
@@ -110,7 +110,7 @@ def runs(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        print(json.dumps([run.as_json() for run in listed], indent=2))
+        print(json.dumps(listed, indent=2))
         return 0
     if not listed:
         print(f"no runs in {args.directory}")

@@ -156,7 +156,7 @@ const curves = (async () => {
     for (const curve of first) {
       if (namesOf(curve.metric).length === 0)
         body.append(el("p", { class: "soft small" }, `${curve.title}: ${curve.lacking}`));
-      else charts.lines(grid, { title: curve.title, sentence: curve.healthy, log: curve.log }, source(curve.metric));
+      else charts.lines(grid, { title: curve.title, sentence: curve.sentence, log: curve.log }, source(curve.metric));
     }
     const others = new Set();
     /** What else the rules read that fire. */

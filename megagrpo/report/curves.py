@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.recipe.schema.rollout import AlertName
 from megagrpo.report.embed import Columns, Part
-from megagrpo.report.rules import HELD_OUT, RULES, firings
+from megagrpo.report.rules import HELD_OUT, RULES, Rule, firings
 from megagrpo.report.run import RunRead, starts_of
 from megagrpo.track.metrics import metric_of
 
@@ -19,17 +18,21 @@ KEPT = np.float32  # seven digits are more than a curve shows
 
 
 @dataclass(frozen=True)
-class Health:
-    """A curve to look at first. metric: matches whole names; several matches are drawn into one chart."""
+class Curve:
+    """A chart. metric: matches whole names; several matches are drawn into one chart. sentence: its healthy values.
+
+    lacking: the text of a chart without a value.
+    """
 
     title: str
     metric: str
-    healthy: str
-    lacking: str  # what to say if no step has it
+    sentence: str
+    lacking: str = ""
     log: bool = False
+    unit: str = ""
 
 
-GRADIENTS = Health(
+GRADIENTS = Curve(
     "Gradient norm",
     "grad_norm",
     "Healthy: it stays within a factor of ten; single spikes come back at once. A climb, or spikes that come more"
@@ -40,28 +43,28 @@ GRADIENTS = Health(
 HEALTH = {
     "grpo": (
         GRADIENTS,
-        Health(
+        Curve(
             "KL from the reference policy",
             "kl/mean",
             "Healthy: it grows slowly, levels off, and the reward grows with it. Growth without reward is drift.",
             "This run has no reference policy to compare with (algorithm.kl).",
             log=True,
         ),
-        Health(
+        Curve(
             "Reward",
             "reward/mean",
             "Healthy: it rises, then levels off below what is possible. A jump is more often a hole in the reward than"
             " a discovery.",
             "No step has scored responses yet.",
         ),
-        Health(
+        Curve(
             "Response length",
             "response_tokens/mean",
             "Healthy: it changes slowly and stays well below the limit. Length that grows without held-out score is"
             " padding; a fall to almost nothing is a collapse.",
             "No step has sampled yet.",
         ),
-        Health(
+        Curve(
             "Held-out score",
             HELD_OUT.pattern,
             "Healthy: it rises with the reward. If it falls, or stays, while the reward rises, the policy learns the"
@@ -70,15 +73,15 @@ HEALTH = {
         ),
     ),
     "sft": (
-        Health("Loss", "loss/tokens", "Healthy: it falls fast, then slowly.", "No step has trained yet."),
-        Health(
+        Curve("Loss", "loss/tokens", "Healthy: it falls fast, then slowly.", "No step has trained yet."),
+        Curve(
             "Held-out loss",
             "eval/loss",
             "Healthy: it falls with the loss. Once it rises, further steps only learn the examples by heart.",
             "No evaluation yet: this recipe has no held-out conversations.",
         ),
         GRADIENTS,
-        Health("Learning rate", "lr", "It follows train.optimizer's schedule.", "No step has trained yet."),
+        Curve("Learning rate", "lr", "It follows train.optimizer's schedule.", "No step has trained yet."),
     ),
 }
 
@@ -152,30 +155,21 @@ def _metrics(runs: Sequence[RunRead]) -> Columns:
 
 def _fired(runs: Sequence[RunRead]) -> Columns:
     """Returns the steps at which rules fire, by run and rule, and the meaning of each of these rules."""
-    found = [
-        {"run": number, "rule": firing.rule, "first": firing.first, "last": firing.last}
-        for number, run in enumerate(runs)
-        for firing in firings(run.steps, run.metrics)
-    ]
-    told = {one["rule"] for one in found}
     names = sorted({name for run in runs for name in run.metrics})
+    reads = {name: _read_by(rule, names) for name, rule in RULES.items()}
+    ranges = [{"run": at, **vars(firing)} for at, run in enumerate(runs) for firing in firings(run.steps, run.metrics)]
     return {
-        "firings": found,
+        "firings": ranges,
         "rules": {
-            name: {
-                "title": rule.title,
-                "meaning": rule.meaning,
-                "remedy": rule.remedy,
-                "reads": read_by(name, names),
-            }
+            name: {"title": rule.title, "meaning": rule.meaning, "remedy": rule.remedy, "reads": reads[name]}
             for name, rule in RULES.items()
-            if name in told
+            if any(firing["rule"] == name for firing in ranges)
         },
-        "known": [rule.title for name, rule in RULES.items() if read_by(name, names)],
+        "known": [rule.title for name, rule in RULES.items() if reads[name]],
     }
 
 
-def read_by(rule: AlertName, names: Iterable[str]) -> list[str]:
+def _read_by(rule: Rule, names: Iterable[str]) -> list[str]:
     """Returns the metrics in `names` that a rule reads."""
-    patterns = [re.sub(r"\\{\w+\\}", "[^/]+", re.escape(read)) for read in RULES[rule].reads]
+    patterns = [re.sub(r"\\{\w+\\}", "[^/]+", re.escape(read)) for read in rule.reads]
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]

@@ -58,15 +58,15 @@ def encode(columns: Columns) -> bytes:
             raise TypeError(f"{type(value).__name__} is neither JSON nor an array")
         kind = {"i8": "f8", "u8": "f8", "b1": "u1", "f2": "f4"}.get(value.dtype.str[1:], value.dtype.str[1:])
         raw = np.ascontiguousarray(value, dtype=f"<{kind}").tobytes()
-        told = {ARRAY: [TYPES[kind], size, value.size]}
+        mark = {ARRAY: [TYPES[kind], size, value.size]}
         arrays.append(raw + bytes(-len(raw) % ALIGNMENT))
         size += len(arrays[-1])
-        return told
+        return mark
 
     text = json.dumps(columns, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=place)
-    told = text.encode(errors="replace")
-    told += b" " * (-(4 + len(told)) % ALIGNMENT)
-    return gzip.compress(b"".join((struct.pack("<I", len(told)), told, *arrays)), compresslevel=6, mtime=0)
+    header = text.encode(errors="replace")
+    header += b" " * (-(4 + len(header)) % ALIGNMENT)
+    return gzip.compress(b"".join((struct.pack("<I", len(header)), header, *arrays)), compresslevel=6, mtime=0)
 
 
 def digest(encoded: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.track.run_lock import has_process
-from megagrpo.track.status import HeldOut, RunStatus, held_out_scores, last_entry, read_status
+from megagrpo.track.status import held_out_scores, last_entry, read_status
 
 STYLES = {
     "running": "cyan",
@@ -30,70 +30,27 @@ WIDTH = 200
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
-@dataclass(frozen=True)
-class ListedRun:
-    """The newest state of a run.
-
-    state: that of its status.json; lost, if its process ended without a final state; unknown, if an earlier version
-    wrote it; unreadable, if no line of its metrics can be read. age: seconds since its last step, or since its start.
-    seconds: of the last step.
-    """
-
-    name: str
-    directory: Path
-    state: str
-    step: int
-    total_steps: int | None
-    reward: float | None
-    held_out: Sequence[HeldOut]
-    age: float
-    seconds: float | None
-    status: RunStatus | None
-
-    def as_json(self) -> dict[str, Any]:
-        status = self.status
-        return {
-            "name": self.name,
-            "directory": str(self.directory),
-            "state": self.state,
-            "step": self.step,
-            "total_steps": self.total_steps,
-            "reward": self.reward,
-            "held_out": {
-                score.name: {
-                    "last": score.last,
-                    "step": score.last_step,
-                    "best": score.best,
-                    "best_step": score.best_step,
-                }
-                for score in self.held_out
-            },
-            "age_seconds": round(self.age, 1),
-            "seconds_per_step": self.seconds,
-            "error": status.error if status else None,
-            "host": status.host if status else None,
-            "pid": status.pid if status else None,
-            "slurm_job": status.slurm_job if status else None,
-        }
-
-
-def runs_in(directory: Path) -> list[ListedRun]:
+def runs_in(directory: Path) -> list[dict[str, Any]]:
     """Returns the runs in `directory`, or itself if it is one, newest step first. Raises ReportError."""
     if not directory.is_dir():
         needed = "the directory of runs: track.directory of their recipes"
         given = "a file" if directory.exists() else "no such directory"
         raise ReportError(Problem(str(directory), given, needed, "name it: megagrpo runs DIRECTORY"))
-    own = [directory] if is_run(directory) else [path for path in directory.iterdir() if is_run(path)]
+    directories = [directory] if is_run(directory) else [path for path in directory.iterdir() if is_run(path)]
     now = time.time()
-    return sorted((listed(path, now) for path in own), key=lambda run: (run.age, run.name))
+    return sorted((listed(path, now) for path in directories), key=lambda run: (run["age_seconds"], run["name"]))
 
 
 def is_run(directory: Path) -> bool:
     return (directory / "metrics.jsonl").is_file() and (directory / "recipe.yaml").is_file()
 
 
-def listed(directory: Path, now: float) -> ListedRun:
-    """Returns the run in `directory`. now: seconds since 1970."""
+def listed(directory: Path, now: float) -> dict[str, Any]:
+    """Returns the newest state of the run in `directory`, as JSON values. now: seconds since 1970.
+
+    state: that of its status.json; lost, if its process ended without a final state; unknown, if an earlier version
+    wrote it; unreadable, if no line of its metrics can be read. age_seconds: since its last step, or since its start.
+    """
     status, last = read_status(directory), last_entry(directory)
     state: str = "unknown" if status is None else status.state
     if status is None or state == "running":  # `megagrpo track sync` has the lock of a run that has ended
@@ -101,21 +58,24 @@ def listed(directory: Path, now: float) -> ListedRun:
     if not last and state != "running" and (directory / "metrics.jsonl").stat().st_size:
         state = "unreadable"
     began = status.started if status else (directory / "metrics.jsonl").stat().st_mtime
-    return ListedRun(
-        name=directory.resolve().name,
-        directory=directory,
-        state=state,
-        step=int(last.get("step", 0)),
-        total_steps=status.total_steps if status else None,
-        reward=_number(last.get("reward/mean")),
-        held_out=held_out_scores(directory),
-        age=max(0.0, now - (_number(last.get("time")) or began)),
-        seconds=_number(last.get("seconds/step")),
-        status=status,
-    )
+    return {
+        "name": directory.resolve().name,
+        "directory": str(directory),
+        "state": state,
+        "step": int(last.get("step", 0)),
+        "total_steps": status.total_steps if status else None,
+        "reward": _number(last.get("reward/mean")),
+        "held_out": {
+            name: {"last": last, "step": step, "best": best, "best_step": best_step}
+            for name, last, step, best, best_step in map(astuple, held_out_scores(directory))
+        },
+        "age_seconds": round(max(0.0, now - (_number(last.get("time")) or began)), 1),
+        "seconds_per_step": _number(last.get("seconds/step")),
+        **{name: getattr(status, name, None) for name in ("error", "host", "pid", "slurm_job")},
+    }
 
 
-def draw(runs: Sequence[ListedRun], console: Console) -> None:
+def draw(runs: Sequence[dict[str, Any]], console: Console) -> None:
     """Prints a row for each run, and the error of each failed run."""
     table = Table("state", "step", "reward", "held-out", "last step", "s/step", "name", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:6]:
@@ -124,16 +84,16 @@ def draw(runs: Sequence[ListedRun], console: Console) -> None:
         column.no_wrap = True
     for run in runs:
         table.add_row(
-            Text(run.state, STYLES.get(run.state, "")),
-            f"{run.step}/{run.total_steps}" if run.total_steps is not None else f"{run.step}",
-            _shown(run.reward, ".3f"),
-            ", ".join(f"{score.last:.3f}" for score in run.held_out),
-            f"{age(run.age)} ago",
-            _shown(run.seconds, ".1f"),
-            Text(run.name, "bold"),
+            Text(run["state"], STYLES.get(run["state"], "")),
+            f"{run['step']}" if run["total_steps"] is None else f"{run['step']}/{run['total_steps']}",
+            _shown(run["reward"], ".3f"),
+            ", ".join(f"{score['last']:.3f}" for score in run["held_out"].values()),
+            f"{age(run['age_seconds'])} ago",
+            _shown(run["seconds_per_step"], ".1f"),
+            Text(run["name"], "bold"),
         )
     console.print(table)
-    failed = [(run.name, run.status.error) for run in runs if run.state == "failed" and run.status and run.status.error]
+    failed = [(run["name"], run["error"]) for run in runs if run["state"] == "failed" and run["error"]]
     if failed:
         console.print()
     for name, error in failed:

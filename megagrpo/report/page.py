@@ -26,10 +26,8 @@ GENERATOR = '<meta name="generator" content="megagrpo report">'
 
 
 def parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Part]:
-    """Returns the sections of the page of these runs. The others are compared with the first run.
-
-    samples: the most that the page takes; None: as many as fit.
-    """
+    """Returns the sections of the page of these runs. The others are compared with the first run. samples: as for
+    `sample_parts`."""
     return [*curve_parts(runs), *sample_parts(runs, samples), *timing_parts(runs), *settings_parts(runs)]
 
 

@@ -57,12 +57,12 @@ class Firing:
 
 def firings(steps: np.ndarray, series: Series) -> Sequence[Firing]:
     """Returns the runs of neighbouring steps at which a rule holds, by rule and step. steps: int64 [steps], rising."""
-    found = []
+    ranges = []
     for name, rule in RULES.items():
         holds = np.concatenate([[False], rule.holds(series), [False]]).astype(np.int8)
         begins, ends = np.flatnonzero(np.diff(holds) == 1), np.flatnonzero(np.diff(holds) == -1) - 1
-        found += [Firing(name, int(steps[b]), int(steps[e])) for b, e in zip(begins, ends, strict=True)]
-    return found
+        ranges += [Firing(name, int(steps[b]), int(steps[e])) for b, e in zip(begins, ends, strict=True)]
+    return ranges
 
 
 def trailing_mean(values: np.ndarray, count: int, back: int = 0) -> np.ndarray:
@@ -73,9 +73,9 @@ def trailing_mean(values: np.ndarray, count: int, back: int = 0) -> np.ndarray:
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(values[known])])
     ends = np.cumsum(known) - back
-    there = ends >= count
+    enough = ends >= count
     means = np.full(len(values), np.nan)
-    means[there] = (sums[ends[there]] - sums[ends[there] - count]) / count
+    means[enough] = (sums[ends[enough]] - sums[ends[enough] - count]) / count
     return means
 
 
@@ -118,11 +118,11 @@ def _staleness(series: Series) -> np.ndarray:
 def _overfitting(series: Series) -> np.ndarray:
     """Returns bool [steps]: the rule holds from such an evaluation (`_below_its_best`) until the next one."""
     reward = _mean(series, "reward/mean", SHORT)
-    found = np.zeros(len(reward), bool)
+    holds = np.zeros(len(reward), bool)
     for name, values in series.items():
         if HELD_OUT.fullmatch(name):
-            found |= _below_its_best(values, _column(series, f"{name}/low"), _column(series, f"{name}/high"), reward)
-    return found
+            holds |= _below_its_best(values, _column(series, f"{name}/low"), _column(series, f"{name}/high"), reward)
+    return holds
 
 
 def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, reward: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ class RunRead:
     """A run up to its newest step.
 
     metrics: float64 [steps] by name, NaN where a step has no such metric; `steps` has the numbers of the steps, int64
-    [steps], rising. times: seconds since 1970, float64 [steps]. starts: how many times the run was started.
+    [steps], rising. times: seconds since 1970, float64 [steps].
     """
 
     directory: Path
@@ -33,15 +33,14 @@ class RunRead:
     metrics: Mapping[str, np.ndarray]
     recipe: Mapping[str, Any]
     environment: Mapping[str, Any]
-    starts: int
 
     def known(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps that have this metric, and its finite values; both empty if none has."""
         values = self.metrics.get(name)
         if values is None:
             return np.empty(0, np.int64), np.empty(0)
-        there = np.isfinite(values)
-        return self.steps[there], values[there]
+        known = np.isfinite(values)
+        return self.steps[known], values[known]
 
 
 def read_run(directory: Path) -> RunRead:
@@ -72,7 +71,6 @@ def read_run(directory: Path) -> RunRead:
         {name: _column(entries, steps, name) for name in names},
         recipe,
         read_json(directory / "environment.json"),
-        len(list(directory.glob("recipe.*.yaml"))),
     )
 
 
@@ -101,8 +99,8 @@ class Start:
 
 def starts_of(run: RunRead) -> list[Start]:
     """Returns every start, from the numbered copies of recipe and environment."""
-    found = []
-    for number in range(1, run.starts + 1):
+    starts = []
+    for number in range(1, len(list(run.directory.glob("recipe.*.yaml"))) + 1):
         environment = read_json(run.directory / f"environment.{number}.json")
         try:
             began = datetime.strptime(str(environment.get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
@@ -110,8 +108,8 @@ def starts_of(run: RunRead) -> list[Start]:
             began = np.nan
         later = run.steps[run.times >= began]
         first = int(later[0]) if len(later) else None
-        found.append(Start(number, first, read_yaml(run.directory / f"recipe.{number}.yaml"), environment))
-    return found
+        starts.append(Start(number, first, read_yaml(run.directory / f"recipe.{number}.yaml"), environment))
+    return starts
 
 
 def _column(entries: Mapping[int, Mapping[str, Any]], steps: list[int], name: str) -> np.ndarray:

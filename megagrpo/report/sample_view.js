@@ -229,7 +229,7 @@ const sampleView = (() => {
     if (figures) {
       response.append(...tokenView(figures, text(sample.response), options));
     } else {
-      const why = store.figured.length ? "This page has no figures of its tokens: see “what is not in this page”." : "";
+      const why = store.figures.some(Boolean) ? "This page has no figures of its tokens: see “what is not in this page”." : "";
       response.append(text(sample.response), el("p", { class: "soft small" }, why));
     }
     return [

@@ -43,8 +43,8 @@ report.part("samples", async (body) => {
       ["step", "step", "62px", true, (row) => (store.step[row] < 0 ? "–" : String(store.step[row])), "number"],
       ["set", "set", "96px", several("set"), (row) => store.name("set", row)],
       ["source", "source", "100px", several("data_source"), (row) => store.name("data_source", row)],
-      ["prompt", "prompt", "minmax(120px, 1fr)", true, (row) => store.promptPreviews.at(store.prompt[row])],
-      ["response", "end of the response", "minmax(120px, 1.3fr)", true, (row) => store.previews.at(row)],
+      ["prompt", "prompt", "minmax(120px, 1fr)", true, (row) => store.prompt_previews[store.prompt[row]]],
+      ["response", "end of the response", "minmax(120px, 1.3fr)", true, (row) => store.previews[row]],
       ["score", "score", "74px", true, scoreText, "number"],
       ["advantage", "advantage", "88px", known("advantage"), (row) => number(store.advantage[row]), "number"],
       ["mismatch", "mismatch", "84px", known("mismatch"), (row) => number(store.mismatch[row]), "number"],
@@ -108,8 +108,8 @@ report.part("samples", async (body) => {
   }
 
   function notes() {
-    if (!store.told.length) return null;
-    const items = store.told.map((text) => el("li", {}, ...samples.shown(text)));
+    if (!store.notes.length) return null;
+    const items = store.notes.map((text) => el("li", {}, ...samples.shown(text)));
     return el("details", { class: "small soft samples-notes" }, el("summary", {}, "what is not in this page"), el("ul", {}, ...items));
   }
 
@@ -170,8 +170,7 @@ report.part("samples", async (body) => {
     const texts = { run: ["run", store.runs], set: ["set", store.names.set], source: ["data_source", store.names.data_source], finish: ["finish", store.names.finish] };
     if (name === "prompt") return rank(store.prompt, store.prompt_ids);
     if (name === "response") {
-      const texts = Array.from({ length: store.rows }, (_, row) => store.previews.at(row));
-      return rank(Uint32Array.from(texts.keys()), texts);
+      return rank(Uint32Array.from(store.previews.keys()), store.previews);
     }
     return texts[name] ? rank(store[texts[name][0]], texts[name][1]) : store[name] ?? store.step;
   }
@@ -191,10 +190,10 @@ report.part("samples", async (body) => {
     sizer.style.height = `${order.length * rowHeight()}px`;
     view.setAttribute("aria-rowcount", order.length);
     draw();
-    told();
+    countShown();
   }
 
-  function told(share = 1) {
+  function countShown(share = 1) {
     const scores = [];
     for (const row of order) if (!Number.isNaN(store.score[row])) scores.push(store.score[row]);
     const mean = scores.length ? `, mean score ${number(scores.reduce((sum, score) => sum + score, 0) / scores.length)}` : "";
@@ -233,7 +232,7 @@ report.part("samples", async (body) => {
       if (performance.now() - drawn > 300 || share === 1) {
         drawn = performance.now();
         refresh();
-        told(share);
+        countShown(share);
       }
       return true;
     });

@@ -1,45 +1,50 @@
-"""Samples of runs as a page carries them: columns of all, and texts and tokens in chunks, opened when needed.
-
-Samples beyond a page's size are left out by rules (`kept_rows`, `token_rows`), and the page says so (`left_out`).
-"""
+"""Samples of runs as a page carries them: columns of all, and texts and tokens file by file, opened when needed."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
+import json
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from megagrpo.errors import Problem, ReportError, first_line
+from megagrpo.errors import first_line
+from megagrpo.evaluation.responses import FILE_NAME, read_responses
 from megagrpo.report.curves import labels
-from megagrpo.report.embed import Columns, Part, encode
-from megagrpo.report.run import RunRead
-from megagrpo.report.sample_chunks import Chunks
-from megagrpo.report.sample_rows import TEXTS, Rows, Source, read_rows, sources_of
+from megagrpo.report.embed import Columns, Part, digest, encode
+from megagrpo.report.run import RunRead, responses_in
 from megagrpo.report.text import BRANCHES
+from megagrpo.track.rollout_files import SCHEMA, encodable, rollout_files
 
-PAGE_BYTES = 64_000_000
-"""Most bytes of a page that samples take, in base64, unless a number of samples is asked for."""
-TOKEN_SHARE = 0.2
-"""Share of PAGE_BYTES that figures of tokens may take."""
-TOKEN_BYTES = 9.0
-"""About the bytes of a page that a token's figures take, compressed and in base64."""
-ROW_BYTES = 150.0
-"""About the bytes that a sample takes besides its texts and figures."""
-PROBES = 8
+SAMPLES = 5_000
+"""Most samples of a page, the newest ones, unless another number is asked for."""
+TOKENS = 1_500_000
+"""Most tokens whose figures a page carries, of its newest samples: some 9 bytes each, in base64."""
+NO_STEP = -1
+"""Step of the responses of `megagrpo eval`."""
+SOLVED, MASKED, FAILED, AGENT = 1, 2, 4, 8
+"""Bits of a row's flags."""
+PREVIEW = 80  # characters
+NO_TOKEN = -1
+FIGURES = ("rollout_logprobs", "train_logprobs", "entropies", "token_advantages")
+PROMPT = ("prompt_id", "prompt", "messages", "ground_truth", "ability")
+TEXTS = (*PROMPT, "response", "parts", "notes", "answer", "error", "masked", "agent")
+NAMES = ("set", "data_source", "finish")
 SCRIPTS = ("vendor/diff.min.js", "samples_store.js", "sample_tokens.js", "sample_view.js", "samples.js")
 
 
 def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Part]:
-    """Returns the section of samples; no section if all runs are fine-tuning. samples: as for sample_data."""
-    columns, chunks = sample_data(runs, samples)
-    if chunks:
-        data, styles = {"samples": columns}, ("samples.css",)
-        return [Part("samples", "Samples", data=data, late=chunks, scripts=SCRIPTS, styles=styles)]
+    """Returns the section of samples; no section if all runs are fine-tuning. samples: the most; None: SAMPLES."""
+    columns, late = sample_data(runs, samples)
+    if late:
+        return [Part("samples", "Samples", "", {"samples": columns}, late, SCRIPTS, ("samples.css",))]
     if all(run.recipe.get("kind") == "sft" for run in runs):
         return []
     text = "No samples are on disk. With <code>track.rollouts</code> each step writes some: open the report anew then."
@@ -47,137 +52,285 @@ def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Pa
 
 
 def sample_data(runs: Sequence[RunRead], samples: int | None = None) -> tuple[Columns, dict[str, bytes]]:
-    """Returns the columns of all samples, and encoded chunks of texts and tokens by name; empty if no run has samples.
+    """Returns the columns of the newest samples, and texts and tokens of each file, encoded; empty without samples.
 
-    samples: most samples that are taken, however large the page becomes. None: as many as PAGE_BYTES hold. Raises
-    ReportError if a file goes while it is read.
+    Each run has its share of `samples`: first the last file of each kind, then the others from the newest step back.
+    Samples of a file's end are left out where they are too many.
     """
+    files, notes, tokens, is_whole = list[FileSamples](), list[str](), TOKENS, True
+    with ThreadPoolExecutor(2, "samples of a page") as threads:
+        for number, run in enumerate(runs):
+            left, read = max(1, (samples or SAMPLES) // len(runs)), dict[Source, FileSamples]()
+            sources = sources_of(run.directory)
+            last = {source.path if source.step == NO_STEP else source.evaluation: source for source in sources}
+            for source in sorted(sources, key=lambda source: (source not in last.values(), -source.step)):
+                try:
+                    table = _table(source) if left else SCHEMA.empty_table()
+                except FileNotFoundError:
+                    notes.append(f"{source.path} has gone: the run went back behind its step.")
+                    continue
+                except (OSError, pa.ArrowException) as error:
+                    notes.append(f"{source.path} can't be read: {first_line(error)}.")
+                    continue
+                is_whole &= 0 < left >= len(table)
+                if len(table := table.slice(0, left)):
+                    read[source] = _file(table, number, tokens, threads)
+                    left, tokens = left - len(table), tokens - int(read[source].numbers["figures"].sum())
+            files += [read[source] for source in sources if source in read]
+    return _page(runs, files, is_whole, notes) if files else ({}, {})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of a run's samples, of training or of an evaluation."""
+
+    step: int
+    path: Path
+    evaluation: bool
+
+
+def sources_of(directory: Path) -> list[Source]:
+    """Returns a run's files by step: rollouts/, evaluations that it lacks, and responses of `megagrpo eval`."""
+    sources = [Source(step, path, path.name.endswith(".eval.parquet")) for step, path in rollout_files(directory)]
+    evaluated = {source.step for source in sources if source.evaluation}
+    for path in (directory / "evaluations").glob("step_*.jsonl"):
+        if (name := FILE_NAME.fullmatch(path.name)) and int(name[1]) not in evaluated:
+            sources.append(Source(int(name[1]), path, True))
+    sources += [Source(NO_STEP, path, True) for path in responses_in(directory)]
+    return sorted(sources, key=lambda source: source.step)
+
+
+def _table(source: Source) -> pa.Table:
+    """Reads a file in SCHEMA's types; null where it lacks a column. Raises OSError and pa.ArrowException."""
+    if source.path.suffix == ".jsonl":
+        return _responses(source)
+    with pq.ParquetFile(source.path) as file:
+        table = file.read()
+    arrays = [
+        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
+        for field in SCHEMA
+    ]
+    return pa.table(arrays, schema=SCHEMA)
+
+
+def _responses(source: Source) -> pa.Table:
+    """Reads an evaluation's responses. A model of `megagrpo eval` is named beside the set."""
+    rows = list[dict[str, Any]]()
+    model = f" · {source.path.absolute().parent.name}" if source.step == NO_STEP else ""
     try:
-        return _data(runs, samples)
-    except (OSError, pa.ArrowException) as error:
-        given, needed = first_line(error), "files that stay while they are read"
-        raise ReportError(Problem("samples of the run", given, needed, "once more: the run has gone on")) from error
+        for response in read_responses(source.path):
+            values = asdict(response)
+            parts = [(name, value) for name, value in values.pop("parts").items() if value is not None]
+            values |= {"set": f"{response.set}{model}", "step": source.step, "sample": values.pop("index")}
+            values |= {"parts": parts, "notes": list(response.notes.items())}
+            rows.append({name: encodable(value) for name, value in values.items()})
+    except (ValueError, TypeError):
+        pass  # another's file, or one that has ended within a line
+    return pa.Table.from_pylist(rows, SCHEMA)
 
 
-def _data(runs: Sequence[RunRead], samples: int | None) -> tuple[Columns, dict[str, bytes]]:
-    everything = [source for number, run in enumerate(runs) for source in sources_of(run, number)]
-    all_rows, sources, unreadable = read_rows(everything)
-    if not len(all_rows):
-        return {}, {}
-    ratio = _ratio(sources)
-    room = PAGE_BYTES * (1 - TOKEN_SHARE)
-    while True:
-        kept = kept_rows(all_rows, samples, room, ratio)
-        rows = all_rows.where(kept)
-        figured = token_rows(rows, int(PAGE_BYTES * TOKEN_SHARE / TOKEN_BYTES))
-        sentences = left_out(runs, all_rows, rows, figured, samples) + unreadable
-        told = {"runs": labels(runs), "told": sentences, "branches": BRANCHES}
-        columns, chunks = _encoded(sources, all_rows, kept, figured, told)
-        size = (len(encode(columns)) + sum(map(len, chunks.values()))) * 4 / 3
-        if samples is not None or size <= PAGE_BYTES or kept.sum() <= 1:
-            return columns, chunks
-        room *= 0.95 * PAGE_BYTES / size
+# --- one file ---------------------------------------------------------------------------------------------------------
 
 
-def kept_rows(rows: Rows, samples: int | None, room: float, ratio: float) -> np.ndarray:
-    """Returns the rows that a page carries, bool [rows]. room: bytes of the page; ratio: its bytes for a byte of text.
+@dataclass(frozen=True)
+class FileSamples:
+    """The samples of a file. prompts: values of PROMPT; prompt: int [rows], indices of them. texts, tokens: encoded.
 
-    First each run's last step and its last evaluation of each set; then whole prompts, drawn by their ids: the same
-    ones at each step and in each run, so that the page has all rows of a drawn prompt.
+    numbers: [rows] by name, among them `flags`, `mismatch` (mean absolute train - rollout logprob in nats, NaN:
+    unknown) and `figures` (tokens whose figures are in the page).
     """
-    step, run, of_set, prompt = rows.numbers["step"], rows.numbers["run"], rows.codes["set"], rows.codes["prompt_id"]
-    last = np.zeros(len(rows), bool)
-    for one in set(zip(run.tolist(), of_set.tolist(), strict=True)):
-        of = (run == one[0]) & (of_set == one[1])
-        last |= of & (step == step[of].max())
-    drawn = np.array([zlib.crc32(value.encode(errors="replace")) for value in rows.values["prompt_id"]], np.int64)
-    order = np.lexsort((prompt, drawn[prompt], ~last))
-    cost = np.ones(len(rows)) if samples is not None else rows.numbers["bytes"] * ratio + ROW_BYTES
-    kept = np.zeros(len(rows), bool)
-    kept[order[np.cumsum(cost[order]) <= (room if samples is None else samples)]] = True
-    return kept
+
+    numbers: Mapping[str, np.ndarray]
+    names: Mapping[str, list[str]]
+    previews: list[str]
+    prompts: list[tuple[str, ...]]
+    prompt: np.ndarray
+    texts: Future[bytes]
+    tokens: Future[bytes] | None
 
 
-def token_rows(rows: Rows, tokens: int) -> np.ndarray:
-    """Returns the rows whose tokens' figures a page carries, int64 [n], rising; at most `tokens` tokens in all.
+def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecutor) -> FileSamples:
+    """Makes the samples of a file, with figures of its first `tokens_left` tokens. Encoding runs in `threads`."""
+    rows = table.select(TEXTS).to_pylist()
+    keys = [tuple(row[name] or "" for name in PROMPT) for row in rows]
+    prompts = list(dict.fromkeys(keys))
+    places = {key: place for place, key in enumerate(prompts)}
+    prompt = np.array([places[key] for key in keys], np.uint32)
+    responses = [row["response"] or "" for row in rows]
+    texts = {
+        "prompt": prompt,
+        "prompts": [key[1:] for key in prompts],
+        "response": responses,
+        "agent": [row["agent"] or "" for row in rows],
+        "detail": [_detail(row) for row in rows],
+    }
+    sizes = _array(pc.list_value_length(table["rollout_logprobs"]), 0).astype(np.int64)
+    figures = np.where(np.cumsum(sizes) <= tokens_left, sizes, 0)
+    figured = table.select([name for name in SCHEMA.names if name in FIGURES or name.startswith("token_")])
+    return FileSamples(
+        _numbers(table) | {"run": np.full(len(table), run, np.uint8), "figures": figures.astype(np.uint32)},
+        {name: pc.fill_null(table[name], "").to_pylist() for name in NAMES},
+        [_preview(text, -PREVIEW) for text in responses],
+        prompts,
+        prompt,
+        threads.submit(encode, texts),
+        threads.submit(encode, _tokens(figured.filter(pa.array(figures > 0)))) if figures.any() else None,
+    )
 
-    By turns from the newest step back, from the greatest mismatch, from the highest and the lowest score, and evenly
-    from all steps.
-    """
-    there = np.flatnonzero(rows.numbers["figures"] > 0)
-    spread = (there * 2654435761) % (1 << 32)
-    step, score, mismatch = (rows.numbers[name][there] for name in ("step", "score", "mismatch"))
-    turn = np.full(len(there), len(there))
-    for key in (
-        -step,
-        np.where(np.isnan(mismatch), np.inf, -mismatch),
-        np.where(np.isnan(score), np.inf, -score),
-        np.where(np.isnan(score), np.inf, score),
-        spread,
-    ):
-        place = np.empty(len(there), np.int64)
-        place[np.lexsort((spread, key))] = np.arange(len(there))
-        turn = np.minimum(turn, place)
-    first = np.argsort(turn, kind="stable")
-    sizes = rows.numbers["figures"][there]
-    return np.sort(there[first[np.cumsum(sizes[first]) <= tokens]])
+
+def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row's score by part and its reasons, without those that are empty."""
+    parts = [(name, value if math.isfinite(value) else str(value)) for name, value in row["parts"] or ()]
+    detail = {"parts": parts, **{name: row[name] for name in ("notes", "answer", "error", "masked")}}
+    return {name: value for name, value in detail.items() if value not in (None, "", [])}
 
 
-def left_out(
-    runs: Sequence[RunRead], all_rows: Rows, rows: Rows, figured: np.ndarray, samples: int | None
-) -> list[str]:
+def _numbers(table: pa.Table) -> dict[str, np.ndarray]:
+    flags = SOLVED * _array(table["solved"], False).astype(np.uint8)
+    for flag, name in ((MASKED, "masked"), (FAILED, "error"), (AGENT, "agent")):
+        flags |= flag * (_array(pc.binary_length(table[name]), 0) > 0).astype(np.uint8)
+    counts = ("step", "sample", "prompt_tokens", "tokens", "age")
+    return {
+        **{name: _array(table[name], 0).astype(np.int32) for name in counts},
+        **{name: _array(table[name], np.nan).astype(np.float32) for name in ("score", "advantage")},
+        "flags": flags,
+        "mismatch": _mismatch(table["rollout_logprobs"].combine_chunks(), table["train_logprobs"].combine_chunks()),
+    }
+
+
+def _mismatch(rollout: pa.ListArray, train: pa.ListArray) -> np.ndarray:
+    """Returns the mean absolute difference of each row's logprobs, float32 [rows]; NaN where a row lacks either."""
+    sizes, others = (_array(pc.list_value_length(array), 0) for array in (rollout, train))
+    both = (sizes == others) & (sizes > 0)
+    mismatch = np.full(len(sizes), np.nan, np.float32)
+    if both.any():
+        engine, trainer = (_array(array.filter(pa.array(both)).flatten(), np.nan) for array in (rollout, train))
+        row = np.repeat(np.arange(int(both.sum())), sizes[both])
+        mismatch[both] = np.bincount(row, np.abs(trainer - engine), int(both.sum())) / sizes[both]
+    return mismatch
+
+
+def _tokens(table: pa.Table) -> Columns:
+    """Returns the figures of all tokens, end to end, and each token's code: an index of its id and text."""
+    sizes = pc.list_value_length(table["rollout_logprobs"]).to_numpy().astype(np.int64)
+    texts = _flat(table["token_texts"], sizes, "").dictionary_encode()
+    ids = _flat(table["token_ids"], sizes, NO_TOKEN).to_numpy(zero_copy_only=False)
+    pairs, code = np.unique(ids.astype(np.int64) << 32 | texts.indices.to_numpy(), return_inverse=True)
+    rollout, train, entropy, advantage = (
+        np.asarray(_flat(table[name], sizes, None).to_numpy(zero_copy_only=False), np.float32) for name in FIGURES
+    )
+    return {
+        "ids": (pairs >> 32).astype(np.int32),
+        "texts": texts.dictionary.take(pa.array(pairs & 0xFFFFFFFF)).to_pylist(),
+        "code": code.astype(np.uint32),
+        "version": _flat(table["token_versions"], sizes, NO_TOKEN).to_numpy(zero_copy_only=False),
+        "logprob": _half(rollout),
+        "difference": _half(train - rollout),
+        "entropy": _half(entropy),
+        "advantage": _half(advantage),
+    }
+
+
+def _flat(column: pa.ChunkedArray, sizes: np.ndarray, missing: object) -> pa.Array:
+    """Returns all values end to end, `missing` for those of a row without such a list. sizes: int64 [rows]."""
+    whole = column.combine_chunks()
+    if np.array_equal(_array(pc.list_value_length(whole), -1), sizes):
+        return whole.flatten()
+    kind = whole.type.value_type
+    rows = [
+        row.values if row.is_valid and len(row) == size else pa.array([missing] * int(size), kind)
+        for row, size in zip(whole, sizes, strict=True)
+    ]
+    return pa.concat_arrays([pa.array([], kind), *rows])
+
+
+def _half(values: np.ndarray) -> np.ndarray:
+    """Returns float32 values as the bits of float16, uint16: three digits suffice for a colour and a reader."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).view(np.uint16)
+
+
+def _array(column: pa.ChunkedArray | pa.Array, null: object) -> np.ndarray:
+    filled = pc.fill_null(column, pa.scalar(null, column.type))
+    return filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _page(
+    runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: bool, notes: Sequence[str]
+) -> tuple[Columns, dict[str, bytes]]:
+    """Returns the columns of all samples, with the first row of each file, and the files' texts and tokens by name."""
+    numbers = {name: np.concatenate([file.numbers[name] for file in files]) for name in files[0].numbers}
+    names = {
+        name: pa.array([value for file in files for value in file.names[name]]).dictionary_encode() for name in NAMES
+    }
+    codes: dict[tuple[str, ...], int] = {}
+    for key in (key for file in files for key in file.prompts):
+        codes.setdefault(key, len(codes))
+    late, digests = dict[str, bytes](), list[str]()
+    for file in files:
+        texts, tokens = file.texts.result(), file.tokens.result() if file.tokens else b""
+        digests.append(digest(texts + tokens))
+        late |= {f"texts_{digests[-1]}": texts, **({f"tokens_{digests[-1]}": tokens} if tokens else {})}
+    columns = {
+        "runs": labels(runs),
+        "notes": [*_left_out(runs, files, is_whole), *notes],
+        "branches": BRANCHES,
+        "rows": len(numbers["step"]),
+        "files": digests,
+        "first": np.cumsum([0, *(len(file.prompt) for file in files[:-1])]).astype(np.uint32),
+        "prompt_ids": [key[0] for key in codes],
+        "prompt_previews": [_preview(_asked(key[2]) or key[1], PREVIEW) for key in codes],
+        "prompt": np.concatenate([np.array([codes[key] for key in f.prompts], np.uint32)[f.prompt] for f in files]),
+        "previews": [preview for file in files for preview in file.previews],
+        "names": {name: array.dictionary.to_pylist() for name, array in names.items()},
+        **{name: array.indices.to_numpy().astype(np.uint16) for name, array in names.items()},
+        **numbers,
+    }
+    return columns, late
+
+
+def _left_out(runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: bool) -> list[str]:
     """Returns sentences about the samples and figures that the page lacks, and the reasons."""
-    told = []
-    if len(rows) < len(all_rows):
-        bound = f"it is bound to {PAGE_BYTES / 1e6:.0f} MB" if samples is None else f"--samples is {samples:,}"
-        told.append(
-            f"This page has {len(rows):,} of the {len(all_rows):,} samples on disk, because {bound}: those of the last "
-            "step and of each set's last evaluation, then all samples of some prompts, the same prompts at every step. "
+    rows = sum(len(file.prompt) for file in files)
+    figured = sum(np.count_nonzero(file.numbers["figures"]) for file in files)
+    notes = list[str]()
+    if not is_whole:
+        notes.append(
+            f"This page has the newest {rows:,} samples: first those of the last step and of the last evaluation. "
             "--samples N takes up to N, however large the page becomes."
         )
-    known = int((rows.numbers["figures"] > 0).sum())
-    if len(figured) < known:
-        told.append(
-            f"{len(figured):,} samples have figures of tokens in this page, {known:,} on disk: more would make it too "
-            "large. They are, by turns, the newest, those with the greatest mismatch, with the highest and with "
-            "the lowest score, and some of every step."
-        )
-    if known < len(rows):
-        told.append(
-            f"{len(rows) - known:,} samples have no figures of tokens on disk: track.rollouts.token_samples_per_step "
-            "says how many samples of a step have them."
+    if figured < rows:
+        notes.append(
+            f"{figured:,} of them have figures of tokens, the newest {TOKENS:,} tokens at most: "
+            "track.rollouts.token_samples_per_step says how many samples of a step have them on disk."
         )
     for run in runs:
         track = run.recipe.get("track")
         section = track.get("rollouts") if isinstance(track, dict) else None
         if isinstance(section, dict) and (limit := section.get("samples_per_step")):
-            told.append(
+            notes.append(
                 f"{run.name} keeps up to {limit} samples of each step and set on disk "
                 "(track.rollouts.samples_per_step)."
             )
-    return told
+    return notes
 
 
-def _encoded(
-    sources: Sequence[Source], all_rows: Rows, kept: np.ndarray, figured: np.ndarray, told: Mapping[str, Any]
-) -> tuple[Columns, dict[str, bytes]]:
-    """Returns columns and chunks of the kept rows. kept: bool [all rows]; figured: int64 [n], among the kept rows."""
-    with_tokens = np.zeros(len(all_rows), bool)
-    with_tokens[np.flatnonzero(kept)[figured]] = True
-    ends = np.searchsorted(all_rows.source, np.arange(len(sources)), "right")
-    with ThreadPoolExecutor(2, "samples of a page") as threads:
-        chunks = Chunks(threads)
-        for source, begin, end in zip(sources, [0, *ends[:-1]], ends, strict=True):
-            if kept[begin:end].any():
-                chunks.add(source, kept[begin:end], with_tokens[begin:end])
-        return chunks.end(all_rows.where(kept), figured, told)
+def _preview(text: str, characters: int) -> str:
+    """Returns the first characters of a text in one line; the last ones if `characters` is negative."""
+    size = abs(characters)
+    part = text[: 4 * size] if characters > 0 else text[-4 * size :]
+    words = " ".join(part.split())
+    mark = "…" if len(words) > size or len(part) < len(text) else ""
+    return words[:size] + mark if characters > 0 else mark + words[-size:]
 
 
-def _ratio(sources: Sequence[Source]) -> float:
-    """Returns the bytes of a page for a byte of text, compressed and in base64; measured on some of the sources."""
-    some = [sources[number] for number in np.linspace(0, len(sources) - 1, PROBES).astype(int)]
-    texts = (source.read(TEXTS).slice(0, 64).to_pylist() for source in some)
-    raw = "".join(str(value or "") for lines in texts for line in lines for value in line.values()).encode(
-        errors="replace"
-    )
-    return len(gzip.compress(raw[:4_000_000])) / max(1, len(raw[:4_000_000])) * 4 / 3
+def _asked(messages: str) -> str:
+    """Returns the user's last message in JSON messages; empty if they cannot be read."""
+    try:
+        contents = [message["content"] for message in json.loads(messages or "[]") if message.get("role") == "user"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+    return contents[-1] if contents and isinstance(contents[-1], str) else ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,10 +19,7 @@ from megagrpo.report.page import page_of, parts
 from megagrpo.report.run import RESPONSES, RunRead, read_run
 from megagrpo.track.rollout_files import ROLLOUTS
 
-LIVE_SAMPLES = 5_000
-"""Samples of a page that is made anew after every step."""
 READ = ("*.json*", "*.yaml", *RESPONSES)
-NEWEST = 8  # files of a folder that has files for each step
 LOOPBACK = "127.0.0.1"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -38,13 +35,10 @@ class LiveReport:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories, self._lock = directories, Lock()
-        self._seen: list[object] | None = None
-        self._runs: list[RunRead] = []
-        self._parts: list[Part] = []
-        self._columns: dict[str, bytes] = {}
-        self._late: dict[str, bytes] = {}
+        self._marks: list[object] | None = None
+        self._runs, self._parts = list[RunRead](), list[Part]()
+        self._columns, self._late = dict[str, bytes](), dict[str, bytes]()
         self._late_before: dict[str, bytes] = {}  # for pages that have not asked since
-        self._html: dict[str, str] = {}
 
     def page(self) -> bytes:
         """Returns the page. Raises ReportError."""
@@ -57,7 +51,8 @@ class LiveReport:
         with self._lock:
             self._refresh()
             columns = {name: digest(encoded) for name, encoded in self._columns.items()}
-            return json.dumps({"data": columns, "html": self._html}).encode(errors="replace")
+            html = {part.anchor: part.html for part in self._parts if not part.scripts}
+            return json.dumps({"data": columns, "html": html}).encode(errors="replace")
 
     def columns(self, name: str) -> bytes | None:
         """Returns columns encoded by embed.encode; None if there are none of this name."""
@@ -66,48 +61,35 @@ class LiveReport:
             return self._columns.get(name) or self._late.get(name) or self._late_before.get(name)
 
     def _refresh(self) -> None:
-        seen = [mark for directory in self._directories for mark in _marks(directory)]
-        if seen == self._seen:
+        marks = [mark for directory in self._directories for mark in _marks(directory)]
+        if marks == self._marks:
             return
         runs = [read_run(directory) for directory in self._directories]
-        made = parts(runs, LIVE_SAMPLES)
+        made = parts(runs)
         self._runs, self._parts, self._late_before = runs, made, self._late
         self._columns = {name: encode(columns) for part in made for name, columns in part.data.items()}
         self._late = {name: encoded for part in made for name, encoded in part.late.items()}
-        self._html = {part.anchor: part.html for part in made if not part.scripts}
-        self._seen = seen
+        self._marks = marks
 
 
 def _marks(directory: Path) -> list[object]:
-    """Returns marks that change with the report: name, time and size of files.
-
-    Files by step may be thousands, and are not written twice unless the run goes back: then later names are missing.
-    The names of all, and time and size of the newest, are enough.
-    """
-    paths, names = [path for pattern in READ for path in directory.glob(pattern)], list[list[str]]()
-    for folder in (ROLLOUTS, "evaluations"):
-        try:
-            names.append(sorted(os.listdir(directory / folder)))
-        except FileNotFoundError:
-            names.append([])  # the run writes none, or none yet
-        paths += [directory / folder / name for name in names[-1][-NEWEST:]]
-    found = []
-    for path in paths:
-        try:
+    """Returns marks that change with the report: name, time and size of files, and of the folders with files by step,
+    which are replaced and never written twice."""
+    paths = [path for pattern in READ for path in directory.glob(pattern)]
+    marks = list[object]()
+    for path in (directory / ROLLOUTS, directory / "evaluations", *sorted(paths)):
+        with suppress(FileNotFoundError):  # the run writes none yet, or replaces it at this moment
             status = path.stat()
-        except FileNotFoundError:
-            continue  # replaced at this moment
-        found.append((str(path), status.st_mtime_ns, status.st_size))
-    return [str(directory), *names, sorted(found)]
+            marks.append((str(path), status.st_mtime_ns, status.st_size))
+    return marks
 
 
 def serve(directories: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
     """Serves the report of these runs until Ctrl-C. port 0: a free one. Raises ReportError, also if there is no run."""
     live = LiveReport(directories)
     live.changes()
-    with server_of(live, port) as server:
-        token = server.token
-        say(f"http://{LOOPBACK}:{server.server_port}/?token={token}")
+    with ReportServer(live, port) as server:
+        say(f"http://{LOOPBACK}:{server.server_port}/?token={server.token}")
         say("It follows the run. From another machine, forward the port by ssh. Ctrl-C ends it.")
         server.serve_forever()
 
@@ -118,17 +100,13 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, live: LiveReport, port: int) -> None:
+        """Starts to listen. Raises ReportError if the port is taken."""
         self.live, self.token = live, secrets.token_urlsafe(32)
-        super().__init__((LOOPBACK, port), _Handler)
-
-
-def server_of(live: LiveReport, port: int) -> ReportServer:
-    """Starts a server that listens. Raises ReportError if the port is taken."""
-    try:
-        return ReportServer(live, port)
-    except OSError as error:
-        given, fix = (error.strerror or str(error)).lower(), "another --port, or none: then it takes a free one"
-        raise ReportError(Problem(f"--port {port}", given, "a port of loopback that is free", fix)) from error
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            given, fix = (error.strerror or str(error)).lower(), "another --port, or none: then it takes a free one"
+            raise ReportError(Problem(f"--port {port}", given, "a port of loopback that is free", fix)) from error
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -137,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            asked, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            address, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError:
             self._answer(HTTPStatus.BAD_REQUEST, b"no address\n")
             return
@@ -146,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in (LOOPBACK, "localhost"):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"not this server's address\n")
             return
-        token = parse_qs(asked.query).get("token", [""])[0]
+        token = parse_qs(address.query).get("token", [""])[0]
         if not secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, b"the address that megagrpo report printed has a token\n")
             return
@@ -155,10 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
             "/": ("text/html; charset=utf-8", live.page),
             "/changes": ("application/json", live.changes),
         }
-        if asked.path.startswith("/data/"):
-            name = unquote(asked.path.removeprefix("/data/"))
-            answers[asked.path] = ("application/octet-stream", partial(live.columns, name))
-        kind, make = answers.get(asked.path, ("text/plain", lambda: None))
+        if address.path.startswith("/data/"):
+            name = unquote(address.path.removeprefix("/data/"))
+            answers[address.path] = ("application/octet-stream", partial(live.columns, name))
+        kind, make = answers.get(address.path, ("text/plain", lambda: None))
         try:
             body = make()
         except (MegagrpoError, OSError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 from megagrpo.report.curves import HEALTH, labels
 from megagrpo.report.embed import Part
 from megagrpo.report.run import RunRead, Start, starts_of
+from megagrpo.track.jsonl import leaves
 
 LAST = 10  # values of a metric that the final one is the mean of
 FINAL = [curve.metric for curves in HEALTH.values() for curve in curves]
@@ -38,16 +39,9 @@ def settings_parts(runs: Sequence[RunRead]) -> list[Part]:
     return [*final, recipe, Part("versions", "Versions", versions), Part("starts", "Starts", starts)]
 
 
-def json_by_path(values: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """Returns each leaf of nested mappings as JSON, by its path, such as train.optimizer.lr. A list is one leaf."""
-    found = dict[str, str]()
-    for name, value in values.items():
-        path = f"{within}{name}"
-        if isinstance(value, dict) and value:
-            found |= json_by_path(value, f"{path}.")
-        else:
-            found[path] = json.dumps(value, ensure_ascii=False, default=str)
-    return found
+def json_by_path(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns each leaf of nested values as JSON, by its path."""
+    return {path: json.dumps(value, ensure_ascii=False, default=str) for path, value in leaves(values)}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -62,8 +56,8 @@ def _final(runs: Sequence[RunRead], names: Sequence[str]) -> str:
     metrics = sorted({name for run in runs for name in run.metrics})
     rows = []
     for name in dict.fromkeys(name for pattern in FINAL for name in metrics if re.fullmatch(pattern, name)):
-        found = [_last(run, name) for run in runs]
-        cells = [_cell(value, found[0] if number else None) for number, value in enumerate(found)]
+        values = [_last(run, name) for run in runs]
+        cells = [_cell(value, values[0] if number else None) for number, value in enumerate(values)]
         rows.append((f"<code>{escape(name)}</code>", *cells))
     note = f"Mean of the last {LAST} values of a metric that every step has; otherwise the last."
     note += " In brackets: the difference to the first run."
@@ -88,9 +82,9 @@ def _compared(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
     """Returns a row for each path. facts: of each run, JSON by path. Rows in which runs differ are marked."""
     rows, kinds = [], []
     for path in dict.fromkeys(path for fact in facts for path in fact):
-        found = [fact.get(path, "–").strip('"') for fact in facts]
-        rows.append((escape(path), *map(escape, found)))
-        kinds.append("differs" if len({*found}) > 1 and path not in OF_A_START else "")
+        values = [fact.get(path, "–").strip('"') for fact in facts]
+        rows.append((escape(path), *map(escape, values)))
+        kinds.append("differs" if len({*values}) > 1 and path not in OF_A_START else "")
     if not rows:
         return "<p class=soft>This directory has no environment.json.</p>"
     return _table(("", *map(escape, names)) if len(names) > 1 else (), rows, kinds)
@@ -102,19 +96,17 @@ def _starts(starts: Sequence[Start]) -> str:
         return "<p class=soft>This directory has no numbered recipes.</p>"
     rows = []
     for number, start in enumerate(starts):
-        found = []
-        if number:
-            before = starts[number - 1]
-            found = changes(before.recipe, start.recipe)
-            found += [one for one in changes(before.environment, start.environment) if one[0] not in OF_A_START]
-        told = "<br>".join(f"<code>{escape(path)}</code>: {escape(old)} → {escape(new)}" for path, old, new in found)
+        before = starts[number - 1] if number else start
+        pairs = ((before.recipe, start.recipe), (before.environment, start.environment))
+        differences = [change for pair in pairs for change in changes(*pair) if change[0] not in OF_A_START]
+        changed = "<br>".join(f"<code>{escape(path)}</code>: {escape(a)} → {escape(b)}" for path, a, b in differences)
         rows.append(
             (
                 str(start.number),
                 f"<span class=name>{escape(str(start.environment.get('time', '–')))}</span>",
                 "–" if start.first is None else f"{start.first:,}",
                 f"<code>{escape(str(start.environment.get('command', '–')))}</code>",
-                told or ("nothing" if number else "–"),
+                changed or ("nothing" if number else "–"),
             )
         )
     return _table(("start", "time", "first step", "command", "changed since the start before"), rows)

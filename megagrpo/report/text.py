@@ -6,11 +6,12 @@ import heapq
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megagrpo.errors import Problem, ReportError, brief, first_line, printable
+import pydantic
+
+from megagrpo.errors import Problem, ReportError, first_line, printable
 from megagrpo.report.run import read_yaml, require_directory
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
 from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, read_rollouts, rollout_steps
@@ -25,7 +26,7 @@ QUANTIZED = (
 """Text for runs with fp8 engines; benchmarks/quantization.py measured the figures."""
 CHARACTERS_BEFORE = 30
 CHARACTERS_AFTER = 10
-KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
+LINE = pydantic.TypeAdapter(MismatchRecord)
 Json = Mapping[str, Any]
 BRANCHES = {
     "history": "these messages do not go on from an answer of this rollout",  # edited, compacted, or a sub-agent's
@@ -71,11 +72,10 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(json.loads(line)))
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-            raise ReportError(
-                Problem(f"{path}:{number}", given=f"{line[:80]} ({error})", needed=f"a line that {MISMATCH_FILE} has")
-            ) from error
+            records.append(LINE.validate_json(line, strict=True))
+        except ValueError as error:
+            given, needed = f"{line[:80]} ({first_line(error)})", f"a line that {MISMATCH_FILE} has"
+            raise ReportError(Problem(f"{path}:{number}", given, needed)) from error
     return records
 
 
@@ -91,7 +91,7 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         for record in shown
     ]
     tokens = [(record.step, token, token.difference) for record in records for token in record.worst]
-    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda found: math.inf if math.isnan(found[2]) else found[2])
+    worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda row: math.inf if math.isnan(row[2]) else row[2])
     return [
         title,
         "",
@@ -120,22 +120,6 @@ def _token_row(step: int, token: WorstToken) -> list[str]:
         str(token.position),
         f"{before}【{_line(token.text)}】{after}",
     ]
-
-
-def _record(values: dict[str, Any]) -> MismatchRecord:
-    worst = tuple(WorstToken(**_numbers(token)) for token in values["worst"])
-    record = MismatchRecord(**_numbers({**values, "worst": worst}))
-    parts: list[MismatchRecord | WorstToken] = [record, *worst]
-    for part in parts:
-        for field in fields(part):
-            value = getattr(part, field.name)
-            if not isinstance(value, KINDS.get(str(field.type), object)) or (type(value) is int and value >= 2**63):
-                raise TypeError(f"{field.name} is {brief(value)}")
-    return record
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _number(value: float, form: str = ".3g") -> str:
@@ -179,8 +163,8 @@ def rollout_report(directory: Path, step: int, number: int) -> str:
         needed = "the directory of a run that has finished a step, with track.rollouts other than null"
         raise ReportError(Problem(where, "no rollouts", needed))
     if not len(rollouts):
-        there = f"one of steps {steps[0]} to {steps[-1]}"
-        raise ReportError(Problem(where, f"step {step}, of which there are no rollouts", there))
+        needed = f"one of steps {steps[0]} to {steps[-1]}"
+        raise ReportError(Problem(where, f"step {step}, of which there are no rollouts", needed))
     needed = f"a number from 0 to {len(rollouts) - 1}"
     raise ReportError(Problem(where, f"rollout {number} of step {step}", needed))
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.report.curves import labels
-from megagrpo.report.embed import Part
+from megagrpo.report.curves import Curve, labels
+from megagrpo.report.embed import Columns, Part
 from megagrpo.report.run import RunRead
 from megagrpo.track.jsonl import PLAN_FILE, read_json
 
 WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_sync")
 """Phases that seconds/step includes, in their order; the others come on top of it."""
 MEMORY = "memory/allocated_max/"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A chart of this part. metric: matches whole names."""
-
-    title: str
-    metric: str
-    sentence: str
-    unit: str = ""
 
 
 CURVES = (
@@ -41,9 +30,9 @@ CURVES = (
         "Weight sync",
         "seconds/weight_sync",
         "Time in which the new weights go to the engines and digests are compared.",
-        "s",
+        unit="s",
     ),
-    Curve("Bytes of a weight sync", "weights/sync_bytes", "What training ranks send to engines.", "bytes"),
+    Curve("Bytes of a weight sync", "weights/sync_bytes", "What training ranks send to engines.", unit="bytes"),
     Curve(
         "Engines that serve",
         "engines/serving",
@@ -59,7 +48,7 @@ CURVES = (
         f"{MEMORY}.+",
         "Most that tensors took at a time on the training rank that had most. Torch's cache, CUDA, NCCL and engines"
         " come on top.",
-        "bytes",
+        unit="bytes",
     ),
 )
 
@@ -67,37 +56,28 @@ CURVES = (
 def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
     """Returns curves of time and memory, and both beside the plan's predictions."""
     named = zip(runs, labels(runs), strict=True)
-    phases = {}
-    for number, run in enumerate(runs):
-        steps, seconds = phases_of(run)
-        phases[str(number)] = {
-            "steps": steps,
-            "seconds": {name: values.astype(np.float32) for name, values in seconds.items()},
-        }
-    curves = Part(
-        "time",
-        "Time and memory",
-        data={"timing": {"curves": list(map(vars, CURVES)), "runs": phases}},
-        scripts=("timing.js",),
-    )
+    phases = {str(number): phases_of(run) for number, run in enumerate(runs)}
+    timing = {"curves": list(map(vars, CURVES)), "runs": phases}
+    curves = Part("time", "Time and memory", data={"timing": timing}, scripts=("timing.js",))
     return [curves, Part("plan", "Beside the plan", "".join(_html(run, label, len(runs) > 1) for run, label in named))]
 
 
-def phases_of(run: RunRead) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the steps with seconds/step, int64 [n], and their seconds by phase, each float64 [n].
+def phases_of(run: RunRead) -> Columns:
+    """Returns the steps with seconds/step, int64 [n], and their `seconds` by phase, each float32 [n].
 
     Seconds of a step outside of its phases are "other"; phases that come on top of seconds/step are last.
     """
-    there = np.isfinite(run.metrics.get("seconds/step", np.full(len(run.steps), np.nan)))
+    timed = np.isfinite(run.metrics.get("seconds/step", np.full(len(run.steps), np.nan)))
     spent = {
-        name.removeprefix("seconds/"): np.nan_to_num(values[there], posinf=0.0)
+        name.removeprefix("seconds/"): np.nan_to_num(values[timed], posinf=0.0)
         for name, values in run.metrics.items()
         if name.startswith("seconds/")
     }
     whole = spent.pop("step", np.empty(0))
     phases = {name: spent.pop(name) for name in WITHIN_STEP if name in spent}
-    phases["other"] = np.maximum(whole - sum(phases.values(), np.zeros(len(whole))), 0.0)
-    return run.steps[there], phases | {f"{name}, after the step": values for name, values in spent.items()}
+    phases["other"] = np.maximum(whole - sum(phases.values(), np.zeros_like(whole)), 0.0)
+    phases |= {f"{name}, after the step": values for name, values in spent.items()}
+    return {"steps": run.steps[timed], "seconds": {name: values.astype(np.float32) for name, values in phases.items()}}
 
 
 def _html(run: RunRead, label: str, several: bool) -> str:
@@ -110,10 +90,10 @@ def _html(run: RunRead, label: str, several: bool) -> str:
         for name, *cells in _against_plan(run, plan)
     )
     table = f"<div class=scroll><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
-    told = "".join(
+    terms = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(str(text))}</dd>" for name, text in _mapping(plan.get("summary")).items()
     )
-    summary = f"<details><summary>The plan</summary><dl>{told}</dl></details>" if told else ""
+    summary = f"<details><summary>The plan</summary><dl>{terms}</dl></details>" if terms else ""
     return (
         f"{f'<h3>{escape(label)}</h3>' if several else ''}{table if rows else ''}"
         f"<p class='soft small'>{' '.join(_notes(run, plan))}</p>{summary}"

@@ -72,11 +72,11 @@ class Pace:
 
 
 class PlainConsole:
-    """One line per step."""
+    """One line per step. Other consoles extend it."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """Sets the stream; None: standard output at the time of printing."""
-        self._stream = stream
+        self._stream, self._showing = stream, ExitStack()
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
@@ -84,7 +84,7 @@ class PlainConsole:
 
     def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
         """Begins the run, or its continuation after a step."""
-        self._total = total_steps
+        self._name, self._total, self._began = name, total_steps, time.monotonic()
         self._pace = Pace(total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -98,7 +98,7 @@ class PlainConsole:
         self.say(" · ".join(parts))
 
     def finish(self) -> None:
-        pass
+        self._showing.close()
 
     def end(self, summary: Summary) -> None:
         """Prints the run's last lines."""
@@ -106,22 +106,20 @@ class PlainConsole:
             self.say(line)
 
 
-class LiveConsole:
+class LiveConsole(PlainConsole):
     """A table of the last steps, bars for the phases of the last one, and what is under way, drawn in place."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._console = Console(file=stream)
+        super().__init__(stream)
+        self._console, self._works = Console(file=stream), Display()
         self._live: Live | None = None
-        self._works, self._showing = Display(), ExitStack()
 
     def say(self, line: str) -> None:
         style = "yellow" if line.startswith(WARNING) else None
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
-        """Begins the run, or its continuation after a step."""
-        self._name, self._total, self._began = name, total_steps, time.monotonic()
-        self._pace = Pace(total_steps)
+        super().start(name, directory, total_steps, after_step)
         self._steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS_SHOWN)
         self._evaluations: list[str] = []
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=REFRESHES_PER_SECOND)
@@ -136,13 +134,12 @@ class LiveConsole:
             self._live.refresh()
 
     def finish(self) -> None:
-        self._showing.close()
+        super().finish()
         if self._live:
             self._live.stop()
             self._live = None
 
     def end(self, summary: Summary) -> None:
-        """Prints the run's last lines."""
         first, *others = summary.lines()
         colour = {"finished": "green", "failed": "red"}.get(summary.status.state, "yellow")
         self._console.print(Text(first, f"bold {colour}"), soft_wrap=True)
@@ -178,19 +175,12 @@ class LiveConsole:
 class SilentConsole(PlainConsole):
     """Prints nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
-        self._showing = ExitStack()
-
     def say(self, line: str) -> None:
         pass
 
     def start(self, name: str, directory: Path, total_steps: int, after_step: int = 0) -> None:
         super().start(name, directory, total_steps, after_step)
         self._showing.enter_context(shown_by(Display()))
-
-    def finish(self) -> None:
-        self._showing.close()
 
 
 class JsonConsole(PlainConsole):
@@ -215,16 +205,11 @@ class JsonConsole(PlainConsole):
         self.event("end", **summary.as_json())
 
 
-AnyConsole = PlainConsole | LiveConsole
-
-
-def make_console(mode: ConsoleMode, stream: TextIO | None = None) -> AnyConsole:
+def make_console(mode: ConsoleMode, stream: TextIO | None = None) -> PlainConsole:
     """Returns the console of `mode`, as in track.console. stream: by default standard output."""
     if mode == "live" or (mode == "auto" and is_terminal(stream or sys.stdout)):
         return LiveConsole(stream)
-    if mode == "off":
-        return SilentConsole()
-    return JsonConsole(stream) if mode == "json" else PlainConsole(stream)
+    return {"off": SilentConsole, "json": JsonConsole}.get(mode, PlainConsole)(stream)
 
 
 def entries(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -17,9 +17,9 @@ class ExportedModel(mlflow.pyfunc.PythonModel):
     def load_context(self, context: Any) -> None:
         directory, step = Path(context.model_config["directory"]), context.model_config["step"]
         if step:
-            there = json.loads((directory / "megagrpo.json").read_text(encoding="utf-8"))["step"]
-            if str(there) != step:
-                raise ValueError(f"this version is of step {step}; {directory} has the model of step {there} by now")
+            newest = json.loads((directory / "megagrpo.json").read_text(encoding="utf-8"))["step"]
+            if str(newest) != step:
+                raise ValueError(f"this version is of step {step}; {directory} has the model of step {newest} by now")
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._model = AutoModelForCausalLM.from_pretrained(directory, device_map=None).eval()
         if torch.cuda.is_available():
@@ -33,12 +33,12 @@ class ExportedModel(mlflow.pyfunc.PythonModel):
         answers = []
         for prompt in model_input["prompt"]:
             message = [{"role": "user", "content": prompt}]
-            asked = self._tokenizer.apply_chat_template(
+            inputs = self._tokenizer.apply_chat_template(
                 message, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            asked = {name: tensor.to(self._model.device) for name, tensor in asked.items()}
-            made = self._model.generate(**asked, **settings)
-            answers.append(self._tokenizer.decode(made[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+            inputs = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+            made = self._model.generate(**inputs, **settings)
+            answers.append(self._tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         return answers
 
 

@@ -17,8 +17,7 @@ from megagrpo.errors import first_line
 from megagrpo.processes.lifetime import end_with_parent, let_family_idle
 
 FINISH_SECONDS, REPORT_SECONDS, LEAVE_SECONDS = 60.0, 30.0, 10.0
-"""Timeouts at the run's end: of the trackers, of the report before (1,000 steps with 100 samples each take 12 s), and
-of the process's exit after."""
+"""Timeouts at the run's end: of the trackers, of the report before, and of the process's exit after."""
 STARTS_MAX, AGAIN_SECONDS, LONG_SECONDS = 5, 10.0, 600.0
 """Maximum starts of a process that dies early, seconds between them, seconds of life after which they count anew."""
 LAUNCH = f"""

@@ -6,16 +6,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from megagrpo.errors import MachineError, Problem
 
 METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE = "metrics.jsonl", "mismatch.jsonl", "schedule.jsonl"
 PLAN_FILE = "plan.json"
 """The output of `megagrpo plan --json` for the recipe of the run's last start."""
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number of a line; null is one that was not finite, and is read as NaN."""
 MISMATCH_FIGURES = ("mean", "p99", "max", "k1", "k3", "ratio_mean", "effective_share")
 
 
@@ -30,8 +34,8 @@ class WorstToken:
     before: str  # the text that it follows
     text: str
     after: str
-    train_logprob: float
-    rollout_logprob: float
+    train_logprob: Number
+    rollout_logprob: Number
     weight_version: int  # of the weights that sampled it
 
     @property
@@ -45,13 +49,13 @@ class MismatchRecord:
 
     step: int
     tokens: int
-    mean: float
-    p99: float
-    max: float
-    k1: float
-    k3: float
-    ratio_mean: float
-    effective_share: float
+    mean: Number
+    p99: Number
+    max: Number
+    k1: Number
+    k3: Number
+    ratio_mean: Number
+    effective_share: Number
     worst: tuple[WorstToken, ...]  # largest difference first
 
 
@@ -141,6 +145,17 @@ def as_number(value: Any) -> float:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         return math.nan
+
+
+def leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each leaf of nested values with its path, such as train.layout.tensor; lists of mappings are numbered."""
+    for key, value in tree.items():
+        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            value = {str(index): entry for index, entry in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
 
 
 def finite(value: Any) -> Any:

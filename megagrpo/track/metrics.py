@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 from megagrpo.errors import MachineError, Problem
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client import Gauge
 
 HOST, PREFIX = "127.0.0.1", "megagrpo_"
 STEP, TIME = f"{PREFIX}step", f"{PREFIX}step_timestamp_seconds"
@@ -46,9 +46,10 @@ def documented() -> tuple[Metric, ...]:
 
 def undocumented(names: Iterable[str]) -> list[str]:
     """Returns the names that are not in the table."""
-    return [name for name in names if not _pattern().fullmatch(name)]
+    return [name for name in names if metric_of(name) is None]
 
 
+@cache
 def metric_of(name: str) -> Metric | None:
     """Returns the table's entry for a name: the one of that name, or else the one with the longest pattern for it."""
     known = [metric for metric, pattern in _patterns() if pattern.fullmatch(name)]
@@ -61,11 +62,6 @@ def described(name: str) -> str:
     if (metric := metric_of(name)) is None:
         return ""
     return f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
-
-
-@cache
-def _pattern() -> re.Pattern[str]:
-    return re.compile("|".join(pattern.pattern for _, pattern in _patterns()))
 
 
 @cache
@@ -82,37 +78,30 @@ class PrometheusEndpoint:
     Needs megagrpo[prometheus].
     """
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._gauges: Mapping[str, tuple[str, float]] = {}
-
-    def start(self, name: str) -> None:
+    def __init__(self, port: int, name: str) -> None:
         """Starts the server. name: of the run. Raises MachineError if the port is taken."""
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._name = name
-        registry = CollectorRegistry()
-        registry.register(self)
+        self._name, self._registry = name, CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
         try:
-            self._server, self._thread = start_http_server(self._port, HOST, registry)
+            self._server, self._thread = start_http_server(port, HOST, self._registry)
         except OSError as error:
-            where, given = "track.prometheus_port", f"{self._port}: {error.strerror or error}"
+            where, given = "track.prometheus_port", f"{port}: {error.strerror or error}"
             raise MachineError(Problem(where, given, "a free port", "set another, or leave it out")) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        gauges = dict(self._gauges)
-        gauges |= {prometheus_name(name): (name, float(value)) for name, value in metrics.items()}
-        self._gauges = gauges | {STEP: ("", float(step)), TIME: ("", time.time())}
+        for name, value in metrics.items():
+            self._set(prometheus_name(name), described(name), value)
+        self._set(STEP, "The last step.", step)
+        self._set(TIME, "When it was logged, since 1970, in seconds.", time.time())
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields the gauges, for prometheus_client, in the threads of its server."""
-        from prometheus_client.core import GaugeMetricFamily
+    def _set(self, name: str, meaning: str, value: float) -> None:
+        from prometheus_client import Gauge
 
-        for name, (logged, value) in self._gauges.items():
-            help_text = {STEP: "The last step.", TIME: "When it was logged, since 1970, in seconds."}.get(name)
-            gauge = GaugeMetricFamily(name, help_text or described(logged), labels=["run"])
-            gauge.add_metric([self._name], value)
-            yield gauge
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, meaning, ["run"], registry=self._registry)
+        self._gauges[name].labels(self._name).set(value)
 
     def close(self) -> None:
         self._server.shutdown()

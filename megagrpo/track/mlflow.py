@@ -1,4 +1,4 @@
-"""A run in MLflow: params, tags, metrics by step, traces, files, data and the model.
+"""A run in MLflow: params, tags, metrics by step, traces, files and the model.
 
 A server that is killed or slow may carry out a request without a response. So a retry sends the same values, times
 included, and MLflow's databases keep them once (stores of files, `file:`, may have a step's values twice then); a
@@ -8,7 +8,6 @@ unique tag finds the run again.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -28,7 +27,7 @@ from megagrpo.errors import Problem
 from megagrpo.recipe import schema
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.track.delivered import place, without_password
-from megagrpo.track.jsonl import PLAN_FILE, read_json
+from megagrpo.track.jsonl import PLAN_FILE, leaves, read_json
 from megagrpo.track.status import Status
 from megagrpo.track.tracked_run import Line, TrackedRun
 
@@ -56,8 +55,13 @@ RUN_TAG, STEP_TAG = "megagrpo.run", "megagrpo.step"
 EXPORT = "hugging_face"
 """The exported model's directory, and its folder among the artifacts."""
 STATUSES: dict[Status, str] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-REQUESTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-"""Defaults for the environment: mlflow's own timeout is minutes, and the thread retries by itself."""
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+}
+"""Defaults: mlflow's own timeout is minutes, and the thread retries by itself."""
 
 
 class MLflow(TrackedRun):
@@ -95,8 +99,7 @@ class MLflow(TrackedRun):
 
     def open(self) -> int:
         """Finds or creates the run. Its tag tells its last step: the run or the database may have been deleted."""
-        quiet_settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
-        for name, value in {**quiet_settings, **REQUESTS}.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)  # read when mlflow is imported, or at each request
         for quiet in ("alembic", "mlflow.store", "mlflow.system_metrics", "mlflow.pyfunc"):
             logging.getLogger(quiet).setLevel(logging.ERROR)
@@ -106,8 +109,8 @@ class MLflow(TrackedRun):
         from mlflow.tracking import MlflowClient
 
         self._client: MlflowClient = MlflowClient(self._uri)
-        if (run := self._found()) is None:
-            self.note(step=-1, traces_step=-1, data=None, files={})
+        if (run := self._existing()) is None:
+            self.note(step=-1, traces_step=-1, files={})
             run = self._created()
         self.run_id, self._experiment_id, tags = run.info.run_id, run.info.experiment_id, run.data.tags
         self._name = tags.get(RUN_TAG, self.delivered.run)  # another one if track.json was lost
@@ -150,7 +153,6 @@ class MLflow(TrackedRun):
         share, self._traces_at = (now - (self._traces_at or now)) * TRACES_SHARE, now
         self._step = step
         self._log_traces(step, time.thread_time() + share)
-        self._log_data()
         self._log_files()
 
     def finish(self, status: Status) -> None:
@@ -167,26 +169,25 @@ class MLflow(TrackedRun):
 
     def _end_runs_left(self) -> None:
         """Ends runs that a process, killed before its first checkpoint, has left as running."""
+        for run in map(self._run, self.delivered.left(self.place)):
+            if run and run.info.run_id != self.run_id and run.info.status == "RUNNING":
+                self._client.set_terminated(run.info.run_id, STATUSES["interrupted"])
+
+    def _run(self, run_id: str) -> Run | None:
         from mlflow.exceptions import MlflowException
 
-        for run_id in self.delivered.left(self.place):
-            try:
-                if run_id != self.run_id and self._client.get_run(run_id).info.status == "RUNNING":
-                    self._client.set_terminated(run_id, STATUSES["interrupted"])
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
+        try:
+            return self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        return None
 
-    def _found(self) -> Run | None:
+    def _existing(self) -> Run | None:
         """Returns the run that track.json names, or that has this run's tag."""
-        from mlflow.exceptions import MlflowException
-
-        for run_id in self.delivered.run_ids("mlflow"):
-            try:
-                return self._client.get_run(run_id)
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
+        for run in map(self._run, self.delivered.run_ids("mlflow")):
+            if run:
+                return run
         experiment = self._client.get_experiment_by_name(self._settings.experiment)
         runs = [] if experiment is None else self._runs_of(experiment.experiment_id)
         return runs[0] if runs else None
@@ -242,8 +243,8 @@ class MLflow(TrackedRun):
         from mlflow.entities import Param
 
         first = self.directory / f"recipe.{self.delivered.first_start}.yaml"
-        leaves = flat(yaml.safe_load(first.read_text(encoding="utf-8")))
-        params = {mlflow_name(key): shortened(value) for key, value in leaves.items()}
+        settings = yaml.safe_load(first.read_text(encoding="utf-8"))
+        params = {mlflow_name(path): shortened(str(value)) for path, value in leaves(settings)}
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, params=missing[start : start + PARAMS_PER_CALL])
@@ -269,24 +270,6 @@ class MLflow(TrackedRun):
                     raise
                 return  # a rewind has removed it meanwhile: the run repeats the step
             self.note(traces_step=step)
-
-    def _log_data(self) -> None:
-        """Sends the data that the run trains and evaluates on, with digests, as MLflow's dataset inputs."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        sections = read_json(self.directory / "data.json")
-        digests = {name: str(section.get("digest")) for name, section in sections.items()}
-        if not digests or self.delivered.of(self.place).get("data") == digests:
-            return
-        inputs = []
-        for name, section in sections.items():
-            source = json.dumps([file["path"] for file in section["files"]])
-            profile = json.dumps({"num_rows": section["items"]})
-            data = Dataset(f"{self.recipe.name} {name}", digests[name][:36], "local", source, profile=profile)
-            used_for = "training" if name == "train" else "evaluation"
-            inputs.append(DatasetInput(data, [InputTag("mlflow.data.context", used_for)]))
-        self._client.log_inputs(self.run_id, inputs)
-        self.note(data=digests)
 
     def _log_files(self) -> None:
         """Sends the files that have changed since they were last sent."""
@@ -389,20 +372,6 @@ def shortened(value: str) -> str:
         return value
     end = f"… sha256:{hashlib.sha256(value.encode()).hexdigest()}"
     return value[: PARAM_CHARACTERS - len(end)] + end
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flattens nested values to {"train.layout.tensor": "2"}; lists of mappings are numbered."""
-    leaves: dict[str, str] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-            value = {str(index): entry for index, entry in enumerate(value)}
-        if isinstance(value, Mapping) and value:
-            leaves.update(flat(value, f"{name}."))
-        else:
-            leaves[name] = str(value)
-    return leaves
 
 
 def description(recipe: AnyRecipe) -> dict[str, str]:

@@ -57,7 +57,7 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
             response_preview=_text(root.outputs)[:PREVIEW_CHARACTERS],
             trace_metadata={"mlflow.sourceRun": run_id},
             tags={key: str(value)[:TAG_CHARACTERS] for key, value in tags.items()},
-            assessments=list(_feedback(trace_id, row, ended_ns // 10**6)),
+            assessments=[] if row["score"] is None else [_feedback(trace_id, row["score"], ended_ns // 10**6)],
         )
         client.start_trace(info)
         all_spans += spans
@@ -66,16 +66,15 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     client.log_spans(experiment_id, all_spans)
 
 
-def _feedback(trace_id: str, row: Row, at_ms: int) -> Iterator[Feedback]:
-    """Yields the score, as MLflow's lists of traces show it."""
+def _feedback(trace_id: str, score: float, at_ms: int) -> Feedback:
+    """Returns the score, as MLflow's lists of traces show it."""
     from mlflow.entities import AssessmentSource, Feedback
 
-    if row["score"] is not None:
-        source = AssessmentSource(source_type="CODE", source_id="megagrpo")
-        times = {"create_time_ms": at_ms, "last_update_time_ms": at_ms}
-        score = Feedback("score", row["score"], source=source, trace_id=trace_id, **times)
-        score.assessment_id = f"a-{_digest(trace_id, 'score')[:32]}"
-        yield score
+    source = AssessmentSource(source_type="CODE", source_id="megagrpo")
+    times = {"create_time_ms": at_ms, "last_update_time_ms": at_ms}
+    feedback = Feedback("score", score, source=source, trace_id=trace_id, **times)
+    feedback.assessment_id = f"a-{_digest(trace_id, 'score')[:32]}"
+    return feedback
 
 
 def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: int) -> Iterator[Span]:
@@ -103,10 +102,10 @@ def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: i
             }
         )
 
-    asked = json.loads(row["messages"]) if row["messages"] else row["prompt"]
+    messages = json.loads(row["messages"]) if row["messages"] else row["prompt"]
     known = ("advantage", "solved", "masked", "tokens", "prompt_tokens", "age", "data_source")
     whole = {
-        "spanInputs": {"messages": asked, "ground_truth": row["ground_truth"]},
+        "spanInputs": {"messages": messages, "ground_truth": row["ground_truth"]},
         "spanOutputs": {"answer": row["response"], "score": row["score"], "finish": row["finish"]},
         "rollout": {name: row[name] for name in known}
         | ({} if agent is None else {name: agent[name] for name in ("reward", "counts", "sequences")}),
@@ -114,7 +113,7 @@ def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: i
     error = row["error"] or (agent["error"] if agent else "")
     yield span(f"rollout {row['sample']}", "CHAIN" if agent is None else "AGENT", 0.0, length, whole, error)
     if agent is None:
-        said = {"spanInputs": {"messages": asked}, "spanOutputs": {"role": "assistant", "content": row["response"]}}
+        said = {"spanInputs": {"messages": messages}, "spanOutputs": {"role": "assistant", "content": row["response"]}}
         yield span("response", "CHAT_MODEL", 0.0, length, said | _usage(row["prompt_tokens"], row["tokens"]))
     for event in agent["events"] if agent else ():
         at = event["at"]
@@ -143,8 +142,8 @@ def _verdicts(row: Row) -> dict[str, dict[str, Any]]:
     functions = {name: {"score": score} for name, score in row["parts"] or () if "." not in name}
     for values in (row["parts"], row["notes"]):
         for name, value in values or ():
-            function, found, what = name.rpartition(".")
-            if found:
+            function, dot, what = name.rpartition(".")
+            if dot:
                 functions.setdefault(function, {})[what] = value
     return functions
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +14,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
 from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, rollout_file
-from megagrpo.track.token_texts import TokenTexts
 from megagrpo.track.traces import trace
 from megagrpo.types import Group, Sample, Score
 
@@ -42,6 +45,12 @@ PART_TOKENS = 1 << 20
 """Tokens of a part of a table: tens of MB."""
 TRAINED = ("train_logprobs", "entropies", "token_advantages")
 """Columns with values of the tokens that are trained on; other columns have values of all tokens."""
+INCOMPLETE = "\ufffd"
+"""The replacement for bytes that are no character."""
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte of each letter of a byte-level vocabulary (GPT-2's, and those after it)."""
+UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class RolloutWriter:
         """Queues samples to be written. Leaves some out if writing is slower than the run."""
         with self._changed:
             self._waiting.append(rollouts)
-            with_tokens = [at for at, each in enumerate(self._waiting) if each.token_samples != 0]
+            with_tokens = [at for at, step in enumerate(self._waiting) if step.token_samples != 0]
             late = []
             if len(with_tokens) > WITH_TOKENS_MAX:
                 at = with_tokens[0]
@@ -110,8 +119,8 @@ class RolloutWriter:
             if len(self._waiting) > WAITING_MAX:
                 late.append(self._waiting.popleft())
             self._changed.notify()
-        for each in late:
-            self._leave_out(each, "writing is slower than the run")
+        for step in late:
+            self._leave_out(step, "writing is slower than the run")
 
     def close(self) -> None:
         """Waits until everything is written, FINISH_TIMEOUT_SECONDS at most."""
@@ -155,9 +164,9 @@ class RolloutWriter:
                 part, SCHEMA, compression="zstd", use_dictionary=REPEATED, use_byte_stream_split=FIGURES
             ) as file:
                 if rollouts.evaluation and path.exists():  # other sets, evaluated before the run was continued
-                    there = pq.read_table(path, schema=SCHEMA)
-                    others = [name.as_py() not in rollouts.sets for name in there["set"]]
-                    file.write_table(there.filter(pa.array(others, pa.bool_())))
+                    before = pq.read_table(path, schema=SCHEMA)
+                    others = [name.as_py() not in rollouts.sets for name in before["set"]]
+                    file.write_table(before.filter(pa.array(others, pa.bool_())))
                 for table in tables(rollouts, texts):
                     file.write_table(table)
             if not self._given_up:
@@ -274,3 +283,87 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
 
 def _end_to_end(parts: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
     return pa.array(np.concatenate([np.empty(0, kind.to_pandas_dtype()), *parts]), kind)
+
+
+# --- texts of tokens --------------------------------------------------------------------------------------------------
+
+
+class TokenTexts:
+    """The text pieces of a tokenizer's tokens. Each token is decoded once, whatever its number of occurrences.
+
+    Of several tokens that make up a character's bytes, the last adds the character, and the others add nothing.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers drop a space in front of the first token.
+        self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._before = self._decoded([self._anchor])[0]
+        self._slots = np.full(1, UNKNOWN, np.int64)  # of each token id in `_texts`
+        self._partial = np.zeros(1, bool)  # by token id
+        self._texts = pa.array([], pa.string())
+        self._parts: dict[int, bytes] = {}  # bytes of the tokens that are no whole text by themselves
+        self._falls_back = False
+
+    def pieces(self, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
+        """Returns string [tokens]. tokens: int32 [tokens] of all responses; offsets: int64 [responses + 1] (Ragged)."""
+        self._learn(tokens)
+        texts = self._texts.take(pa.array(self._slots[tokens]))
+        if not self._parts:
+            return texts
+        partial = self._partial[tokens]
+        at = np.flatnonzero(partial)
+        if not len(at):
+            return texts
+        begins = np.zeros(len(tokens) + 1, bool)
+        begins[offsets] = True
+        # A run of such tokens ends before a token that is whole, and with its response.
+        first = np.concatenate([[True], (np.diff(at) > 1) | begins[at[1:]]])
+        made: list[str] = []
+        for run in np.split(at, np.flatnonzero(first)[1:]):
+            made += _characters([self._parts[token] for token in tokens[run].tolist()], self._falls_back)
+        return pc.replace_with_mask(texts, pa.array(partial), pa.array(made, pa.string()))
+
+    def _learn(self, tokens: np.ndarray) -> None:
+        """Decodes the tokens that are new."""
+        most = int(tokens.max(initial=0))
+        if most >= len(self._slots):
+            more = 2 * most + 1 - len(self._slots)
+            self._slots = np.concatenate([self._slots, np.full(more, UNKNOWN, np.int64)])
+            self._partial = np.concatenate([self._partial, np.zeros(more, bool)])
+        new = np.unique(tokens[self._slots[tokens] == UNKNOWN]).tolist()
+        if not new:
+            return
+        after, alone = self._decoded([[*self._anchor, token] for token in new]), self._decoded([[t] for t in new])
+        texts = [
+            joined[len(self._before) :] if joined.startswith(self._before) else text
+            for joined, text in zip(after, alone, strict=True)
+        ]
+        names = self._tokenizer.convert_ids_to_tokens(new)
+        for token, name, text in zip(new, names, texts, strict=True):
+            if (byte := BYTE.fullmatch(str(name))) and text != name:
+                self._parts[token], self._falls_back = bytes([int(byte[1], 16)]), True
+            elif INCOMPLETE in text:
+                self._parts[token] = _bytes(str(name), text)
+        self._partial[list(self._parts)] = True
+        self._slots[new] = np.arange(len(self._texts), len(self._texts) + len(new))
+        self._texts = pa.concat_arrays([self._texts, pa.array([encodable(text) for text in texts], pa.string())])
+
+    def _decoded(self, tokens: list[list[int]]) -> list[str]:
+        return self._tokenizer.batch_decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _characters(parts: list[bytes], falls_back: bool) -> list[str]:
+    """Returns the text that each part adds. Where bytes stand in for unknown characters (falls_back), decoders take all
+    of them or none."""
+    decoder = codecs.getincrementaldecoder("utf-8")("strict" if falls_back else "replace")
+    try:
+        return [decoder.decode(part, final=at == len(parts)) for at, part in enumerate(parts, 1)]
+    except UnicodeDecodeError:
+        return [INCOMPLETE] * len(parts)
+
+
+def _bytes(name: str, text: str) -> bytes:
+    """Returns the bytes of a token of a byte-level vocabulary; of another vocabulary, those of its text."""
+    known = all(letter in BYTES for letter in name)
+    return bytes(BYTES[letter] for letter in name) if known else text.encode(errors="replace")

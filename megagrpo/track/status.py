@@ -95,16 +95,16 @@ class HeldOut:
 
 def held_out_scores(directory: Path) -> list[HeldOut]:
     """Reads the scores by metric from metrics.jsonl. A loss is better when it is less, another score when greater."""
-    found: dict[str, HeldOut] = {}
+    scores: dict[str, HeldOut] = {}
     for entry in _entries(directory, b'"eval/'):
         for metric, value in entry.items():
             if SCORE.fullmatch(metric) and isinstance(value, int | float) and math.isfinite(value):
                 name, step = metric.removeprefix("eval/"), int(entry["step"])
-                best, best_step = (found[name].best, found[name].best_step) if name in found else (value, step)
+                best, best_step = (scores[name].best, scores[name].best_step) if name in scores else (value, step)
                 if value < best if name == "loss" else value > best:
                     best, best_step = value, step
-                found[name] = HeldOut(name, value, step, best, best_step)
-    return list(found.values())
+                scores[name] = HeldOut(name, value, step, best, best_step)
+    return list(scores.values())
 
 
 def last_entry(directory: Path) -> dict[str, Any]:

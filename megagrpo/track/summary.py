@@ -78,7 +78,7 @@ def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """Returns the newest complete checkpoint, by its name: its files are not read."""
-    steps = {int(found[1]): path for path in directory.glob("step_*") if (found := SAVED.fullmatch(path.name))}
+    steps = {int(name[1]): path for path in directory.glob("step_*") if (name := SAVED.fullmatch(path.name))}
     return steps[max(steps)] if steps else None
 
 

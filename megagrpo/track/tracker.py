@@ -75,9 +75,8 @@ class Tracker:
         """
         self._recipe, self._tokenizer, self._total_steps = recipe, tokenizer, total_steps
         self._console = make_console(console or recipe.track.console)
-        self._endpoint = PrometheusEndpoint(port) if (port := recipe.track.prometheus_port) else None
-        if self._endpoint:  # first: where its port is taken, nothing has begun
-            self._endpoint.start(recipe.name)
+        # First: where its port is taken, nothing has begun.
+        self._endpoint = PrometheusEndpoint(port, recipe.name) if (port := recipe.track.prometheus_port) else None
         self._undocumented: set[str] = set()
         self._directory = directory = run_directory(recipe)
         directory.mkdir(parents=True, exist_ok=True)
@@ -199,7 +198,9 @@ def environment() -> dict[str, Any]:
         "directory": os.getcwd(),
         "git": _git(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {
+            name: next((package.version for package in metadata.distributions(name=name)), None) for name in LIBRARIES
+        },
         "host": {"name": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
         "gpus": _gpus(),
     }
@@ -219,29 +220,14 @@ def _gpus() -> list[str]:
         return []
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _git(checkout: Path) -> dict[str, Any] | None:
     if not (checkout / ".git").exists():
         return None
-    commit = _git_output(checkout, "rev-parse", "HEAD")
-    changes = _git_output(checkout, "status", "--porcelain", "--untracked-files=no")
-    return None if commit is None else {"commit": commit, "modified": changes != ""}
-
-
-def _git_output(checkout: Path, *arguments: str) -> str | None:
+    git = ("git", "--no-optional-locks", "-C", str(checkout))
+    command = (*git, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    commit, *others = run.stdout.splitlines()
+    return {"commit": commit.split()[-1], "modified": any(not line.startswith("#") for line in others)}

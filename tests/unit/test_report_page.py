@@ -19,7 +19,7 @@ from megagrpo.report.curves import curve_parts
 from megagrpo.report.embed import encode
 from megagrpo.report.page import page
 from megagrpo.report.run import read_run
-from megagrpo.report.serve import LiveReport, ReportServer, server_of
+from megagrpo.report.serve import LiveReport, ReportServer
 from megagrpo.report.timing import phases_of, timing_parts
 from tests.report_browser import chromium, needs_chromium, opened
 from tests.report_runs import RECIPE, make_run
@@ -149,7 +149,7 @@ def test_a_printed_page_has_all_charts_and_no_controls(browser: Browser, address
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ReportServer]:
     live = LiveReport([make_run(tmp_path / "going", 30, others=2)])
-    with server_of(live, 0) as started:
+    with ReportServer(live, 0) as started:
         threading.Thread(target=started.serve_forever, daemon=True).start()
         yield started
         started.shutdown()
@@ -272,10 +272,10 @@ def test_phases_add_up_to_the_step_and_what_none_of_them_tells_is_other(tmp_path
         {"step": 1, "time": 2, "seconds/step": 10, "seconds/update": 4, "seconds/rollout": 5, "seconds/eval": 3},
         {"step": 2, "time": 3, "seconds/step": 2, "seconds/update": 4},
     )
-    numbers, phases = phases_of(read_run(write_run(tmp_path / "run", *steps)))
-    assert list(numbers) == [1, 2]
+    phases = phases_of(read_run(write_run(tmp_path / "run", *steps)))
+    assert list(phases["steps"]) == [1, 2]
     expected = {"rollout": [5, 0], "update": [4, 4], "other": [1, 0], "eval, after the step": [3, 0]}
-    assert {name: list(values) for name, values in phases.items()} == expected
+    assert {name: list(values) for name, values in phases["seconds"].items()} == expected
 
 
 def test_memory_stands_beside_what_the_plan_says_of_the_same_tensors(tmp_path: Path) -> None:

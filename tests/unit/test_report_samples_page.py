@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from megagrpo.report.page import page, write_page
 from megagrpo.report.run import read_run
-from megagrpo.report.serve import LiveReport, server_of
+from megagrpo.report.serve import LiveReport, ReportServer
 from tests.report_browser import PATIENCE_MS, chromium, needs_chromium
 from tests.report_browser import opened as opened_address
 from tests.sample_runs import make_samples, sample, write_samples
@@ -109,7 +109,7 @@ def test_texts_are_found_in_prompts_responses_and_traces(browser: Any, one: Path
             ("that 1 AND 0 make", 3),
             ("what is sums:0?", 6),
             ("odd:3", 1),
-            ("/make [12]$/", 0),
+            ("/make [12]$/", 8),
             ("/and 0 make [12]/", 4),
             ("calculator", 1),
             ("held out", 0),
@@ -280,7 +280,7 @@ def test_a_sample_is_printed_alone(browser: Any, one: Path) -> None:
 @pytest.mark.long
 def test_a_page_that_is_served_has_the_samples_of_new_steps(browser: Any, tmp_path: Path) -> None:
     directory = make_samples(tmp_path / "going").directory
-    with server_of(LiveReport([directory]), 0) as server:
+    with ReportServer(LiveReport([directory]), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/?token={server.token}#samples?set=train"
         with opened_address(browser, address) as shown:

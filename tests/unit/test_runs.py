@@ -85,8 +85,8 @@ def test_a_damaged_status_is_none(content: str, tmp_path: Path) -> None:
 
 
 def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path, tmp_path: Path) -> None:
-    found = {run.name: run for run in runs_in(directory)}
-    assert {name: run.state for name, run in found.items()} == {
+    found = {run["name"]: run for run in runs_in(directory)}
+    assert {name: run["state"] for name, run in found.items()} == {
         "finished": "finished",
         "failed": "failed",
         "told": "stopped",
@@ -94,15 +94,15 @@ def test_each_run_has_its_state_also_one_whose_process_is_gone(directory: Path, 
         "killed": "lost",
         "running": "running",
     }
-    assert (found["finished"].step, found["finished"].total_steps) == (4, 4)
-    assert (found["failed"].step, found["failed"].reward, found["failed"].seconds) == (3, 0.25, 1.5)
-    assert (found["running"].step, found["running"].total_steps, found["running"].held_out) == (1, 8, [])
-    ages = [run.age for run in runs_in(directory)]
+    assert [found["finished"][name] for name in ("step", "total_steps")] == [4, 4]
+    assert [found["failed"][name] for name in ("step", "reward", "seconds_per_step")] == [3, 0.25, 1.5]
+    assert [found["running"][name] for name in ("step", "total_steps", "held_out")] == [1, 8, {}]
+    ages = [run["age_seconds"] for run in runs_in(directory)]
     assert ages == sorted(ages), "the newest first"
-    assert [run.name for run in runs_in(directory / "failed")] == ["failed"]
+    assert [run["name"] for run in runs_in(directory / "failed")] == ["failed"]
     torn = leave_run(tmp_path, "torn")
     (torn / "metrics.jsonl").write_text('{"step"\n')
-    assert [run.state for run in runs_in(torn)] == ["unreadable"]
+    assert [run["state"] for run in runs_in(torn)] == ["unreadable"]
 
 
 def test_a_look_at_a_run_does_not_keep_it_from_starting(directory: Path, tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_status_that_cannot_be_read_costs_no_list(directory: Path, tmp_path: P
     run = leave_run(tmp_path, "damaged")
     for text in ("", "{", "[]", '{"state": 3}', '{"surprise": 1}'):
         (run / "status.json").write_text(text)
-        assert [each.state for each in runs_in(tmp_path / "runs")] == ["unknown"]
+        assert [listed["state"] for listed in runs_in(tmp_path / "runs")] == ["unknown"]
     (run / "metrics.jsonl").write_text('{"step": 7, "reward/mean": null, "eval/loss": 1.0}\n{"step": 8, "rew')
     (found,) = runs_in(tmp_path / "runs")
-    assert (found.step, found.reward, found.held_out[0].last) == (7, None, 1.0)
+    assert (found["step"], found["reward"], found["held_out"]["loss"]["last"]) == (7, None, 1.0)
 
 
 def test_a_loss_is_best_where_it_is_least(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.track.delivered import Delivered, place
-from megagrpo.track.mlflow import PARAM_CHARACTERS, flat, mlflow_name, shortened, tracking_uri
+from megagrpo.track.jsonl import leaves
+from megagrpo.track.mlflow import PARAM_CHARACTERS, mlflow_name, shortened, tracking_uri
 from megagrpo.track.rollout_files import rollout_steps
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.tracker import Tracker
@@ -230,21 +231,6 @@ def test_whatever_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatc
     assert len([line for line in said if "training goes on" in line]) == 1
     assert any("megagrpo track sync" in line for line in said)
     assert sorted(lines(tmp_path / "runs" / "adder")) == [1, 2, 3]
-
-
-def test_what_is_trained_on_is_a_dataset_with_its_digest(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    with Tracker(recipe, 10) as tracker:
-        files = [{"path": "train.parquet", "rows": 9}]
-        sections = {name: {"items": 9, "digest": name * 8, "files": files} for name in ("train", "eval sums")}
-        (tmp_path / "runs" / "adder" / "data.json").write_text(json.dumps(sections))
-        tracker.log(1, {"reward/mean": 0.5})
-    data = {
-        one.dataset.digest: one
-        for one in the_run(MlflowClient(tracking_uri(recipe)), tmp_path.name).inputs.dataset_inputs
-    }
-    assert data.keys() == {"train" * 7 + "t", ("eval sums" * 8)[:36]}
-    assert data["train" * 7 + "t"].tags[0].value == "training"
 
 
 @pytest.mark.soak
@@ -528,7 +514,7 @@ def test_a_long_param_ends_with_a_hash_of_the_whole() -> None:
 
 def test_nested_values_become_dotted_names() -> None:
     tree: Mapping[str, Any] = {"a": {"b": 1, "c": {}}, "d": [{"e": None}, {"e": 2}], "f": [1, 2]}
-    assert flat(tree) == {"a.b": "1", "a.c": "{}", "d.0.e": "None", "d.1.e": "2", "f": "[1, 2]"}
+    assert dict(leaves(tree)) == {"a.b": 1, "a.c": {}, "d.0.e": None, "d.1.e": 2, "f": [1, 2]}
 
 
 def test_the_server_is_the_recipes_or_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from megagrpo.track import follower_process
 from megagrpo.track.delivered import Delivered
 from megagrpo.track.follower import MetricLines
 from megagrpo.track.metrics import documented, prometheus_name
-from megagrpo.track.rollout_files import rollout_file, steps_between
 from megagrpo.track.status import read_status
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import small_disk
@@ -272,15 +271,6 @@ def test_any_name_becomes_one_that_prometheus_allows(name: str) -> None:
 
 
 # --- files as trackers read them --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("last", [5, 500])
-def test_steps_with_samples_are_the_same_by_name_and_by_list(tmp_path: Path, last: int) -> None:
-    (tmp_path / "rollouts").mkdir()
-    for step in (1, 2, 4, 5):
-        rollout_file(tmp_path, step).touch()
-    rollout_file(tmp_path, 3, evaluation=True).touch()
-    assert steps_between(tmp_path, 1, last) == [2, 4, 5]
 
 
 def test_lines_are_read_as_they_come_whole_and_again_from_a_new_file(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.track import rollout_writer
 from megagrpo.track.rollout_files import SCHEMA, TRAIN, read_rollouts, remove_later, rollout_file, rollout_steps
-from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups, tables
-from megagrpo.track.token_texts import TokenTexts
+from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, TokenTexts, first_groups, tables
 from megagrpo.track.tracker import Tracker
 from megagrpo.types import Group, Prompt, Sample, Score
 from tests.agent_runs import calculator_run, group_of
