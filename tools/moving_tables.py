@@ -58,7 +58,8 @@ def _line(option: str, prefix: str, row: Row) -> str:
     shown = "null" if row.default is None else str(row.default)
     default = "" if row.default is ABSENT else f"`{shown}`"
     field = f"`{row.fields}`" if row.fields else ""
-    return f"| `{option.removeprefix(f'{prefix}.')}` | {default} | {field} | {_cell(row.said)} |"
+    said = row.said or ("" if row.to else row.same or row.missing)
+    return f"| `{option.removeprefix(f'{prefix}.')}` | {default} | {field} | {_cell(said)} |"
 
 
 def _cell(text: str) -> str:
@@ -66,7 +67,7 @@ def _cell(text: str) -> str:
 
 
 def main(folder: Path) -> None:
-    for name, (framework, _) in FRAMEWORKS.items():
+    for name, framework in FRAMEWORKS.items():
         path = folder / f"{name}.md"
         path.write_text(with_tables(path.read_text(encoding="utf-8"), framework), encoding="utf-8")
 

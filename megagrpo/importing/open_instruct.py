@@ -1,30 +1,14 @@
-"""open-instruct's grpo_fast.py: how its scripts are read, and the answers that rows of open_instruct.yaml compute."""
+"""The answers that rows of open_instruct.yaml compute from several options of open-instruct's grpo_fast.py."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.importing.options import Configuration, Given, command_line, flags
-from megagrpo.importing.rows import (
-    Answer,
-    Compute,
-    Condition,
-    Missing,
-    Nothing,
-    NotKnownError,
-    Options,
-    Write,
-    by_name,
-    number,
-    picked,
-    text,
-    truth,
-    whole,
-)
-from megagrpo.importing.translate import Framework
-from megagrpo.importing.values import kept, set_name, warmup
+from megagrpo.importing.rows import Answer, Missing, Nothing, NotKnownError, Options, Write, number, text, truth, whole
+from megagrpo.importing.values import set_name, warmup
 
 VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"function": "gsm8k", "arguments": {"method": "flexible"}}],
@@ -42,21 +26,6 @@ VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "code*": [{"function": "code", "arguments": {"credit": "share"}}],
 }
 """Functions by the name of a verifier, which rows have in `dataset`."""
-
-
-def is_program(word: str) -> bool:
-    return word.rpartition("/")[2] in ("grpo_fast.py", "grpo.py") or word.endswith((".grpo_fast", ".grpo"))
-
-
-def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """Reads a script that runs grpo_fast.py, itself or through another command. Raises RecipeError if it does not."""
-    words, notes = command_line(path, is_program, set_to, environment, "python open_instruct/grpo_fast.py ...")
-    given, known = flags(words), OPEN_INSTRUCT.table
-    for name, one in list(given.items()):
-        if name.startswith("no_") and name not in known and name[3:] in known:
-            del given[name]
-            given[name[3:]] = Given(name[3:], False, one.line)
-    return Configuration(path, given, notes)
 
 
 def colocated(options: Options) -> bool:
@@ -79,6 +48,8 @@ def amounts(value: Any) -> list[tuple[str, int | float]]:
         raise NotKnownError(f"{value!r} is no list of data sets, each with its amount")
     pairs = []
     for name, amount in zip(listed[::2], listed[1::2], strict=True):
+        if isinstance(amount, str) and not re.fullmatch(r"\d*\.?\d+", amount):
+            raise NotKnownError(f"{amount!r} is no amount")
         if isinstance(amount, str):
             try:
                 amount = float(amount) if "." in amount else int(amount)
@@ -128,14 +99,6 @@ def verified(value: Any, options: Options) -> Answer:
     return Write({"reward.by_source": scaled})
 
 
-def kl_estimator(value: Any, _: Options) -> Answer:
-    if name := picked({1: "k2", 2: "k3"}, value):
-        return Write({"algorithm.kl.estimator": name})
-    return Missing(
-        "0 has no gradient in expectation as a term of the loss, and 3 is not here; the recipe has k3 (their 2)"
-    )
-
-
 def clamp(value: Any, options: Options) -> Answer:
     if not number(value):
         return Missing("weights have an upper bound: algorithm.correction.weights.high")
@@ -173,25 +136,12 @@ def warmup_share(value: Any, options: Options) -> Answer:
     return warmup(share, steps)
 
 
-def format_reward(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("off, as here")
-    why = (
-        "there a right answer counts only if the format is right, or both are added; here write function: think_answer"
-    )
-    return Missing(f"{why} beside the verifier (arguments: {{opened: true}}), see gates in docs/rewards.md")
-
-
 def offload(value: Any, options: Options) -> Answer:
     if not truth(value):
         return Nothing("off, as here")
     if not colocated(options):
         return Missing("with engines elsewhere, ranks keep what they need: more data ranks share the optimizer")
     return Write({"train.offload": ["optimizer"]})
-
-
-def evaluated_each(value: Any, _: Options) -> Answer:
-    return Write({"eval.every_steps": whole(value)}) if whole(value) > 0 else Nothing("no evaluation")
 
 
 def tracking(value: Any, options: Options) -> Answer:
@@ -202,7 +152,7 @@ def tracking(value: Any, options: Options) -> Answer:
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     longest = options.whole("max_prompt_token_length") + options.whole("response_length")
-    found: dict[str, tuple[Any, str]] = {
+    more: dict[str, tuple[Any, str]] = {
         "rollout.engine": ("sglang", "engines are SGLang's"),
         "cluster.device": ("cuda", "it runs on GPUs"),
         "train.tokens_per_microbatch": (
@@ -211,30 +161,10 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
         ),
     }
     if "eval.sets" in fields:
-        found["eval.temperature"] = (options.number("temperature"), "evaluation samples as training does")
-    found |= {"train.optimizer.beta2": (0.999, "torch's default of AdamW")}
+        more["eval.temperature"] = (options.number("temperature"), "evaluation samples as training does")
+    more["train.optimizer.beta2"] = (0.999, "torch's default of AdamW")
     if colocated(options):
-        found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
+        more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     else:
-        found["cluster.placement"] = ("disaggregated", "engines have GPUs of their own")
-    return found
-
-
-ANSWERS: Mapping[str, Compute] = by_name(
-    mixture, held_out, evaluated_each, verified, format_reward, kl_estimator, clip_low, clamp, mask, warmup_share,
-    asynchronous, train_ranks, offload, kept, tracking,
-)  # fmt: skip
-CONDITIONS: Mapping[str, Condition] = {
-    "penalty": Condition(lambda options: options.number("beta") != 0, "beta is 0"),
-    "reference_moves": Condition(
-        lambda options: options["ref_policy_update_freq"] is not None, "the reference never moves"
-    ),
-    "correction": Condition(lambda options: options.true("use_rho_correction"), "use_rho_correction is false"),
-    "non_stop_penalty": Condition(lambda options: options.true("non_stop_penalty"), "non_stop_penalty is false"),
-    "no_total_steps": Condition(
-        lambda options: options["max_train_steps"] is None, "max_train_steps is given, and counts"
-    ),
-    "adapters": Condition(lambda options: options.true("use_peft"), "use_peft is false"),
-    "apart": Condition(lambda options: not colocated(options), "sync: no request is left when an update begins"),
-}
-OPEN_INSTRUCT = Framework("open_instruct", "open-instruct", ANSWERS, CONDITIONS, rest)
+        more["cluster.placement"] = ("disaggregated", "engines have GPUs of their own")
+    return more

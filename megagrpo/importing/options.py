@@ -67,32 +67,31 @@ def read_text(path: Path) -> str:
 
 
 def command_line(
-    path: Path, is_program: Callable[[str], bool], set_to: Mapping[str, str], environment: Mapping[str, str], what: str
+    path: Path, program: str, set_to: Mapping[str, str], environment: Mapping[str, str], what: str
 ) -> tuple[list[Word], list[str]]:
-    """Returns the arguments of a script's last command that runs the program, and notes. what: the command, for errors.
-
-    Raises RecipeError if there is none.
-    """
+    """Returns the arguments of a script's last command that runs the program, and notes. program: the pattern of its
+    name; what: the command, for errors. Raises RecipeError if there is none."""
     text, place = read_text(path), str(path.absolute())
     known = {**environment, "BASH_SOURCE": place, "0": place}
     script = read_script(text, known, set_to)
-    found, notes = list(_arguments(script, is_program, known, set_to)), list[str]()
-    if not found and script.ended:
+    is_program = re.compile(program, re.DOTALL).fullmatch
+    runs, notes = list(_arguments(script, is_program, set_to)), list[str]()
+    if not runs and script.ended:
         notes.append(f"the script ends on line {script.ended}, before it runs it: it is read as if it did not end")
         script = read_script(text, known, set_to, exits=False)
-        found = list(_arguments(script, is_program, known, set_to))
-    if not found:
+        runs = list(_arguments(script, is_program, set_to))
+    if not runs:
         given = f"{len(script.commands)} commands, none of which runs it"
         raise RecipeError(Problem(str(path), given, f"a command such as `{what}`"))
-    if len(found) > 1:
-        notes.append(f"the script runs it {len(found)} times: this is the last, on line {found[-1][0]}")
-    if cause := script.doubtful.get(found[-1][0]):
-        notes.append(f"whether line {found[-1][0]} is run depends on {cause}, which is not known here")
-    return found[-1][1], [*notes, *dict.fromkeys(script.notes)]
+    if len(runs) > 1:
+        notes.append(f"the script runs it {len(runs)} times: this is the last, on line {runs[-1][0]}")
+    if cause := script.doubtful.get(runs[-1][0]):
+        notes.append(f"whether line {runs[-1][0]} is run depends on {cause}, which is not known here")
+    return runs[-1][1], [*notes, *dict.fromkeys(script.notes)]
 
 
 def _arguments(
-    script: Script, is_program: Callable[[str], bool], environment: Mapping[str, str], set_to: Mapping[str, str]
+    script: Script, is_program: Callable[[str], object], set_to: Mapping[str, str]
 ) -> Iterator[tuple[int, list[Word]]]:
     for command in script.commands:
         at = next((i for i, word in enumerate(command) if is_program(word.text)), None)
@@ -103,7 +102,7 @@ def _arguments(
             if " " in word.text and any(is_program(part) for part in word.text.split()):
                 texts = {name: value for name, value in script.variables.items() if isinstance(value, str)}
                 inner = read_script(word.text, texts, set_to, line=word.line)
-                yield from _arguments(inner, is_program, texts, set_to)
+                yield from _arguments(inner, is_program, set_to)
 
 
 def hydra_overrides(words: Sequence[Word]) -> dict[str, Given]:
@@ -150,12 +149,11 @@ def value_of(text: str) -> Any:
     if UNKNOWN in text and not text.startswith("["):
         return text
     try:
-        found = parse(text, str).tree
+        value = parse(text, str).tree
     except RecipeError:
         return text
-    if isinstance(found, str) or (found is None and text.lower() not in ("null", "~")):
-        return text if found is None or "#" in text else found
-    return found if isinstance(found, int | float | list | dict) or found is None else text
+    is_text = isinstance(value, str) or (value is None and text.lower() not in ("null", "~"))
+    return text if is_text and (value is None or "#" in text) else value
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
@@ -197,10 +195,7 @@ def _resolved(value: Any, name: str, tree: Mapping[str, Any], depth: int = 0) ->
     if whole := REFERENCE.fullmatch(value):
         return _referred(whole[1], name, tree, depth)
 
-    def put(found: re.Match[str]) -> str:
-        return str(_referred(found[1], name, tree, depth))
-
-    inner = REFERENCE.sub(put, value)
+    inner = REFERENCE.sub(lambda reference: str(_referred(reference[1], name, tree, depth)), value)
     return _resolved(inner, name, tree, depth + 1)
 
 
@@ -217,9 +212,9 @@ def _referred(expression: str, name: str, tree: Mapping[str, Any], depth: int) -
     up = len(path) - len(path.lstrip("."))
     above = name.split(".")[:-up] if up else []
     keys = [*above, *path.lstrip(".").split(".")]
-    found: Any = tree
+    value: Any = tree
     for key in keys:
-        if not isinstance(found, dict) or key not in found:
+        if not isinstance(value, dict) or key not in value:
             return value_of(default.strip().strip("\"'")) if comma else f"{UNKNOWN}${{{expression}}}"
-        found = found[key]
-    return _resolved(found, ".".join(keys), tree, depth + 1)
+        value = value[key]
+    return _resolved(value, ".".join(keys), tree, depth + 1)

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.errors import Problem
-from megagrpo.importing.open_instruct import OPEN_INSTRUCT
-from megagrpo.importing.open_instruct import read as read_open_instruct
-from megagrpo.importing.options import Configuration, Given, value_of
+from megagrpo.importing import open_instruct, slime, trl, verl
+from megagrpo.importing.options import (
+    SCRIPT_SUFFIXES,
+    Configuration,
+    Given,
+    command_line,
+    flags,
+    hydra_overrides,
+    value_of,
+    yaml_options,
+)
 from megagrpo.importing.recipe_text import recipe_problems, recipe_text
-from megagrpo.importing.slime import SLIME
-from megagrpo.importing.slime import read as read_slime
+from megagrpo.importing.rows import run_name
 from megagrpo.importing.translate import Framework, Translation, translate
-from megagrpo.importing.trl import TRL
-from megagrpo.importing.trl import read as read_trl
-from megagrpo.importing.values import run_name
-from megagrpo.importing.verl import VERL
-from megagrpo.importing.verl import read as read_verl
 
-Read = Callable[[Path, Mapping[str, str], Mapping[str, str]], Configuration]
-"""Reads a file with variables that a user sets, and those of the environment. Raises RecipeError."""
-
-FRAMEWORKS: dict[str, tuple[Framework, Read]] = {
-    "verl": (VERL, read_verl),
-    "open_instruct": (OPEN_INSTRUCT, read_open_instruct),
-    "slime": (SLIME, read_slime),
-    "trl": (TRL, read_trl),
-}
+FRAMEWORKS: dict[str, Framework] = {
+    "verl": Framework(
+        "verl", "verl", r"(.*/)?main_(ppo|dapo)\.py|.*\.main_(ppo|dapo)", "python3 -m verl.trainer.main_ppo ...",
+        hydra_overrides, verl, {"": yaml_options},
+    ),
+    "open_instruct": Framework(
+        "open_instruct", "open-instruct", r"(.*/)?grpo(_fast)?\.py|.*\.grpo(_fast)?",
+        "python open_instruct/grpo_fast.py ...", flags, open_instruct, negates=True,
+    ),
+    "slime": Framework("slime", "slime", r"(.*/)?train(_async)?\.py", "python3 train.py ...", flags, slime),
+    "trl": Framework(
+        "trl", "TRL", r"grpo|(.*/)?grpo(_trainer)?\.py", "trl grpo ...", flags, trl,
+        {".py": trl.python_options, "": yaml_options},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,25 @@ class Imported:
 def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Imported:
     """Translates a file. set_to: values of a script's variables, or of options by their names. Raises RecipeError if
     the file cannot be read, or has nothing of that framework."""
-    known, read = FRAMEWORKS[framework]
-    configuration = read(path, set_to, environment)
-    options = {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}
-    configuration = replace(configuration, given={**configuration.given, **options})
-    translation = translate(known, configuration, run_name(path.stem))
+    known = FRAMEWORKS[framework]
+    given, notes = _options(known, path, set_to, environment)
+    given |= {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}
+    translation = translate(known, Configuration(path, given, notes), run_name(path.stem))
     problems = recipe_problems(translation)
     return Imported(translation, recipe_text(translation, problems), problems)
+
+
+def _options(
+    framework: Framework, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]
+) -> tuple[dict[str, Given], list[str]]:
+    """Returns the options of a script that runs the framework's program, or of another file, and notes."""
+    suffix = path.suffix if path.suffix in framework.files else ""
+    if path.suffix not in SCRIPT_SUFFIXES and suffix in framework.files:
+        return framework.files[suffix](path), []
+    words, notes = command_line(path, framework.program, set_to, environment, framework.command)
+    given: dict[str, Given] = {}
+    for name, option in framework.words(words).items():
+        switch = name.removeprefix("no_")
+        off = framework.negates and name not in framework.table and switch in framework.table
+        given |= {switch: Given(switch, False, option.line)} if off else {name: option}
+    return given, notes

@@ -8,6 +8,7 @@ not known either. Programs that look for chips find NVIDIA's.
 
 from __future__ import annotations
 
+import operator
 import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from megagrpo.importing.shell_syntax import (
     Assignment,
     Block,
     Case,
-    Count,
     For,
     Function,
     Group,
@@ -33,15 +33,20 @@ from megagrpo.importing.shell_syntax import (
     While,
     Word,
 )
-from megagrpo.importing.shell_tests import Status, Tested
 from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unknown_part
 
+Status = bool | None
+"""True if a command succeeds; None if unknown."""
 CHARACTERS_MAX = 1024 * 1024
 COMMANDS_MAX = 20_000
 """Most commands that are followed: a loop may have no end."""
 CALLS_MAX = 20
 OTHER_CHIPS = re.compile(r"\b(torch_npu|npu-smi|rocm-smi|rocminfo|amd-smi|xpu-smi|hl-smi|torch_xla)\b")
 FINDERS = ("command", "which", "type", "hash")
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
+}  # fmt: skip
 SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
 
 
@@ -71,7 +76,7 @@ def read_script(
         pass
     except RecursionError:
         script.notes.append("the script is too deep in itself to be followed to its end")
-    script.variables = run.shell.variables
+    script.variables = run.variables
     return script
 
 
@@ -83,12 +88,12 @@ class _LeaveError(Exception):
         self.how, self.levels = how, levels
 
 
-class _Run:
+class _Run(Shell):
     """The state of a script between two of its commands."""
 
     def __init__(self, script: Script, fixed: Mapping[str, str], exits: bool) -> None:
+        super().__init__(script.variables)
         self.script, self.fixed, self.exits, self.count = script, fixed, exits, 0
-        self.shell = Shell(script.variables, self._output, self._set)
         self.functions: dict[str, Node] = {}
         self.written: list[str] | None = None
         """Output of commands; None if it is not kept."""
@@ -115,84 +120,72 @@ class _Run:
                 return self._simple(node)
             case Joined(left, both, right):
                 status = self.node(left)
-                if status is None:
-                    return self._either(lambda: self.node(right), lambda: not both)
-                return self.node(right) if status is both else status
+                return self._chosen(status if both else _negated(status), lambda: self.node(right), lambda: not both)
             case Pipe(parts, negated):
                 status = self.node(parts[0]) if len(parts) == 1 else self._piped(parts)
-                return not status if negated and status is not None else status
-            case If():
-                return self._if(node, 0)
-            case While() | Count() | For():
-                return self._loop(node)
+                return _negated(status) if negated else status
+            case If(test, body, otherwise):
+                return self._chosen(self.block(test), lambda: self.block(body), lambda: self.block(otherwise))
+            case While():
+                return self._while(node)
+            case For():
+                return self._for(node)
             case Case():
                 return self._case(node, 0)
-            case Function(name, body):
-                self.functions[name] = body
+            case Function(name, function):
+                self.functions[name] = function
                 return True
-            case Group(body, own):
-                return self._apart(body) if own else self.block(body)
+            case Group(body, apart):
+                return self._apart(body) if apart else self.block(body)
             case Arithmetic(text):
-                number = self.shell.number(text, 0)
-                return self._doubt(f"(({text.strip()}))") if number is None else number != 0
+                number = self.number(text, 0)
+                return self.doubt(f"(({text.strip()}))") if number is None else number != 0
             case Test(words):
-                return Tested(list(words), self.shell, self._doubt, raw=True).status()
+                return _Tested(list(words), self, raw=True).status()
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
-    def _if(self, node: If, at: int) -> Status:
-        if at == len(node.branches):
-            return self.block(node.otherwise)
-        test, body = node.branches[at]
-        status = self.block(test)
+    def _chosen(self, status: Status, body: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
         if status is None:
-            return self._either(lambda: self.block(body), lambda: self._if(node, at + 1))
-        return self.block(body) if status else self._if(node, at + 1)
+            return self._either(body, otherwise)
+        return body() if status else otherwise()
 
     def _case(self, node: Case, at: int) -> Status:
         """Follows the first branch that fits. An unknown subject may fit all branches. A case that falls through
         is read as if its subject were unknown."""
-        subject = self.shell.text(node.subject)
+        subject = self.text(node.subject)
         for patterns, body in node.branches[at:]:
             at += 1
-            told = [self.shell.pattern(pattern) for pattern in patterns]
-            if "*" in told and not node.falls:
+            texts = [self.pattern(pattern) for pattern in patterns]
+            if "*" in texts and not node.falls:
                 return self.block(body)
-            if node.falls or UNKNOWN in subject + "".join(told):
-                self._doubt(unknown_part(subject + "".join(told)) or f"case {node.subject.text}")
+            if node.falls or UNKNOWN in subject + "".join(texts):
+                self.doubt(unknown_part(subject + "".join(texts)) or f"case {node.subject.text}")
                 return self._either(lambda body=body: self.block(body), lambda at=at: self._case(node, at))  # type: ignore[misc]
-            if any(matches(pattern, subject) for pattern in told):
+            if any(matches(pattern, subject) for pattern in texts):
                 return self.block(body)
         return True
 
-    def _loop(self, node: While | Count | For) -> Status:
-        if isinstance(node, Count):
-            self.shell.number(node.first, 0)
-        turns = iter(
-            [text for word in node.words or () for text in self.shell.values(word)] if isinstance(node, For) else ()
-        )
-        if isinstance(node, For) and node.words is None:
-            turns = iter(list(self.shell.arguments))
+    def _while(self, node: While) -> Status:
         while True:
-            status: Status
-            if isinstance(node, For):
-                turn = next(turns, None)
-                status = turn is not None
-                if turn is not None:
-                    self._set(node.name, turn)
-                    status = self._doubt(unknown_part(turn)) if UNKNOWN in turn and " " not in turn else True
-            elif isinstance(node, Count):
-                number = self.shell.number(node.test or "1", 0)
-                status = self._doubt(f"(({node.test.strip()}))") if number is None else number != 0
-            else:
-                status = self.block(node.test)
-                status = not status if node.until and status is not None else status
+            status = self.block(node.test)
+            status = _negated(status) if node.until else status
             if status is None:
                 return self._either(lambda: self._turn(node.body) and None, lambda: None)
             if not status or not self._turn(node.body):
                 return True
-            if isinstance(node, Count):
-                self.shell.number(node.each, 0)
+            self.block(node.next)
+
+    def _for(self, node: For) -> Status:
+        words = [text for word in node.words or () for text in self.values(word)]
+        for text in words if node.words is not None else list(self.arguments):
+            self.assign(node.name, text)
+            if UNKNOWN in text and " " not in text:
+                self.doubt(unknown_part(text))
+                return self._either(lambda: self._turn(node.body) and None, lambda: None)
+            if not self._turn(node.body):
+                break
+        return True
 
     def _turn(self, body: Block) -> bool:
         """Follows one turn of a loop. Returns False if the loop ends with it."""
@@ -209,19 +202,19 @@ class _Run:
 
     def _either(self, *sides: Callable[[], Status]) -> Status:
         """Follows all sides, each from this state. Variables, output and status in which they differ become unknown."""
-        before, written, cause = self.shell.variables, self.written, self.cause
+        before, written, cause = self.variables, self.written, self.cause
         ends: list[tuple[dict[str, Value], Status, list[str] | None]] = []
         left: _LeaveError | None = None
         self.doubts.append(cause)
         for side in sides:
-            self.shell.variables, self.written = dict(before), None if written is None else list(written)
+            self.variables, self.written = dict(before), None if written is None else list(written)
             try:
-                ends.append((self.shell.variables, side(), self.written))
+                ends.append((self.variables, side(), self.written))
             except _LeaveError as leaving:
                 left = leaving
-                ends += [(self.shell.variables, None, self.written)] if leaving.how in ("break", "continue") else []
+                ends += [(self.variables, None, self.written)] if leaving.how in ("break", "continue") else []
         self.doubts.pop()
-        self.shell.variables, self.written, self.cause = before, written, cause
+        self.variables, self.written, self.cause = before, written, cause
         if not ends:
             raise left or _LeaveError("exit")
         names = {name for variables, _, _ in ends for name in variables}
@@ -235,8 +228,8 @@ class _Run:
 
     def _apart(self, body: Block) -> Status:
         """Follows commands with variables of their own, and then restores the variables."""
-        before = self.shell.variables
-        self.shell.variables = dict(before)
+        before = self.variables
+        self.variables = dict(before)
         try:
             return self.block(body)
         except _LeaveError as left:
@@ -244,7 +237,7 @@ class _Run:
                 raise
             return None
         finally:
-            self.shell.variables = before
+            self.variables = before
 
     def _piped(self, parts: Sequence[Node]) -> Status:
         written, self.written = self.written, None if self.written is None else []
@@ -254,33 +247,33 @@ class _Run:
         self.written = written
         if written is not None:
             written.append(UNKNOWN)
-        return self._doubt("a pipe") if status is None else status
+        return self.doubt("a pipe") if status is None else status
 
-    def _doubt(self, cause: str) -> Status:
+    def doubt(self, cause: str) -> Status:
         self.cause = cause.replace(UNKNOWN, "")
         return None
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _simple(self, node: Simple) -> Status:
-        words = [Word(text, word.line) for word in node.words for text in self.shell.values(word)]
+        words = [Word(text, word.line) for word in node.words for text in self.values(word)]
         name = words[0].text if words else ""
         if name in ("declare", "local", "typeset") and self.outside:
-            for own in node.assignments:
-                self.outside[-1].setdefault(own.name, self.shell.variables.get(own.name))
+            for one in node.assignments:
+                self.outside[-1].setdefault(one.name, self.variables.get(one.name))
         if name in ("export", "declare", "local", "readonly", "typeset") or not words:
             unknown = [part for one in node.assignments if (part := unknown_part(self._assign(one)))]
             if not words and unknown and unknown[0].startswith(("$(", "`")):
-                return self._doubt(unknown[0])
+                return self.doubt(unknown[0])
             return True
-        if name in self.functions and len(self.outside) < CALLS_MAX:
-            return self._call(name, [word.text for word in words[1:]])
         arguments = [word.text for word in words[1:]]
+        if name in self.functions and len(self.outside) < CALLS_MAX:
+            return self._call(name, arguments)
         if name in ("exit", "return", "break", "continue"):
             return self._leave(name, words)
         if name in ("[", "test"):
-            tested = [Word(text, words[0].line) for text in arguments[: -1 if name == "[" else None]]
-            return Tested(tested, self.shell, self._doubt, raw=False).status()
+            tested = words[1:-1] if name == "[" else words[1:]
+            return _Tested([Word(word.text, words[0].line) for word in tested], self, raw=False).status()
         self.script.commands.append(words)
         if self.doubts:
             self.script.doubtful[words[0].line] = self.doubts[-1]
@@ -301,30 +294,31 @@ class _Run:
         """Applies a builtin's changes and returns its status."""
         command = " ".join([name, *arguments]).replace(UNKNOWN, "")
         if name == "cd" and arguments:
-            path = os.path.join(str(self.shell.variables.get("PWD", UNKNOWN + "$PWD")), arguments[-1])
-            self._set("PWD", path if UNKNOWN in path else os.path.normpath(path))
+            path = os.path.join(str(self.variables.get("PWD", UNKNOWN + "$PWD")), arguments[-1])
+            self.assign("PWD", path if UNKNOWN in path else os.path.normpath(path))
         elif name == "shift":
-            del self.shell.arguments[: int(arguments[0]) if arguments and arguments[0].isdigit() else 1]
+            del self.arguments[: int(arguments[0]) if arguments and arguments[0].isdigit() else 1]
         elif name == "set" and "--" in arguments:
-            self.shell.arguments[:] = arguments[arguments.index("--") + 1 :]
+            self.arguments[:] = arguments[arguments.index("--") + 1 :]
         elif name == "unset":
             for one in arguments:
-                self.shell.variables.pop(one, None)
+                self.variables.pop(one, None)
         elif name in ("read", "mapfile", "readarray"):
             for one in filter(str.isidentifier, arguments):
-                self._set(one, f"{UNKNOWN}${one}")
+                self.assign(one, f"{UNKNOWN}${one}")
         elif name == "let":
             for one in arguments:
-                self.shell.number(one, line)
+                self.number(one, line)
         elif name == "eval":
             return self.block(Parser(" ".join(arguments), line).block())
         elif OTHER_CHIPS.search(command):
-            note = f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
-            self.script.notes.append(note)
+            self.script.notes.append(
+                f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
+            )
             return False
         elif name == "nvidia-smi" or (name in FINDERS and arguments[-1:] == ["nvidia-smi"]):
             return True
-        return True if name in SUCCEEDING else name != "false" and self._doubt(f"`{command}`")
+        return True if name in SUCCEEDING else name != "false" and self.doubt(f"`{command}`")
 
     def _printed(self, name: str, arguments: list[str]) -> str:
         """Returns the output of a command, as far as it is known."""
@@ -337,12 +331,12 @@ class _Run:
             case "printf" if len(words) == 1 and "%" not in words[0] and "\\" not in words[0]:
                 return words[0]
             case "basename" if words:
-                last = words[0].rstrip("/").rpartition("/")[2]
+                last = os.path.basename(words[0].rstrip("/"))
                 return last.removesuffix(words[1]) if len(words) > 1 and last != words[1] else last
             case "dirname" if words:
                 return os.path.dirname(words[0].rstrip("/")) or ("/" if words[0].startswith("/") else ".")
             case "pwd":
-                return str(self.shell.variables.get("PWD", UNKNOWN))
+                return str(self.variables.get("PWD", UNKNOWN))
             case "seq" if 0 < len(words) < 4 and all(re.fullmatch(r"-?\d{1,6}", one) for one in words):
                 begin, step = int(words[0]) if len(words) > 1 else 1, int(words[1]) if len(words) == 3 else 1
                 end = int(words[-1]) + (1 if step > 0 else -1)
@@ -351,17 +345,17 @@ class _Run:
                 return ""
         return "" if OTHER_CHIPS.search(" ".join(arguments)) else UNKNOWN
 
-    def _output(self, command: str, line: int) -> str:
-        written, variables, commands = self.written, self.shell.variables, list(self.script.commands)
-        self.written, self.shell.variables = [], dict(variables)
+    def output(self, command: str, line: int) -> str:
+        written, variables, commands = self.written, self.variables, list(self.script.commands)
+        self.written, self.variables = [], dict(variables)
         with suppress(_LeaveError):
             self.block(Parser(command, line).block())
-        found = "\n".join(one for one in self.written if one)
-        self.written, self.shell.variables, self.script.commands[:] = written, variables, commands
-        return found
+        text = "\n".join(one for one in self.written if one)
+        self.written, self.variables, self.script.commands[:] = written, variables, commands
+        return text
 
     def _call(self, name: str, arguments: list[str]) -> Status:
-        before, self.shell.arguments = self.shell.arguments, arguments
+        before, self.arguments = self.arguments, arguments
         self.outside.append({})
         try:
             return self.node(self.functions[name])
@@ -370,54 +364,45 @@ class _Run:
                 raise
             return None
         finally:
-            self.shell.arguments = before
+            self.arguments = before
             for variable, value in self.outside.pop().items():
-                self.shell.variables.pop(variable, None)
+                self.variables.pop(variable, None)
                 if value is not None:
-                    self.shell.variables[variable] = value
+                    self.variables[variable] = value
 
     # --- variables ----------------------------------------------------------------------------------------------------
 
-    def _set(self, name: str, value: Value) -> None:
+    def assign(self, name: str, value: Value) -> None:
         if name not in self.fixed:
-            self.shell.variables[name] = value
+            self.variables[name] = value
 
     def _assign(self, one: Assignment) -> str:
         """Assigns a value. Returns its text, "" for an array."""
-        before = self.shell.variables.get(one.name)
-        if isinstance(one.value, Word):
-            text = self.shell.text(one.value)
-            if one.index is not None:
-                self._set(
-                    one.name,
-                    f"{UNKNOWN}${{{one.name}[@]}}" if not isinstance(before, list) else self._put(one, before, text),
-                )
-            elif one.more and isinstance(before, list):
-                self._set(one.name, [Word(f"{before[0].text if before else ''}{text}", one.value.line), *before[1:]])
-            else:
-                self._set(one.name, f"{before if before is not None else ''}{text}" if one.more else text)
-            return text
-        values = [Word(text, word.line) for word in one.value for text in self.shell.values(word)]
-        if any(re.match(r"\[[^]]+\]=", word.text) for word in one.value):
-            values = [Word(f"{UNKNOWN}${{{one.name}[@]}}", one.value[0].line)]
-        kept = [Word(before, 0)] if isinstance(before, str) and before else before if isinstance(before, list) else []
-        self._set(one.name, [*kept, *values] if one.more else values)
-        return ""
-
-    def _put(self, one: Assignment, before: list[Word], text: str) -> Value:
-        number = self.shell.number(one.index or "0", 0)
-        if number is None or not 0 <= number <= len(before):
-            return f"{UNKNOWN}${{{one.name}[@]}}"
-        line = one.value.line if isinstance(one.value, Word) else 0
-        return [*before[:number], Word(text, line), *before[number + 1 :]]
+        before, rest = self.variables.get(one.name), f"{UNKNOWN}${{{one.name}[@]}}"
+        items = before if isinstance(before, list) else [Word(before, 0)] if before else []
+        if not isinstance(one.value, Word):
+            values = [Word(text, word.line) for word in one.value for text in self.values(word)]
+            if any(re.match(r"\[[^]]+\]=", word.text) for word in one.value):
+                values = [Word(rest, one.value[0].line)]
+            self.assign(one.name, [*items, *values] if one.more else values)
+            return ""
+        text = self.text(one.value)
+        if one.index is not None:
+            at = self.number(one.index or "0", 0) if isinstance(before, list) else None
+            known = at is not None and 0 <= at <= len(items)
+            self.assign(one.name, [*items[:at], Word(text, one.value.line), *items[(at or 0) + 1 :]] if known else rest)
+        elif one.more and isinstance(before, list):
+            self.assign(one.name, [Word(f"{before[0].text if before else ''}{text}", one.value.line), *before[1:]])
+        else:
+            self.assign(one.name, f"{before if before is not None else ''}{text}" if one.more else text)
+        return text
 
 
 def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | None:
     """Returns the value that all sides share. Of arrays that begin alike, the beginning, and the rest as unknown."""
-    first = values[0]
     texts = [[word.text for word in value] if isinstance(value, list) else value for value in values]
     if all(text == texts[0] for text in texts):
-        return first
+        return values[0]
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
         return UNKNOWN + (cause if cause.startswith("$") else f"${name}")
@@ -425,3 +410,89 @@ def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | No
     shortest = min(lists, key=len)
     alike = len(lists) == len(values) and all(value[: len(shortest)] == shortest for value in lists)
     return [*shortest, rest] if alike else [rest]
+
+
+def _negated(status: Status) -> Status:
+    return None if status is None else not status
+
+
+class _Tested:
+    """A test, [ ... ], or [[ ... ]], whose words are as they were written (raw): || of && of ! of a comparison."""
+
+    def __init__(self, words: list[Word], run: _Run, *, raw: bool) -> None:
+        self.words, self.run, self.raw = words, run, raw
+        self.either, self.both = ("||", "&&") if raw else ("-o", "-a")
+
+    def status(self) -> Status:
+        return self._joined(self.either, lambda: self._joined(self.both, self._one, False), True)
+
+    def _joined(self, sign: str, next_status: Callable[[], Status], decides: bool) -> Status:
+        """Evaluates statuses with a sign between them, one of which decides if it is `decides`."""
+        status = next_status()
+        while self.words and self.words[0].text == sign:
+            del self.words[0]
+            both = (status, next_status())
+            status = decides if decides in both else None if None in both else not decides
+        return status
+
+    def _one(self) -> Status:
+        if not self.words:
+            return False
+        first = self.words.pop(0)
+        if first.text == "!" and self.words:
+            return _negated(self._one())
+        if first.text == "(" and self.raw:
+            status = self.status()
+            del self.words[:1]
+            return status
+        signs = (self.either, self.both)
+        if first.text.startswith("-") and self.words and self.words[0].text not in (*signs, "==", "=", "!="):
+            return self._is(first.text, self._text(self.words.pop(0)))
+        left = self._text(first)
+        if not self.words or self.words[0].text in (*signs, ")"):
+            return self._is("-n", left)
+        sign = self.words.pop(0).text
+        right = self.words.pop(0) if self.words else Word("", first.line)
+        if sign in COMPARISONS:
+            return self._compared(left, sign, self._text(right), first.line)
+        pattern = self.run.pattern(right) if self.raw and sign in ("=", "==", "!=") else self._text(right)
+        if UNKNOWN in left + pattern:
+            return self.run.doubt(unknown_part(left + pattern))
+        return _compare(left, sign, pattern, self.raw)
+
+    def _text(self, word: Word) -> str:
+        return self.run.text(word) if self.raw else word.text
+
+    def _is(self, sign: str, text: str) -> Status:
+        """Evaluates a test of one word. Files are not looked at: they are another machine's."""
+        if sign == "-v":
+            return True if text in self.run.variables else self.run.doubt(f"${text}")
+        if sign not in ("-n", "-z"):
+            return self.run.doubt(f"[ {sign} {text} ]")
+        if UNKNOWN in text:
+            return self.run.doubt(unknown_part(text))
+        return bool(text) == (sign == "-n")
+
+    def _compared(self, left: str, sign: str, right: str, line: int) -> Status:
+        if UNKNOWN in left + right:
+            return self.run.doubt(unknown_part(left + right))
+        one, other = self.run.number(left or "0", line), self.run.number(right or "0", line)
+        if one is None or other is None:
+            return self.run.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
+        return COMPARISONS[sign](one, other)
+
+
+def _compare(left: str, sign: str, right: str, raw: bool) -> Status:
+    match sign:
+        case "=" | "==" | "!=":
+            return (matches(right, left) if raw else left == right) == (sign != "!=")
+        case "<":
+            return left < right
+        case ">":
+            return left > right
+        case "=~":
+            try:
+                return re.search(right, left) is not None
+            except re.error:
+                return None
+    return None

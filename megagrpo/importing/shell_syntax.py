@@ -63,19 +63,21 @@ class Pipe:
 
 @dataclass(frozen=True)
 class If:
-    """Tests, each with its block. otherwise: the block of `else`, empty if there is none."""
+    """A test with the blocks of both cases. An `elif` is another one in `otherwise`."""
 
-    branches: Sequence[tuple[Block, Block]]
+    test: Block
+    body: Block
     otherwise: Block
 
 
 @dataclass(frozen=True)
 class While:
-    """A loop as long as the test succeeds, or fails (until)."""
+    """A loop as long as the test succeeds, or fails (until). next: runs between two turns."""
 
     test: Block
     until: bool
     body: Block
+    next: Block = ()
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,6 @@ class For:
 
     name: str
     words: Sequence[Word] | None
-    body: Block
-
-
-@dataclass(frozen=True)
-class Count:
-    """for ((first; test; each))."""
-
-    first: str
-    test: str
-    each: str
     body: Block
 
 
@@ -117,7 +109,7 @@ class Group:
     """{ ...; }, or (...) whose variables end with it."""
 
     body: Block
-    own: bool
+    apart: bool
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ class Test:
     words: Sequence[Word]
 
 
-Node = Simple | Joined | Pipe | If | While | For | Count | Case | Function | Group | Arithmetic | Test
+Node = Simple | Joined | Pipe | If | While | For | Case | Function | Group | Arithmetic | Test
 Block = Sequence[Node]
 
 
@@ -177,25 +169,25 @@ class Parser:
 
     def block(self, ends: Collection[str] = ()) -> Block:
         """Reads commands up to a reserved word, or to a sign, of `ends`."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         while self._blanks(lines=True):
             if any(self._sees(end) for end in ends):
                 break
             before = self.at
             if not self.text.startswith((";", "&", ")"), self.at):
-                found.append(self._joined())
+                nodes.append(self._joined())
             if self.at == before:
                 self.at += 1
-        return found
+        return nodes
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _joined(self) -> Node:
         left = self._pipe()
-        while self._blanks() and (found := re.compile(r"&&|\|\|").match(self.text, self.at)):
-            self.at = found.end()
+        while self._blanks() and (sign := re.compile(r"&&|\|\|").match(self.text, self.at)):
+            self.at = sign.end()
             self._blanks(lines=True)
-            left = Joined(left, found[0] == "&&", self._pipe())
+            left = Joined(left, sign[0] == "&&", self._pipe())
         return left
 
     def _pipe(self) -> Node:
@@ -213,21 +205,21 @@ class Parser:
         if named := FUNCTION.match(self.text, self.at):
             self.at = named.end()
             return Function(named[1] or named[2], self._command())
-        found = self._compound()
-        if found is None:
+        compound = self._compound()
+        if compound is None:
             return self._simple()
         while self._blanks() and self._redirection() is not None:
             pass
-        return found
+        return compound
 
     def _compound(self) -> Node | None:
         if self.text.startswith("((", self.at) and (text := self._in_double()) is not None:
             return Arithmetic(text)
         if self.text.startswith("(", self.at):
             self.at += 1
-            return Group(self._until(")"), own=True)
+            return Group(self._until(")"), apart=True)
         if self._takes("{"):
-            return Group(self._until("}"), own=False)
+            return Group(self._until("}"), apart=False)
         if self._takes("[["):
             return Test(self._test())
         if self._takes("if"):
@@ -242,21 +234,18 @@ class Parser:
 
     def _until(self, *ends: str) -> Block:
         """Reads commands up to one of the ends, which is passed over."""
-        found = self.block(ends)
+        nodes = self.block(ends)
         _ = any(self._takes(end) for end in ends)
-        return found
+        return nodes
 
     def _if(self) -> Node:
-        branches, otherwise = list[tuple[Block, Block]](), list[Node]()
-        while True:
-            test = self._until("then")
-            branches.append((test, self.block(("elif", "else", "fi"))))
-            if not self._takes("elif"):
-                break
-        if self._takes("else"):
-            otherwise = list(self.block(("fi",)))
+        test = self._until("then")
+        body = self.block(("elif", "else", "fi"))
+        if self._takes("elif"):
+            return If(test, body, [self._if()])
+        otherwise = self.block(("fi",)) if self._takes("else") else ()
         self._takes("fi")
-        return If(branches, otherwise)
+        return If(test, body, otherwise)
 
     def _for(self) -> Node:
         self._blanks()
@@ -275,7 +264,8 @@ class Parser:
         if counted is None:
             return For(name, words, body)
         first, test, each = [*counted.split(";"), "", ""][:3]
-        return Count(first, test, each, body)
+        loop = While([Arithmetic(test or "1")], False, body, [Arithmetic(each)])
+        return Group([Arithmetic(first), loop], apart=False)
 
     def _case(self) -> Node:
         self._blanks()
@@ -296,23 +286,23 @@ class Parser:
             self.at += 1
             branches.append((patterns, self.block((";;", ";&", "esac"))))
             falls = falls or self.text.startswith((";&", ";;&"), self.at)
-            found = re.compile(r";;&?|;&").match(self.text, self.at)
-            self.at = found.end() if found else self.at
+            end = re.compile(r";;&?|;&").match(self.text, self.at)
+            self.at = end.end() if end else self.at
         return Case(subject, branches, falls)
 
     def _test(self) -> Sequence[Word]:
-        found: list[Word] = []
+        words: list[Word] = []
         sign = re.compile(r"&&|\|\||[()<>]")
         while self._blanks(lines=True) and not self._takes("]]"):
-            matches = found and found[-1].text == "=~"
+            matches = words and words[-1].text == "=~"
             if not matches and (operator := sign.match(self.text, self.at)):
-                found.append(Word(operator[0], self._line()))
+                words.append(Word(operator[0], self._line()))
                 self.at = operator.end()
                 continue
             if self.text[self.at] in ";|&":  # no grammar has it
                 break
-            found.append(self._word(" \t\n" if matches else METACHARACTERS))
-        return found
+            words.append(self._word(" \t\n" if matches else METACHARACTERS))
+        return words
 
     def _in_double(self) -> str | None:
         """Passes over ((...)) and returns its text; None if it is no arithmetic."""
@@ -327,45 +317,42 @@ class Parser:
     def _simple(self) -> Node:
         assignments, words, quiet = list[Assignment](), list[Word](), False
         while self._blanks() and self.text[self.at] not in "\n;|)":
-            if (told := self._redirection()) is not None:
-                quiet = quiet or told
+            may_assign = not words or words[0].text in DECLARING
+            if (of_output := self._redirection()) is not None:
+                quiet = quiet or of_output
             elif self.text[self.at] in "&(":
                 break
-            elif self._may_assign(words) and (found := ASSIGNMENT.match(self.text, self.at)):
-                self.at = found.end()
-                assignments.append(Assignment(found[1], found[2], bool(found[3]), self._assigned()))
+            elif may_assign and (name := ASSIGNMENT.match(self.text, self.at)):
+                self.at = name.end()
+                assignments.append(Assignment(name[1], name[2], bool(name[3]), self._assigned()))
             else:
                 words.append(self._word())
         return Simple(assignments, words, quiet)
-
-    @staticmethod
-    def _may_assign(words: Sequence[Word]) -> bool:
-        return not words or words[0].text in DECLARING
 
     def _assigned(self) -> Word | Sequence[Word]:
         if not self.text.startswith("(", self.at):
             return self._word()
         self.at += 1
-        found: list[Word] = []
+        values: list[Word] = []
         while self._blanks(lines=True) and self.text[self.at] != ")":
             before = self.at
-            found.append(self._word(" \t\n)"))
+            values.append(self._word(" \t\n)"))
             if self.at == before:
                 self.at += 1
         self.at += 1
-        return found
+        return values
 
     def _redirection(self) -> bool | None:
         """Passes over a redirection. Returns whether it is of the output; None if there is no redirection."""
-        found = REDIRECTION.match(self.text, self.at)
-        if not found:
+        sign = REDIRECTION.match(self.text, self.at)
+        if not sign:
             return None
-        self.at = found.end()
+        self.at = sign.end()
         self._blanks()
         target = self._word()
-        if found[2] in ("<<", "<<-"):
+        if sign[2] in ("<<", "<<-"):
             self.documents.append(re.sub(r"[\"'\\]", "", target.text))
-        return ">" in found[2] and found[1] in ("", "1", "&") and target.text not in ("&1",)
+        return ">" in sign[2] and sign[1] in ("", "1", "&") and target.text not in ("&1",)
 
     def _word(self, ends: str = METACHARACTERS) -> Word:
         line, start = self._line(), self.at
@@ -413,6 +400,6 @@ class Parser:
         return whole and self.text.startswith(word, self.at)
 
     def _takes(self, word: str) -> bool:
-        found = self._sees(word)
-        self.at += len(word) if found else 0
-        return found
+        sees = self._sees(word)
+        self.at += len(word) if sees else 0
+        return sees

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import operator
 import re
+from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megagrpo.importing.shell_syntax import Word, span
 
@@ -24,38 +26,23 @@ ITEMS_MAX = 10_000
 TOKEN = re.compile(
     r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|&&|\|\||[-+*/%<>=!]=|\+\+|--|[-+*/%<>=!~?:(),&|^])"
 )
-LEVELS: Sequence[Sequence[str]] = (
-    ("||",),
-    ("&&",),
-    ("|",),
-    ("^",),
-    ("&",),
-    ("==", "!="),
-    ("<", "<=", ">", ">="),
-    ("<<", ">>"),
-    ("+", "-"),
-    ("*", "/", "%"),
+LEVELS: Sequence[dict[str, Callable[[int, int], int]]] = (
+    {"||": lambda a, b: int(bool(a or b))},
+    {"&&": lambda a, b: int(bool(a and b))},
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"==": operator.eq, "!=": operator.ne},
+    {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    {"<<": lambda a, b: a << min(b, 63), ">>": operator.rshift},
+    {"+": operator.add, "-": operator.sub},
+    {
+        "*": operator.mul,
+        "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+        "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    },
 )
-OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "||": lambda a, b: int(bool(a or b)),
-    "&&": lambda a, b: int(bool(a and b)),
-    "|": operator.or_,
-    "^": operator.xor,
-    "&": operator.and_,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<<": lambda a, b: a << min(b, 63),
-    ">>": lambda a, b: a >> b,
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-}
+"""Operators from those that bind least to those that bind most."""
 Value = str | list[Word]
 
 
@@ -90,14 +77,19 @@ def matches(pattern: str, text: str) -> bool:
         return False
 
 
-@dataclass
-class Shell:
-    """The state that words are expanded from. arguments: of the script or function; output: of a command's text."""
+class Shell(ABC):
+    """The state that words are expanded from. arguments: of the script or function."""
 
-    variables: dict[str, Value]
-    output: Callable[[str, int], str]
-    assign: Callable[[str, str], None]
-    arguments: list[str] = field(default_factory=list)
+    def __init__(self, variables: dict[str, Value]) -> None:
+        self.variables, self.arguments = variables, list[str]()
+
+    @abstractmethod
+    def output(self, command: str, line: int) -> str:
+        """Returns the output of a command's text."""
+
+    @abstractmethod
+    def assign(self, name: str, value: Value) -> None:
+        """Sets a variable."""
 
     def values(self, word: Word) -> list[str]:
         """Expands a word to one word; to several or none, if it is a variable that holds several, or blanks."""
@@ -351,7 +343,7 @@ class _Number:
         if name.isidentifier() and (sign == "=" or sign in ("+=", "-=", "*=", "/=", "%=")):
             del self.tokens[:2]
             value = self._assigned()
-            value = value if sign == "=" else int(OPERATORS[sign[0]](self._named(name), value))
+            value = value if sign == "=" else int(ChainMap(*LEVELS)[sign[0]](self._named(name), value))
             self.shell.assign(name, str(value))
             return value
         found = self._level(0)
@@ -366,10 +358,10 @@ class _Number:
     def _level(self, level: int) -> int:
         if level == len(LEVELS):
             return self._power()
-        found = self._level(level + 1)
+        value = self._level(level + 1)
         while sign := self._take(*LEVELS[level]):
-            found = int(OPERATORS[sign](found, self._level(level + 1)))
-        return found
+            value = int(LEVELS[level][sign](value, self._level(level + 1)))
+        return value
 
     def _power(self) -> int:
         found = self._one()

@@ -1,40 +1,24 @@
-"""slime's train.py: how its scripts are read, and the answers that rows of slime.yaml compute."""
+"""The answers that rows of slime.yaml compute from several options of slime's train.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megagrpo.importing.options import Configuration, command_line, flags
 from megagrpo.importing.rows import (
     Answer,
-    Compute,
-    Condition,
     Missing,
     Nothing,
     NotKnownError,
     Options,
     Write,
-    by_name,
     number,
     text,
     texts,
     truth,
     whole,
 )
-from megagrpo.importing.translate import Framework
 from megagrpo.importing.values import layout_of, microbatches, set_name
-
-
-def is_program(word: str) -> bool:
-    return word.rpartition("/")[2] in ("train.py", "train_async.py")
-
-
-def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """Reads a script that runs train.py or train_async.py, or `ray job submit` of one. Raises RecipeError otherwise."""
-    words, notes = command_line(path, is_program, set_to, environment, "python3 train.py ...")
-    return Configuration(path, flags(words), notes)
 
 
 def longest(options: Options) -> int:
@@ -57,10 +41,6 @@ def minibatches(value: Any, options: Options) -> Answer:
     if samples % whole(value):
         return Missing(f"{samples} samples are no multiple of {value}: minibatches have equal sizes here")
     return Write({"algorithm.minibatches": samples // whole(value)})
-
-
-def clip_low(value: Any, _: Options) -> Answer:
-    return Write({"algorithm.loss.clip_low": min(number(value), 1)})
 
 
 def clip_high(value: Any, options: Options) -> Answer:
@@ -97,9 +77,9 @@ def prompts(value: Any, options: Options) -> Answer:
 
 def columns(options: Options) -> dict[str, Any]:
     prompt, label = text(options["input_key"]), options["label_key"]
-    own = {"prompt": prompt} if prompt != "prompt" else {}
+    prompts = {"prompt": prompt} if prompt != "prompt" else {}
     truths = {"ground_truth": text(label)} if label not in (None, "ground_truth") else {}
-    return {"columns": {**own, **truths, "data_source": {"value": "slime"}}}
+    return {"columns": {**prompts, **truths, "data_source": {"value": "slime"}}}
 
 
 def held_out(value: Any, options: Options) -> Answer:
@@ -145,32 +125,17 @@ def tracking(value: Any, options: Options) -> Answer:
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {
+    more: dict[str, tuple[Any, str]] = {
         "rollout.engine": ("sglang", "engines are SGLang's in both"),
         "cluster.device": ("cuda", "it runs on GPUs"),
     }
     if truth(options["colocate"]):
-        found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
-        found["train.offload"] = (["gradients", "optimizer"], "colocate moves them away while engines sample")
+        more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
+        more["train.offload"] = (["gradients", "optimizer"], "colocate moves them away while engines sample")
     else:
-        found["cluster.placement"] = ("disaggregated", "without --colocate engines have GPUs of their own")
+        more["cluster.placement"] = ("disaggregated", "without --colocate engines have GPUs of their own")
     if "train.tokens_per_microbatch" not in fields:
-        found["train.tokens_per_microbatch"] = microbatches(longest(options))
+        more["train.tokens_per_microbatch"] = microbatches(longest(options))
     if any(path.startswith("eval.") for path in fields) and "eval.temperature" not in fields:
-        found["eval.temperature"] = (options.number("rollout_temperature"), "evaluation samples as training does")
-    return found
-
-
-ANSWERS: Mapping[str, Compute] = by_name(
-    prompts, held_out, minibatches, microbatch, partial, resampled, clip_low, clip_high, kl_coefficient,
-    kl_in_reward, weights, recompute, nodes, tracking,
-)  # fmt: skip
-CONDITIONS: Mapping[str, Condition] = {
-    "grpo": Condition(
-        lambda options: options["advantage_estimator"] in ("grpo", "gspo", "cispo"), "only GRPO's advantages read it"
-    ),
-    "kl_in_loss": Condition(kl_in_loss, "there is no KL penalty in the loss"),
-    "evaluation_samples": Condition(lambda options: options["eval_temperature"] != 0, "evaluation is greedy"),
-    "tracking": Condition(lambda options: options.true("use_wandb"), "no W&B"),
-}
-SLIME = Framework("slime", "slime", ANSWERS, CONDITIONS, rest)
+        more["eval.temperature"] = (options.number("rollout_temperature"), "evaluation samples as training does")
+    return more

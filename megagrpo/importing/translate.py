@@ -6,24 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, cast
 
 import pydantic
 
-from megagrpo.importing.options import Configuration
-from megagrpo.importing.row_files import read_table
-from megagrpo.importing.rows import (
-    ABSENT,
-    Compute,
-    Condition,
-    Missing,
-    NotKnownError,
-    Options,
-    Row,
-    Table,
-    Together,
-    Write,
-)
+from megagrpo.importing.options import Configuration, Given
+from megagrpo.importing.rows import ABSENT, Missing, NotKnownError, Options, Row, Table, Together, Write, read_table
+from megagrpo.importing.shell_syntax import Word
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import tree_of
@@ -54,19 +44,28 @@ class Field:
 
 @dataclass(frozen=True)
 class Framework:
-    """The options of one framework. answers, conditions: those that the rows of its file name. rest: fields that no
-    single option gives, from all options and the fields so far, each with its reason."""
+    """One framework: how its files are read, and its options, from the rows of NAME.yaml."""
 
     name: str
     title: str
-    answers: Mapping[str, Compute]
-    conditions: Mapping[str, Condition]
-    rest: Callable[[Options, Mapping[str, Any]], Mapping[str, tuple[Any, str]]]
+    program: str
+    """Pattern of the word in a script that names the program."""
+    command: str
+    """The beginning of a command that runs it, for errors."""
+    words: Callable[[Sequence[Word]], dict[str, Given]]
+    """Returns the options of the program's arguments."""
+    module: ModuleType
+    """Functions that rows and conditions name, and `rest`: fields that no single option gives, from all options and the
+    fields so far, each with its reason."""
+    files: Mapping[str, Callable[[Path], dict[str, Given]]] = field(default_factory=dict)
+    """Readers of files that are no scripts, by suffix; "": of any other."""
+    negates: bool = False
+    """True if `--no_NAME` switches NAME off."""
 
     @cached_property
     def table(self) -> Table:
-        """Reads the rows of NAME.yaml, when they are first needed."""
-        return read_table(Path(__file__).with_name(f"{self.name}.yaml"), self.answers, self.conditions)
+        """Reads the rows, when they are first needed."""
+        return read_table(Path(__file__).with_name(f"{self.name}.yaml"), vars(self.module))
 
     def row(self, option: str) -> Row | None:
         if option in self.table:
@@ -135,7 +134,7 @@ def translate(framework: Framework, configuration: Configuration, name: str) -> 
             if answered.note and option in given:
                 written.notes.append(f"{option}: {answered.note}")
     try:
-        rest = framework.rest(options, written.values)
+        rest = framework.module.rest(options, written.values)
     except (NotKnownError, ZeroDivisionError) as error:
         rest = {}
         written.notes.append(f"what depends on several options is left out: {error}")
@@ -171,7 +170,7 @@ def _answer(framework: Framework, options: Options, option: str) -> Write | Toge
         unlisted = f"no such option of {framework.title} is known here"
         return outcome("unknown", elsewhere if UNKNOWN in option else unlisted)
     try:
-        answer = row.answer(options[option], options)
+        answer = row.of(options[option], options)
     except NotKnownError as error:
         return outcome("unknown", str(error))
     except ZeroDivisionError:

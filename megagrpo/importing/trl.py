@@ -1,4 +1,4 @@
-"""TRL's GRPO: how a Python file with GRPOConfig(...), YAML or a script is read, and the answers of trl.yaml."""
+"""TRL's GRPO: how a Python file with GRPOConfig(...) is read, and the answers that rows of trl.yaml compute."""
 
 from __future__ import annotations
 
@@ -8,25 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.importing.options import (
-    SCRIPT_SUFFIXES,
-    Configuration,
-    Given,
-    command_line,
-    flags,
-    read_text,
-    yaml_options,
-)
+from megagrpo.importing.options import Given, read_text
 from megagrpo.importing.rows import (
     Answer,
-    Compute,
-    Condition,
     Missing,
     Nothing,
     Options,
     Together,
     Write,
-    by_name,
     number,
     picked,
     text,
@@ -34,8 +23,7 @@ from megagrpo.importing.rows import (
     whole,
 )
 from megagrpo.importing.shell_words import UNKNOWN
-from megagrpo.importing.translate import Framework
-from megagrpo.importing.values import kept, microbatches, warmup
+from megagrpo.importing.values import microbatches, warmup
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
 """Arguments of GRPOTrainer that no recipe can hold."""
@@ -48,19 +36,6 @@ LOSSES = {
     "sapo": ("sapo", "seq_mean_token_mean"),
 }
 """Loss and aggregation by loss_type."""
-
-
-def is_program(word: str) -> bool:
-    return word == "grpo" or word.rpartition("/")[2] in ("grpo.py", "grpo_trainer.py")
-
-
-def read(path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Configuration:
-    """Reads a Python file, a script that runs `trl grpo`, or YAML. Raises RecipeError if the file is none of them."""
-    if path.suffix in SCRIPT_SUFFIXES:
-        words, notes = command_line(path, is_program, set_to, environment, "trl grpo ...")
-        return Configuration(path, flags(words), notes)
-    given = python_options(path) if path.suffix == ".py" else yaml_options(path)
-    return Configuration(path, given)
 
 
 def python_options(path: Path) -> dict[str, Given]:
@@ -77,8 +52,8 @@ def python_options(path: Path) -> dict[str, Given]:
         for keyword in node.keywords:
             wanted = name == "GRPOConfig" or (name == "GRPOTrainer" and keyword.arg in ("model", *PYTHON_OBJECTS))
             if wanted and keyword.arg:
-                own = keyword.arg in PYTHON_OBJECTS
-                value = ast.unparse(keyword.value) if own else _literal(keyword.value)
+                is_object = keyword.arg in PYTHON_OBJECTS
+                value = ast.unparse(keyword.value) if is_object else _literal(keyword.value)
                 given[keyword.arg] = Given(keyword.arg, value, keyword.value.lineno)
     if not given:
         raise RecipeError(Problem(str(path), "no GRPOConfig(...) with arguments", "a Python file that makes one"))
@@ -142,10 +117,10 @@ def epochs(value: Any, options: Options) -> Answer:
 
 
 def loss(value: Any, options: Options) -> Answer:
-    found = picked(LOSSES, value)
-    if found is None:
+    names = picked(LOSSES, value)
+    if names is None:
         return Missing("losses here are listed in docs/algorithms.md")
-    name, aggregation = found
+    name, aggregation = names
     by_sequence = options["importance_sampling_level"] == "sequence" and name == "ppo_clip"
     return Write({"algorithm.loss.name": "gspo" if by_sequence else name, "algorithm.aggregation.name": aggregation})
 
@@ -201,10 +176,6 @@ def data(value: Any, options: Options) -> Answer:
     )
 
 
-def top_k(value: Any, _: Options) -> Answer:
-    return Write({"rollout.top_k": max(0, whole(value or 0))})
-
-
 def level(value: Any, _: Options) -> Answer:
     return Together() if value in ("token", "sequence") else Missing("token or sequence")
 
@@ -215,7 +186,7 @@ def tracking(value: Any, _: Options) -> Answer:
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     longest = 1024 + options.whole("max_completion_length")
-    found: dict[str, tuple[Any, str]] = {
+    more: dict[str, tuple[Any, str]] = {
         "cluster.device": ("cuda", "it runs on GPUs"),
         "rollout.engine": ("sglang", "what samples on GPUs"),
         "rollout.sglang.enable_memory_saver": (True, "engines give their memory back while training"),
@@ -223,26 +194,9 @@ def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any,
         "data.prompt_tokens_max": (1024, "no limit there; choose one"),
     }
     if "data.train" not in fields:
-        found["data.train"] = ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths")
+        more["data.train"] = ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths")
     if "reward.functions" not in fields:
-        found["reward.functions"] = ([{"function": "rewards.py:reward"}], "a place for your reward function")
+        more["reward.functions"] = ([{"function": "rewards.py:reward"}], "a place for your reward function")
     if "model.path" not in fields:
-        found["model.path"] = ("models/POLICY", "a place for your model")
-    return found
-
-
-ANSWERS: Mapping[str, Compute] = by_name(
-    data, prompts, updates, total, epochs, top_k, loss, level, clip_low, clip_high, scaled, importance, reference,
-    warmup_share, kept, tracking,
-)  # fmt: skip
-CONDITIONS: Mapping[str, Condition] = {
-    "sapo": Condition(lambda options: options["loss_type"] == "sapo", "only sapo reads it"),
-    "correction": Condition(
-        lambda options: options.true("vllm_importance_sampling_correction") and options.true("use_vllm"),
-        "no correction: without use_vllm, or switched off",
-    ),
-    "reference_moves": Condition(
-        lambda options: options.true("sync_ref_model") and options.number("beta") != 0, "the reference never moves"
-    ),
-}
-TRL = Framework("trl", "TRL", ANSWERS, CONDITIONS, rest)
+        more["model.path"] = ("models/POLICY", "a place for your model")
+    return more

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from megagrpo.cli import main
 from megagrpo.errors import RecipeError
-from megagrpo.importing import row_files
+from megagrpo.importing import rows
 from megagrpo.importing.options import Configuration, Given, flags, hydra_overrides, yaml_options
 from megagrpo.importing.read import FRAMEWORKS, import_recipe
 from megagrpo.importing.recipe_text import report
@@ -28,19 +30,17 @@ from megagrpo.recipe.load import load
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.reward.functions import static_problems
-from tests.golden import record_imported
+from tests.golden.record_imported import FRAMEWORKS as RECORDED
 from tests.golden.record_imported import PEERS, golden, imported
 from tests.plans import planned
 
-NAMES = tuple(record_imported.FRAMEWORKS)
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_configuration_becomes_the_recorded_recipe(name: str) -> None:
     assert imported(name).text == golden(name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_an_imported_recipe_loads_keeps_all_rules_and_has_a_plan(name: str) -> None:
     made = imported(name)
     assert not made.problems
@@ -220,14 +220,14 @@ def options_of(framework: Framework) -> st.SearchStrategy[str]:
     return st.one_of(st.sampled_from(named), st.from_regex(r"[a-z_]{1,9}(\.[a-z_]{1,9}){0,2}", fullmatch=True))
 
 
-@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 def test_an_option_of_0_by_which_others_are_divided_is_no_crash(framework: Framework) -> None:
     for option in [name for name, row in framework.table.items() if type(row.default) is int]:
         found = translate(framework, Configuration(Path("run"), {option: Given(option, 0, 1)}), "run")
         assert [outcome.option for outcome in found.outcomes] == [option]
 
 
-@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_option_is_lost_whatever_its_value(framework: Framework, data: st.DataObject) -> None:
@@ -252,12 +252,13 @@ def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], val
     assert set(hydra_overrides([Word(f"+a.{name}={value}", 1) for name in names])) == {f"a.{name}" for name in names}
 
 
-@pytest.mark.parametrize("framework", [framework for framework, _ in FRAMEWORKS.values()], ids=list(FRAMEWORKS))
-def test_every_row_is_read_and_every_function_is_named_by_a_row(framework: Framework) -> None:
-    rows = parse((Path(row_files.__file__).with_name(f"{framework.name}.yaml")).read_text(encoding="utf-8"), str).tree
-    assert list(framework.table) == list(rows)
-    assert {row["answer"] for row in rows.values() if "answer" in row} == framework.answers.keys()
-    assert {row["when"] for row in rows.values() if "when" in row} == framework.conditions.keys()
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
+def test_every_row_is_read_and_every_function_and_condition_is_named(framework: Framework) -> None:
+    trees = parse((Path(rows.__file__).with_name(f"{framework.name}.yaml")).read_text(encoding="utf-8"), str).tree
+    conditions = trees.pop("conditions")
+    assert {row["when"] for row in trees.values() if "when" in row} == conditions.keys()
+    functions = re.findall(r"\ndef (\w+)\(\w+: Any, \w+: Options\) -> Answer:", inspect.getsource(framework.module))
+    assert {row["answer"] for row in trees.values() if "answer" in row} == set(functions)
 
 
 WRONG_ROWS = """to: seed, type: hole
@@ -274,7 +275,7 @@ def test_a_wrong_row_is_refused_with_its_file_and_line(tmp_path: Path, row: str)
     path = tmp_path / "some.yaml"
     path.write_text(f"# rows\nseed: {{same: here}}\nlr: {{{row}}}\n")
     with pytest.raises(RecipeError, match=f"{path}:3 lr"):
-        row_files.read_table(path, {}, {})
+        rows.read_table(path, {})
 
 
 # --- shell and YAML ---------------------------------------------------------------------------------------------------
@@ -303,11 +304,10 @@ SCRIPTS = {
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_read_as_bash_would_run_it(name: str) -> None:
-    text = SCRIPTS[name]
-    told = 'show() { printf "<%s>" "$@" >&3; echo >&3; }\n' + text
-    ran = subprocess.run(["bash", "-c", f"exec 3>&1\n{told}"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_is_read_as_bash_would_run_it(text: str) -> None:
+    shown = 'show() { printf "<%s>" "$@" >&3; echo >&3; }\n' + text
+    ran = subprocess.run(["bash", "-c", f"exec 3>&1\n{shown}"], capture_output=True, text=True, check=False)
     commands = [command for command in read_script(text, {}, {}).commands if command[0].text == "show"]
     read = ["".join(f"<{word.text}>" for word in command[1:]) for command in commands]
     assert read == ran.stdout.splitlines()

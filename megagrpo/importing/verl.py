@@ -1,8 +1,8 @@
-"""The answers that depend on several of verl's options."""
+"""The answers that rows of verl.yaml compute from several of verl's options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megagrpo.importing.rows import (
@@ -21,14 +21,7 @@ from megagrpo.importing.rows import (
     truth,
     whole,
 )
-from megagrpo.importing.values import (
-    MICROBATCH_TOKENS,
-    data_entries,
-    layout_of,
-    microbatches,
-    set_name,
-    warmup,
-)
+from megagrpo.importing.values import layout_of, microbatches, set_name, warmup
 
 ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"
@@ -65,6 +58,8 @@ LOSSES = {
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
+MICROBATCH_TOKENS = 16384
+"""Most tokens of a microbatch that is given in responses: results do not depend on it, memory does."""
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "ppo_veomni_trainer", "ppo_torchtitan_trainer")
 """Configurations of verl's trainer, whose defaults are known here."""
 
@@ -85,8 +80,9 @@ def in_reward(options: Options) -> bool:
 def trained_by(options: Options) -> str:
     """Returns the engine of ENGINES that trains in verl."""
     named = [str(options[name]) for name in ("model_engine", f"{ACTOR}.strategy", "--config-name") if name in options]
-    found = [name for name in ENGINES if any(name in one for one in named)]
-    return found[0] if found else "megatron" if options.any_below(f"{MEGATRON}.") else "fsdp"
+    engine = next((name for name in ENGINES if any(name in one for one in named)), "")
+    has_megatron = any(name.startswith(f"{MEGATRON}.") for name in options.given)
+    return engine or ("megatron" if has_megatron else "fsdp")
 
 
 def is_megatron(options: Options) -> bool:
@@ -120,8 +116,16 @@ def loss_mode(value: Any, options: Options) -> Answer:
     if loss(options) == "gpg" and value != "gpg":
         return Nothing("rollout_correction.loss_type counts")
     name = picked(LOSSES, loss(options))
-    kept = "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION"
-    return Missing(kept) if name is None else Write({"algorithm.loss.name": name})
+    listed = "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION"
+    return Missing(listed) if name is None else Write({"algorithm.loss.name": name})
+
+
+def clip_low(value: Any, options: Options) -> Answer:
+    return clip("low", value, options)
+
+
+def clip_high(value: Any, options: Options) -> Answer:
+    return clip("high", value, options)
 
 
 def clip(side: str, value: Any, options: Options) -> Answer:
@@ -145,19 +149,15 @@ def kl_loss_type(value: Any, options: Options) -> Answer:
 
 def kl_penalty(value: Any, _: Options) -> Answer:
     name = text(value)
-    found = ESTIMATORS.get(name.rstrip("+"))
-    if found is None:
+    estimator = ESTIMATORS.get(name.rstrip("+"))
+    if estimator is None:
         return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
     through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
-    return Write({"algorithm.kl.estimator": found, **through})
+    return Write({"algorithm.kl.estimator": estimator, **through})
 
 
 def kl_control(value: Any, _: Options) -> Answer:
     return Together() if value in ("fixed", "adaptive") else Missing("fixed or adaptive")
-
-
-def kl_in_loss(_: Any, options: Options) -> Answer:
-    return Write({"algorithm.kl.placement": "loss"}) if in_loss(options) else Nothing("no penalty in the loss")
 
 
 def kl_in_reward(value: Any, options: Options) -> Answer:
@@ -215,8 +215,8 @@ def context(options: Options) -> int:
             return options.whole(f"{ACTOR}.veomni.ulysses_parallel_size")
         case "torchtitan":
             return options.whole(f"{ACTOR}.torchtitan.context_parallel_size")
-    named = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
-    return max(options.whole(named[0]), 1) if options.whole(named[0]) > 1 else options.whole(named[1])
+    ulysses = options.whole(f"{ACTOR}.ulysses_sequence_parallel_size")
+    return ulysses if ulysses > 1 else options.whole(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
 
 
 def nodes(value: Any, options: Options) -> Answer:
@@ -229,23 +229,17 @@ def nodes(value: Any, options: Options) -> Answer:
         sizes["pipeline"] = options.whole(f"{ACTOR}.torchtitan.pipeline_parallel_size")
     engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
     gpus = options.whole("trainer.nnodes") * options.whole("trainer.n_gpus_per_node")
-    found = layout_of(gpus, sizes, engine)
-    if not isinstance(found, Write):
-        return found
+    layout = layout_of(gpus, sizes, engine)
+    if not isinstance(layout, Write):
+        return layout
     source = f"{gpus} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
     if is_megatron(options):
-        return Write(found.fields, source=source)
+        return Write(layout.fields, source=source)
     note = (
         "verl's FSDP splits the weights over all GPUs; here every data rank has them whole, unless tensor or pipeline "
         "split them: `megagrpo plan RECIPE --search` finds a layout that fits"
     )
-    return Write(found.fields, note, source)
-
-
-def strategy(_: Any, options: Options) -> Answer:
-    if is_megatron(options):
-        return Nothing("Megatron, as here")
-    return Missing("Megatron-Core trains here: look at train.layout, or let `megagrpo plan --search` find one")
+    return Write(layout.fields, note, source)
 
 
 def offload_reference(value: Any, options: Options) -> Answer:
@@ -267,7 +261,7 @@ def engine(value: Any, options: Options) -> Answer:
 
 
 def train_files(value: Any, options: Options) -> Answer:
-    return Write({"data.train": data_entries(texts(value), columns(options), options["data.train_max_samples"])})
+    return Write({"data.train": entries(texts(value), "data.train_max_samples", options)})
 
 
 def val_files(value: Any, options: Options) -> Answer:
@@ -276,15 +270,19 @@ def val_files(value: Any, options: Options) -> Answer:
     sets: dict[str, list[str]] = {}
     for file in texts(value):
         sets.setdefault(set_name(file), []).append(file)
-    amount = options["data.val_max_samples"]
-    named = {name: {"files": data_entries(files, columns(options), amount)} for name, files in sets.items()}
+    amount = "data.val_max_samples"
+    named = {name: {"files": entries(files, amount, options)} for name, files in sets.items()}
     return Write({"eval.sets": named})
 
 
-def columns(options: Options) -> dict[str, Any]:
-    prompt, source = text(options["data.prompt_key"]), text(options["data.reward_fn_key"])
-    own = {"prompt": prompt} if prompt != "prompt" else {}
-    return own | ({"data_source": source} if source != "data_source" else {})
+def entries(paths: Sequence[str], amount: str, options: Options) -> list[dict[str, Any]]:
+    """Returns entries of data.train, or of a set's files. amount: the option of their rows; None, 0 or below: all."""
+    prompt, source, rows = text(options["data.prompt_key"]), text(options["data.reward_fn_key"]), options[amount]
+    columns = {"prompt": prompt} if prompt != "prompt" else {}
+    columns |= {"data_source": source} if source != "data_source" else {}
+    limited = rows is not None and (isinstance(rows, float) or whole(rows) > 0)
+    more = ({"columns": columns} if columns else {}) | ({"amount": rows} if limited else {})
+    return [{"path": path, **more} for path in paths]
 
 
 def greedy(value: Any, options: Options) -> Answer:
@@ -308,14 +306,6 @@ def save_contents(value: Any, _: Options) -> Answer:
     if "optimizer" in texts(value):
         return Nothing("weights, optimizer and generators are saved; a Hugging Face model at the end")
     return Missing("checkpoints are whole here, so that a run can continue")
-
-
-def saved_each(value: Any, options: Options) -> Answer:
-    if whole(value) > 0:
-        return Write({"checkpoint.every_steps": whole(value)})
-    return Missing(
-        "a run saves its last step always, and can continue from its checkpoints: every 50 steps, unless said"
-    )
 
 
 def warmup_share(value: Any, options: Options) -> Answer:
@@ -393,12 +383,14 @@ def own_file(value: Any, _: Options) -> Answer:
     return Missing("options of other files are not read: print the whole by `--cfg job --resolve`, and give that")
 
 
-def lora_rank(value: Any, options: Options) -> Answer:
-    return Write({"train.lora.rank": whole(value)}) if value else Nothing("no adapters")
-
-
 def has_adapters(options: Options) -> bool:
     return bool(options["actor_rollout_ref.model.lora_rank"] or options["actor_rollout_ref.model.lora.rank"])
+
+
+def has_overlong_penalty(options: Options) -> bool:
+    kinds = ("reward_model", "reward")
+    switches = [options[f"{kind}.reward_kwargs.overlong_buffer_cfg.enable"] for kind in kinds]
+    return any(truth(switch) for switch in switches if switch is not None)
 
 
 def lora_targets(value: Any, options: Options) -> Answer:
@@ -428,16 +420,16 @@ def recompute(value: Any, options: Options) -> Answer:
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {"cluster.device": ("cuda", "verl runs on GPUs")}
+    more: dict[str, tuple[Any, str]] = {"cluster.device": ("cuda", "verl runs on GPUs")}
     if fields.get("rollout.engine", "sglang") == "sglang":
-        found["rollout.engine"] = ("sglang", "what samples on GPUs")
-        found["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
+        more["rollout.engine"] = ("sglang", "what samples on GPUs")
+        more["rollout.sglang.enable_memory_saver"] = (True, "engines give their memory back while training")
     if "reward.functions" not in fields:
-        found["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")
+        more["reward.by_source"] = (REWARDS, "what verl's default_compute_score chooses by data_source")
     if ENGINES[trained_by(options)] != "constant":
-        found["train.optimizer.schedule"] = (ENGINES[trained_by(options)], f"{trained_by(options)}'s default there")
+        more["train.optimizer.schedule"] = (ENGINES[trained_by(options)], f"{trained_by(options)}'s default there")
     tokens = fields.get("train.tokens_per_microbatch")
     if tokens is None:
         least = -(-longest(options) // context(options))
-        found["train.tokens_per_microbatch"] = microbatches(least)
-    return found
+        more["train.tokens_per_microbatch"] = microbatches(least)
+    return more
