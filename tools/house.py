@@ -30,25 +30,25 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_357,
-    ("megatron",): 4_168,
-    ("layout", "batching", "algorithm"): 2_808,
-    ("checkpoint", "convert"): 2_626,
-    ("rollout",): 3_138,
-    ("cluster",): 3_618,
-    ("trainer", "evaluation"): 4_494,
-    ("recipe", "preflight", "doctor"): 5_771,
-    ("plan",): 5_458,
-    ("data",): 2_835,
-    ("reward",): 8_365,
+    ("megatron",): 3_969,
+    ("layout", "batching", "algorithm"): 2_789,
+    ("checkpoint", "convert"): 2_570,
+    ("rollout",): 3_087,
+    ("cluster",): 3_476,
+    ("trainer", "evaluation"): 4_382,
+    ("recipe", "preflight", "doctor"): 5_689,
+    ("plan",): 5_341,
+    ("data",): 2_776,
+    ("reward",): 7_999,
     ("agents",): 5_280,
-    ("track", "report"): 5_439,
-    ("importing",): 3_619,
-    ("commands", "processes", ""): 2_629,
+    ("track", "report"): 4_968,
+    ("importing",): 3_289,
+    ("commands", "processes", ""): 2_548,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=384),
-    "tests": Limits(lines=51_841, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=354),
+    "tests": Limits(lines=51_737, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

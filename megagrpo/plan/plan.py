@@ -271,7 +271,7 @@ def read_steps(run_directory: Path) -> list[Step]:
     path = run_directory / METRICS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is being written
-        steps = [
+        steps: list[Step] = [
             {name: value for name, value in line.items() if type(value) in (int, float) and abs(value) < 1e300}
             for line in map(json.loads, lines)
             if "seconds/update" in line
