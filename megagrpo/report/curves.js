@@ -16,10 +16,10 @@ const curves = (async () => {
 
   function namesOf(pattern) {
     const whole = new RegExp(`^(?:${pattern})$`);
-    const found = new Set();
+    const names = new Set();
     for (const one of Object.values(metrics))
-      Object.keys(one.values).forEach((name) => whole.test(name) && found.add(name));
-    return [...found].sort();
+      Object.keys(one.values).forEach((name) => whole.test(name) && names.add(name));
+    return [...names].sort();
   }
 
   function escaped(name) {
@@ -68,7 +68,7 @@ const curves = (async () => {
       for (const [title, [first, last]] of Object.entries(run.figures))
         chips.push([`${title}, first → last`, `${number(first)} → ${number(last)}`]);
       const name = several() ? el("h3", {}, charts.swatch(palette(index)), run.name) : null;
-      const told = chips.map(([title, value]) =>
+      const figures = chips.map(([title, value]) =>
         el("div", { class: "chip" }, el("b", {}, value), el("span", {}, title)),
       );
       return el(
@@ -80,7 +80,7 @@ const curves = (async () => {
           { class: "soft small" },
           `${run.directory}${run.last ? `, last step ${new Date(run.last * 1000).toLocaleString()}` : ""}`,
         ),
-        el("div", { class: "chips" }, ...told),
+        el("div", { class: "chips" }, ...figures),
       );
     });
   }
@@ -334,8 +334,8 @@ const curves = (async () => {
     show = (name) => {
       search.value = name;
       list();
-      const found = groups.querySelector(`.metric[data-name="${CSS.escape(name)}"]`);
-      if (found) found.open = true;
+      const metric = groups.querySelector(`.metric[data-name="${CSS.escape(name)}"]`);
+      if (metric) metric.open = true;
     };
     addEventListener("beforeprint", () => {
       for (const group of groups.querySelectorAll(".group")) {

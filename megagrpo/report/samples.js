@@ -147,10 +147,10 @@ report.part("samples", async (body) => {
       }
     }
     if (hits) tests.push((row) => hits[row]);
-    const found = new Uint32Array(store.rows);
+    const rows = new Uint32Array(store.rows);
     let size = 0;
-    for (let row = 0; row < store.rows; row++) if (tests.every((test) => test(row))) found[size++] = row;
-    return sorted(found.subarray(0, size));
+    for (let row = 0; row < store.rows; row++) if (tests.every((test) => test(row))) rows[size++] = row;
+    return sorted(rows.subarray(0, size));
   }
 
   function sorted(rows) {
@@ -225,9 +225,9 @@ report.part("samples", async (body) => {
     controls.q.setAttribute("aria-invalid", Boolean(state.q) && !wanted);
     hits = wanted ? new Uint8Array(store.rows) : null;
     if (!wanted) return refresh();
-    const found = hits;
+    const marks = hits;
     let drawn = 0;
-    await store.search(wanted, found, (share) => {
+    await store.search(wanted, marks, (share) => {
       if (turn !== searching) return false;
       if (performance.now() - drawn > 300 || share === 1) {
         drawn = performance.now();

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from megagrpo.errors import first_line
 from megagrpo.evaluation.responses import FILE_NAME, read_responses
@@ -21,7 +20,7 @@ from megagrpo.report.curves import labels
 from megagrpo.report.embed import Columns, Part, digest, encode
 from megagrpo.report.run import RunRead, responses_in
 from megagrpo.report.text import BRANCHES
-from megagrpo.track.rollout_files import SCHEMA, encodable, rollout_files
+from megagrpo.track.rollout_files import SCHEMA, encodable, read_file, rollout_files
 
 SAMPLES = 5_000
 """Most samples of a page, the newest ones, unless another number is asked for."""
@@ -101,20 +100,9 @@ def sources_of(directory: Path) -> list[Source]:
 
 
 def _table(source: Source) -> pa.Table:
-    """Reads a file in SCHEMA's types; null where it lacks a column. Raises OSError and pa.ArrowException."""
-    if source.path.suffix == ".jsonl":
-        return _responses(source)
-    with pq.ParquetFile(source.path) as file:
-        table = file.read()
-    arrays = [
-        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
-        for field in SCHEMA
-    ]
-    return pa.table(arrays, schema=SCHEMA)
-
-
-def _responses(source: Source) -> pa.Table:
-    """Reads an evaluation's responses. A model of `megagrpo eval` is named beside the set."""
+    """Reads a file. Raises OSError and pa.ArrowException. A model of `megagrpo eval` is named beside the set."""
+    if source.path.suffix == ".parquet":
+        return read_file(source.path)
     rows = list[dict[str, Any]]()
     model = f" · {source.path.absolute().parent.name}" if source.step == NO_STEP else ""
     try:

@@ -98,13 +98,25 @@ def read_rollouts(
     columns: names of SCHEMA, by default all; those of tokens are most of the bytes. Files that are not whole, or that
     vanish because the run goes back, are left out. Without a file the table has no rows.
     """
-    schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
-    tables = [schema.empty_table()]
+    names = SCHEMA.names if columns is None else list(columns)
+    tables = [SCHEMA.empty_table().select(names)]
     for step, path in rollout_files(directory):
         if steps is None or step in steps:
-            with suppress(OSError, pa.ArrowException, KeyError), pq.ParquetFile(path) as file:
-                tables.append(file.read(schema.names).select(schema.names).cast(schema))
+            with suppress(OSError, pa.ArrowException):
+                tables.append(read_file(path, names))
     return pa.concat_tables(tables)
+
+
+def read_file(path: Path, names: Sequence[str] = SCHEMA.names) -> pa.Table:
+    """Reads these columns, null where a file lacks one. Raises OSError and pa.ArrowException."""
+    with pq.ParquetFile(path) as file:
+        table = file.read([name for name in names if name in file.schema_arrow.names])
+    fields = [SCHEMA.field(name) for name in names]
+    arrays = [
+        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
+        for field in fields
+    ]
+    return pa.table(arrays, schema=pa.schema(fields))
 
 
 def first_rows(path: Path, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
-from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, rollout_file
+from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file
 from megagrpo.track.traces import trace
 from megagrpo.types import Group, Sample, Score
 
@@ -164,7 +164,7 @@ class RolloutWriter:
                 part, SCHEMA, compression="zstd", use_dictionary=REPEATED, use_byte_stream_split=FIGURES
             ) as file:
                 if rollouts.evaluation and path.exists():  # other sets, evaluated before the run was continued
-                    before = pq.read_table(path, schema=SCHEMA)
+                    before = read_file(path)
                     others = [name.as_py() not in rollouts.sets for name in before["set"]]
                     file.write_table(before.filter(pa.array(others, pa.bool_())))
                 for table in tables(rollouts, texts):
