@@ -40,14 +40,14 @@ BUDGETS = {
     ("plan",): 5_453,
     ("data",): 2_835,
     ("reward",): 8_365,
-    ("agents",): 5_280,
+    ("agents",): 5_145,
     ("track", "report"): 5_431,
     ("importing",): 3_247,
     ("commands", "processes", ""): 2_629,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=380),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=378),
     "tests": Limits(lines=51_840, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

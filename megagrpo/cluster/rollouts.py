@@ -76,7 +76,11 @@ class Rollouts:
         """Seconds times the share of idle slots; all seconds; time of the last count. 0: no engine has served."""
         self._failure: MegagrpoError | OSError | None = None
         self._closed = False
-        self._agents = self._agent_turns(tokenizer_directory) if recipe.agent else None
+        self._agents: AgentTurns | None = None
+        if recipe.agent:
+            from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
+
+            self._agents = AgentTurns(recipe, tokenizer_directory, self)
         self._restarts_told = 0
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
@@ -292,11 +296,6 @@ class Rollouts:
         return [
             group_of(prompt, order.there(), len(order.requests)) for prompt, order in zip(prompts, orders, strict=True)
         ]
-
-    def _agent_turns(self, tokenizer_directory: Path) -> AgentTurns:
-        from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
-
-        return AgentTurns(self._recipe, tokenizer_directory, self)
 
     def fail(self, error: MegagrpoError) -> None:
         """Ends all waits for samples with this error."""
