@@ -37,8 +37,7 @@ from megagrpo.agents.chat import TOOL, Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import Kept, Message
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.record import Record
-from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.agents.turns import Limits, Record, Rollout
 from megagrpo.batching.rank_batches import make_rank_batches
 from megagrpo.checkpoint.groups import write_groups
 from megagrpo.layout.parallel import ParallelLayout
@@ -169,7 +168,7 @@ async def rollout_of(answers: Answers, rng: random.Random, turns: int, result: s
 
 
 def answers_of(chat: Chat, said: str) -> Answers:
-    return Answers(chat, Canned.of(chat, said).ask, model="policy", parser="hermes", audited=1 / 32)
+    return Answers(chat, Canned.of(chat, said).ask, parser="hermes", audited=1 / 32)
 
 
 def timed(function: Callable[[], object], times: int = 5) -> float:
@@ -365,7 +364,7 @@ async def sequences(chat: Chat, rollouts: int = 64) -> None:
     print(f"\n{rollouts} rollouts as sequences to train")
     print(f"{'sampled tokens':>16}{'turns':>7}{'gateway':>9}{'tokens':>10}{'rendered anew':>15}{'tokens':>10}")
     for odd in (False, True):
-        answers = Answers(chat, OddTokens(chat, odd).ask, model="policy", parser="hermes", audited=0.0)
+        answers = Answers(chat, OddTokens(chat, odd).ask, parser="hermes", audited=0.0)
         turns = branches = tokens = anew = anew_tokens = 0
         for number in range(rollouts):
             limits = Limits(100, 10**6, LIMITS.sampling, seed=number)

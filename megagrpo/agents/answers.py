@@ -18,7 +18,7 @@ from megagrpo.agents.chat import Chat, Extension
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Choice, Message, Refusal, joined
 from megagrpo.agents.seen import BranchReason, TurnEvent
 from megagrpo.agents.tool_calls import THOUGHT_BEGINS, parser_of, said_in
-from megagrpo.agents.turns import AskedTurn, Found, Rollout
+from megagrpo.agents.turns import AskedTurn, Match, Rollout
 from megagrpo.errors import MegagrpoError, first_line
 from megagrpo.rollout.requests import SEED_BITS
 from megagrpo.types import FinishReason, Request, Sample
@@ -26,6 +26,8 @@ from megagrpo.types import FinishReason, Request, Sample
 Ask = Callable[[Request, str], Awaitable[Sample]]
 """Sends a request to an engine. The text is the rollout's key: all requests of a rollout go to one engine."""
 
+MODEL = "policy"
+"""The name of the policy at the gateway."""
 LONG_CHARACTERS = 20_000
 """Length from which a text is encoded in a thread, so that other rollouts' turns go on: it takes about 10 ms."""
 
@@ -36,7 +38,7 @@ class _Prompt:
 
     tokens: tuple[int, ...]
     added: np.ndarray  # int32
-    found: Found
+    match: Match
     parent: AskedTurn | None
     given: Sequence[Message]
     branch: BranchReason | Literal[""]
@@ -55,8 +57,8 @@ class _Said:
 class Answers:
     """The gateway's answers to requests. `audited`: the share of extensions compared with a rendered conversation."""
 
-    def __init__(self, chat: Chat, ask: Ask, *, model: str, parser: str, audited: float) -> None:
-        self._chat, self._ask, self._model, self._audited = chat, ask, model, audited
+    def __init__(self, chat: Chat, ask: Ask, *, parser: str, audited: float) -> None:
+        self._chat, self._ask, self._audited = chat, ask, audited
         self._parser = parser_of(parser, chat)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encodes long prompts")
 
@@ -81,9 +83,9 @@ class Answers:
         try:
             prompt = await self._prompt(rollout, request)
             limit, wished = self._tokens_max(rollout, request, len(prompt.tokens))
-            times = rollout.times_asked[prompt.found.digest]
-            rollout.times_asked[prompt.found.digest] += 1
-            identity = _digest(prompt.found.digest, f"{rollout.limits.seed}/{times}")
+            times = rollout.times_asked[prompt.match.digest]
+            rollout.times_asked[prompt.match.digest] += 1
+            identity = _digest(prompt.match.digest, f"{rollout.limits.seed}/{times}")
             samples = await self._samples(key, rollout, prompt, identity, limit, request.answers)
             answered = request.answers
         finally:
@@ -93,9 +95,8 @@ class Answers:
             for number, sample in enumerate(samples)
         )
         cached = len(prompt.tokens) - len(prompt.added)
-        model = request.model or self._model
         read = array("i", prompt.tokens)  # an answer is kept for a while, in case that a client asks again
-        return ChatAnswer(identity.hex()[:16], int(time.time()), model, read, cached, choices)
+        return ChatAnswer(identity.hex()[:16], int(time.time()), request.model or MODEL, read, cached, choices)
 
     def _fitted(self, request: ChatRequest) -> ChatRequest:
         """Rewrites late system messages (Claude Code and Codex send them) if the template refuses or drops them."""
@@ -125,11 +126,11 @@ class Answers:
     # --- from messages to tokens
 
     async def _prompt(self, rollout: Rollout, request: ChatRequest) -> _Prompt:
-        found = rollout.find(request.messages, request.tools)
-        turn, new = found.turn, request.messages[found.covered :]
+        match = rollout.find(request.messages, request.tools)
+        turn, new = match.turn, request.messages[match.covered :]
         branch: BranchReason | Literal[""] = ""
-        if turn is not None and not found.other_tools:
-            system = any(message["role"] == "system" for message in request.messages[: found.covered])
+        if turn is not None and not match.other_tools:
+            system = any(message["role"] == "system" for message in request.messages[: match.covered])
             said, last = turn.message, int(turn.sampled[-1])
             try:
                 made = self._chat.extension(said, last, new, request.tools, thought=turn.thought, system=system)
@@ -139,7 +140,7 @@ class Answers:
                 added = made.tokens(await self._encode(made.text))
                 if added is None:
                     made = "stop_token"
-                elif self._differs(rollout, request, made, found.digest):
+                elif self._differs(rollout, request, made, match.digest):
                     made = "audit"
                 else:
                     if turn.children:
@@ -147,7 +148,7 @@ class Answers:
                         rollout.counts["branch/fork"] += 1
                     tokens = (*turn.tokens().tolist(), *added)
                     rollout.counts["tokens_read"] += len(tokens)
-                    return _Prompt(tokens, _array(added), found, turn, new, branch)
+                    return _Prompt(tokens, _array(added), match, turn, new, branch)
             branch = made
         elif rollout.turns:
             branch = "tools" if turn else "history"
@@ -161,7 +162,7 @@ class Answers:
             rollout.counts[f"branch/{branch}"] += 1
             rollout.counts["tokens_rerendered"] += len(tokens)
         rollout.counts["tokens_read"] += len(tokens)
-        return _Prompt(tokens, _array(tokens), found, None, new, branch)
+        return _Prompt(tokens, _array(tokens), match, None, new, branch)
 
     async def _encode(self, text: str) -> list[int]:
         """Encodes a text; long texts in a thread, one at a time. Raises Refusal."""
@@ -233,7 +234,7 @@ class Answers:
         turn = AskedTurn(
             number=len(rollout.turns),
             answer=identity[:16],
-            found=prompt.found,
+            match=prompt.match,
             parent=prompt.parent,
             given=prompt.given,
             message=read.message,
@@ -290,7 +291,7 @@ def reminded(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _event(rollout: Rollout, turn: AskedTurn, prompt: _Prompt, at: float, *, unreadable: bool) -> TurnEvent:
-    near = prompt.parent or prompt.found.turn
+    near = prompt.parent or prompt.match.turn
     event: TurnEvent = {
         "kind": "turn",
         "at": at - rollout.opened,

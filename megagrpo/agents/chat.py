@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from megagrpo.agents.dialects.chat_request import Message, call
 from megagrpo.agents.seen import BranchReason
 from megagrpo.errors import first_line
+from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema.agent import AgentConfig
+from megagrpo.tokenizer import end_tokens, load_chat_tokenizer
 
 MARK, END = "Zq7f", "Xj8w"  # words that no template writes by itself
 THOUGHT = MARK[::-1]
@@ -72,9 +76,8 @@ class Chat:
         history: Literal["template", "append"] = "template",
         **template_arguments: Any,
     ) -> None:
-        own = tokenizer.eos_token_id
         self.tokenizer, self._history = tokenizer, history
-        self.stop_tokens = tuple(sorted({*stop_tokens, *([] if own is None else [own])}))
+        self.stop_tokens = tuple(sorted({*stop_tokens, tokenizer.eos_token_id} - {None}))
         self._arguments = template_arguments
         self._stops = {token: self.text([token]) for token in self.stop_tokens}
         written = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
@@ -149,12 +152,20 @@ class Chat:
         whole = self.render([USER, stand_in, *new], tools)
         end = whole.find(END)
         stops = [stop for token, stop in self._stops.items() if not calls or token not in self._plain]
-        found = [at for stop in stops if (at := whole.find(stop, end)) >= 0]
-        return whole[min(found) :] if found and end >= 0 else None
+        ends = [at for stop in stops if (at := whole.find(stop, end)) >= 0]
+        return whole[min(ends) :] if ends and end >= 0 else None
 
     def closes(self, after: str) -> str:
         """Returns the stop token, as text, that a text begins with; "" if it begins with none."""
         return next((stop for stop in self._stops.values() if after.startswith(stop)), "")
+
+
+def chat_of(recipe: Recipe, agent: AgentConfig, tokenizer_directory: Path) -> Chat:
+    """Returns an agent's tokenizer and template, with every token that ends an answer. Raises ModelError if there is no
+    tokenizer with a chat template."""
+    tokenizer = load_chat_tokenizer(tokenizer_directory, recipe.model.chat_template)
+    stops = {*recipe.rollout.stop_token_ids, *end_tokens(tokenizer_directory), *end_tokens(recipe.model.path)}
+    return Chat(tokenizer, sorted(stops), history=agent.history, **agent.template_arguments)
 
 
 def _facts(chat: Chat) -> Facts:

@@ -11,17 +11,17 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from aiohttp import web
 
-from megagrpo.agents.answers import Answers, Ask
+from megagrpo.agents.answers import MODEL, Answers, Ask
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.dialects import chat_completions, messages, responses
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Dialect, Kept, Message, Refusal, is_deeper
-from megagrpo.agents.record import Record
-from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.agents.turns import Limits, Record, Rollout
 
 DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
     {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
@@ -73,14 +73,13 @@ class Gateway:
         chat: Chat,
         ask: Ask,
         *,
-        model: str = "policy",
         parser: str = "auto",
         keep_alive_seconds: float = 5.0,
         grace_seconds: float = 10.0,
         audited: float = 1 / 32,
     ) -> None:
-        self._answers = Answers(chat, ask, model=model, parser=parser, audited=audited)
-        self._model, self._keep_alive, self._grace = model, keep_alive_seconds, grace_seconds
+        self._answers = Answers(chat, ask, parser=parser, audited=audited)
+        self._keep_alive, self._grace = keep_alive_seconds, grace_seconds
         self._sessions: dict[str, _Session] = {}
         self._numbers, self._secret = itertools.count(), secrets.token_bytes(32)
         self._runner: web.AppRunner | None = None
@@ -94,7 +93,7 @@ class Gateway:
     async def start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._refusing])
         for path, dialect in DIALECTS.items():
-            app.router.add_post(path, self._handler(dialect))
+            app.router.add_post(path, partial(self._handle, dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._models)
@@ -159,7 +158,7 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.Response:
         """Returns all models, or the one of this name, as OpenAI and Anthropic do. Every name is the policy's."""
         _, session = self._session(request)
-        name = request.match_info.get("model", self._model)
+        name = request.match_info.get("model", MODEL)
         model = {
             "id": name, "object": "model", "created": 0, "owned_by": "megagrpo", "type": "model", "display_name": name,
             "created_at": "1970-01-01T00:00:00Z", "max_model_len": session.rollout.limits.tokens_max,
@@ -173,15 +172,11 @@ class Gateway:
         asked = messages.read(_body(await request.read()), session.kept)
         return _json({"input_tokens": await self._answers.tokens_of(session.rollout, asked)})
 
-    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            key, session = self._session(request)
-            raw = await request.read()
-            asked = dialect.read(_body(raw), session.kept)
-            turn = self._turn(key, session, request, raw, asked)
-            return await self._answered(request, session, turn, dialect, asked)
-
-        return handle
+    async def _handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        key, session = self._session(request)
+        raw = await request.read()
+        asked = dialect.read(_body(raw), session.kept)
+        return await self._answered(request, session, self._turn(key, session, request, raw, asked), dialect, asked)
 
     def _turn(self, key: str, session: _Session, request: web.Request, raw: bytes, asked: ChatRequest) -> _Turn:
         """Returns the turn of an equal request if the client's header says that it retries, or if it has gone away
@@ -223,8 +218,7 @@ class Gateway:
             return
         if not turn.failed and turn.task.cancel():
             session.rollout.counts["given_up"] += 1
-        for digest in [digest for digest, one in session.turns.items() if one is turn]:
-            del session.turns[digest]
+        session.turns = {digest: one for digest, one in session.turns.items() if one is not turn}
 
     async def _stream(
         self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest

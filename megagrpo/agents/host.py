@@ -16,15 +16,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from megagrpo.agents.answers import MODEL, Ask
+from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.host_settings import MODEL
 from megagrpo.agents.processes import AgentProcess, Program
-from megagrpo.agents.seen import told
+from megagrpo.agents.seen import reported
 from megagrpo.agents.turns import Limits
 from megagrpo.errors import AgentError, MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
-from megagrpo.types import FinishReason, Request, Sample
+from megagrpo.types import FinishReason, Sample
 
 TICK_SECONDS = 0.25
 """Precision of rollouts' time limits."""
@@ -56,10 +57,6 @@ class Hosted:
     events: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
 
-    @property
-    def request(self) -> Request:
-        return self.order.requests[self.index]
-
 
 @dataclass(eq=False)
 class Slot:
@@ -82,17 +79,18 @@ class AgentHost:
         program: Program,
         tokens_max: int,
         logs: Path,
-        gateway: Callable[[], Gateway],
+        chat: Callable[[], Chat],
+        ask: Ask,
         finished: Finished,
         failed: Callable[[MegagrpoError], None],
         sampling: Callable[[Iterable[str]], Collection[str]],
         say: Callable[[str], None],
         prepare_seconds: float = START_SECONDS,
     ) -> None:
-        """Starts the host's thread. tokens_max: of a conversation. gateway: makes one. finished: takes a rollout's key
-        and sample, None if it was cancelled. failed: takes the error that ends the run. sampling: returns the keys
-        whose engine samples; the time limits of others pause. The host's thread calls all of these. prepare_seconds:
-        timeout of the file's `prepare` in a process."""
+        """Starts the host's thread. tokens_max: of a conversation. chat, ask: of the gateway. finished: takes a
+        rollout's key and sample, None if it was cancelled. failed: takes the error that ends the run. sampling: returns
+        the keys whose engine samples; the time limits of others pause. The host's thread calls all of these.
+        prepare_seconds: timeout of the file's `prepare` in a process."""
         self._agent, self._program, self._tokens_max, self._logs = agent, program, tokens_max, logs
         self._finished, self._failed, self._sampling, self._say = finished, failed, sampling, say
         self._prepare_seconds = prepare_seconds
@@ -108,7 +106,7 @@ class AgentHost:
         """Processes that ended and were started again."""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._make_gateway = gateway
+        self._chat, self._ask = chat, ask
         self.thread = threading.Thread(target=self._run, name="hosts agents", daemon=True)
         self.thread.start()
 
@@ -153,7 +151,7 @@ class AgentHost:
             self._failed(error)
 
     async def _serve(self) -> None:
-        self._gateway = self._make_gateway()
+        self._gateway = Gateway(self._chat(), self._ask, parser=self._agent.parser)
         await self._gateway.start()
         try:
             for slot in self._slots:
@@ -237,7 +235,7 @@ class AgentHost:
             rollout = slot.rollouts.get(message["event"])
             if rollout is not None and len(rollout.events) < EVENTS_MAX:
                 values = {name: value for name, value in message.items() if name != "event"}
-                rollout.events.append(told(values, time.monotonic() - rollout.opened))
+                rollout.events.append(reported(values, time.monotonic() - rollout.opened))
             return
         slot.cancelled.pop(message["end"], None)
         rollout = slot.rollouts.pop(message["end"], None)
@@ -373,7 +371,7 @@ class AgentHost:
         if not of_order:
             del self._running[rollout.order]
             self._held.discard(rollout.order)
-        sample = record.sample(rollout.request, "stop", turn_rewards)
+        sample = record.sample(rollout.order.requests[rollout.index], "stop", turn_rewards)
         if sample.agent is None:
             raise ValueError("a record without its rollout")
         run = sample.agent

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.agents.tools.load import variables
+from megagrpo.errors import AgentError, Problem, first_line
+from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.reward.keeper import ENVIRONMENT, KeptProcess, environment_of
 
 MESSAGE_BYTES_MAX = 1 << 24
@@ -18,6 +21,13 @@ MESSAGE_BYTES_MAX = 1 << 24
 LOG_BYTES_MAX = 1 << 26
 """Most bytes of one process's log; the rest is read and dropped."""
 RUNNER = Path(__file__).parent / "runner.py"
+BUILT_IN = {
+    "tools": "tool_loop.py",
+    "verifiers": "environments/verifiers.py",
+    "openenv": "environments/openenv.py",
+    "reasoning_gym": "environments/reasoning_gym.py",
+}
+"""The files beside this one that have `rollout`, by kind of agent."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,23 @@ class Program:
     """null: the run's interpreter, with what it can import."""
     environment: Sequence[str] = ()
     """Names of variables that it sees beside those that reward functions see."""
+
+
+def program_of(agent: AgentConfig) -> Program:
+    """Returns the agents' program. Raises AgentError if the file cannot be read, RecipeError for arguments of tools."""
+    if agent.function:
+        name, _, function = agent.function.rpartition(":")
+        file, arguments = Path(name).absolute(), agent.arguments
+    else:
+        file, function = Path(__file__).parent / BUILT_IN[agent.kind], "rollout"
+        written = [tool.model_dump(mode="json") for tool in agent.tool_configs]
+        arguments = {"tools": written} if agent.tools else getattr(agent, agent.kind).model_dump(mode="json")
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AgentError(Problem(f"agent.{agent.kind}", f"{file}: {first_line(error)}", "a file to read")) from None
+    environment = [*agent.environment, *variables(agent.tool_configs)]
+    return Program(str(file), source, function, arguments, agent.python, environment)
 
 
 class AgentProcess:

@@ -46,7 +46,7 @@ class ToolEvent(TypedDict):
     result: NotRequired[str]
 
 
-def told(values: Mapping[str, Any], at: float) -> dict[str, Any]:
+def reported(values: Mapping[str, Any], at: float) -> dict[str, Any]:
     """Returns an event that an agent reports. Any program may report anything: an event of a reserved kind, or a tool's
     call without a name or a time, gets a kind that nothing else has. Levels below EVENT_LEVELS_MAX are left out."""
     kind, seconds = str(values.get("kind")), values.get("seconds")

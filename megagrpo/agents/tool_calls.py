@@ -64,17 +64,17 @@ def parser_of(name: str, chat: Chat) -> Parser | None:
     if it writes no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
     if name == "auto":
         shown = style_of(chat)
-        if not shown or (shown not in OWN and importlib.util.find_spec("sglang") is None):
+        if not shown or (shown not in BUILT_IN and importlib.util.find_spec("sglang") is None):
             return None
         name = shown
-    if name in OWN:
-        return OWN[name]
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     if importlib.util.find_spec("sglang") is None:
         fix = "install SGLang (the extra sglang), or take one of megagrpo's own"
-        raise RecipeError(Problem("agent.parser", f"{name}, without SGLang", f"auto, {', '.join(OWN)}", fix))
+        raise RecipeError(Problem("agent.parser", f"{name}, without SGLang", f"auto, {', '.join(BUILT_IN)}", fix))
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    known = sorted({*OWN, *FunctionCallParser.ToolCallParserEnum})
+    known = sorted({*BUILT_IN, *FunctionCallParser.ToolCallParserEnum})
     if name not in known:
         raise RecipeError(Problem("agent.parser", brief(name), f"auto, {', '.join(known)}", "name one of these"))
     return lambda content, tools: sglang_calls(name, content, tools, chat)
@@ -132,12 +132,12 @@ def hermes_calls(content: str, tools: Tools) -> Calls:
     calls: list[tuple[str, Mapping[str, Any]]] = []
     unreadable = False
 
-    def take(found: re.Match[str]) -> str:
+    def take(written: re.Match[str]) -> str:
         nonlocal unreadable
-        read = _call_of(found[1], tools)
+        read = _call(_json(written[1]), tools)
         if read is None:
             unreadable = True
-            return found[0]
+            return written[0]
         calls.append(read)
         return ""
 
@@ -165,7 +165,7 @@ def llama3_calls(content: str, tools: Tools) -> Calls:
     return Calls(before, tuple(calls))
 
 
-OWN: Mapping[str, Parser] = {"hermes": hermes_calls, "llama3": llama3_calls}
+BUILT_IN: Mapping[str, Parser] = {"hermes": hermes_calls, "llama3": llama3_calls}
 
 
 def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
@@ -181,8 +181,8 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
     logger = logging.getLogger(SGLANG_LOGGER)
     logger.addHandler(heard)
     try:
-        left, found = parser.parse_non_stream(content)
-        calls = [(one.name, json.loads(one.parameters or "{}")) for one in found]
+        left, read = parser.parse_non_stream(content)
+        calls = [(one.name, json.loads(one.parameters or "{}")) for one in read]
     except Exception:  # noqa: BLE001  46 parsers, of text that a model has made up
         return Calls(content, unreadable=True)
     finally:
@@ -210,26 +210,23 @@ class _Warnings(logging.Handler):
         self.lost |= not record.getMessage().startswith("Parsed ")
 
 
-def _call_of(text: str, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
-    try:
-        return _call(json.loads(text), tools)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:
     """Returns a call as models write it; None if it is none or its tool is unknown."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some write the arguments as JSON in JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+    arguments = _json(arguments) if isinstance(arguments, str) else arguments  # some write JSON in JSON
     if not isinstance(name, str) or name not in _names(tools) or not is_arguments(arguments):
         return None
     return name, arguments
+
+
+def _json(text: str) -> Any:
+    """Returns the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> set[Any]:

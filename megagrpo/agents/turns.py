@@ -1,4 +1,5 @@
-"""The requests of a rollout's agent and the policy's answers, in tokens, and the branches that they form.
+"""The requests of a rollout's agent and the policy's answers, in tokens; the branches that they form; the record of a
+rollout that has ended.
 
 A rollout is a forest of turns. A turn holds only what it adds: the tokens that the gateway put in front (of a prompt,
 or of what came after an answer: never trained), and those that the policy sampled. A path from a root to a leaf, put
@@ -9,17 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megagrpo.agents.dialects.chat_request import Message
-from megagrpo.types import FinishReason, SamplingParams
+from megagrpo.errors import brief
+from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, SamplingParams, Turn
 
 DIGEST_BYTES = 16
+TurnRewards = Sequence[float] | Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class AskedTurn:
 
     number: int  # in the order in which the engine answered
     answer: str  # ChatAnswer.id
-    found: Found
+    match: Match
     parent: AskedTurn | None
     given: Sequence[Message]  # messages of the request behind `follows`
     message: Message
@@ -55,31 +59,31 @@ class AskedTurn:
 
     @property
     def follows(self) -> AskedTurn | None:
-        return self.found.turn
+        return self.match.turn
 
     def path(self) -> list[AskedTurn]:
         """Returns the turns whose tokens this one's engine saw, and itself."""
-        turns, turn = [self], self.parent
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.parent
-        return turns[::-1]
+        return _chain(self, lambda turn: turn.parent)
 
     def conversation(self) -> list[AskedTurn]:
         """Returns the turns that this one follows, however they were rendered, and itself."""
-        turns, turn = [self], self.follows
-        while turn is not None:
-            turns.append(turn)
-            turn = turn.follows
-        return turns[::-1]
+        return _chain(self, lambda turn: turn.follows)
 
     def tokens(self) -> np.ndarray:
         """Returns all tokens that the engine saw and sampled, int32."""
         return np.concatenate([part for turn in self.path() for part in (turn.added, turn.sampled)])
 
 
+def _chain(turn: AskedTurn | None, before: Callable[[AskedTurn], AskedTurn | None]) -> list[AskedTurn]:
+    turns = []
+    while turn is not None:
+        turns.append(turn)
+        turn = before(turn)
+    return turns[::-1]
+
+
 @dataclass(frozen=True, slots=True)
-class Found:
+class Match:
     """The part of a request that is known already, and digests of the request."""
 
     turn: AskedTurn | None  # the latest answer that ends a beginning of its messages
@@ -91,12 +95,8 @@ class Found:
     beginning: bytes  # messages up to the first user's: requests that share it are one conversation, edited or not
 
 
-@dataclass(frozen=True, slots=True)
-class PathOfTurns:
-    """The turns of a branch, and whether each is trained in it."""
-
-    turns: tuple[AskedTurn, ...]
-    trained: tuple[bool, ...]
+PathOfTurns = Sequence[tuple[AskedTurn, bool]]
+"""The turns of a branch, each with whether it is trained in it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -122,8 +122,8 @@ class Rollout:
     _answered: dict[bytes, dict[bytes, AskedTurn]] = field(default_factory=dict)
     """Answers by the digest of a conversation's messages up to and with the answer, and that of its tools."""
 
-    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Found:
-        own, written, beginning, begun = digest_of_tools(tools), b"", b"", False
+    def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Match:
+        of_tools, written, beginning, begun = digest_of_tools(tools), b"", b"", False
         turn, covered, other_tools = None, 0, False
         for count, message in enumerate(messages, 1):
             begun = begun or message["role"] == "assistant"
@@ -131,15 +131,15 @@ class Rollout:
             if not begun:
                 beginning, begun = written, message["role"] == "user"
             if known := self._answered.get(written):
-                other_tools = own not in known
-                turn, covered = known.get(own) or next(reversed(known.values())), count
-        digest = hashlib.blake2b(own + written, digest_size=DIGEST_BYTES).digest()
-        return Found(turn, covered, other_tools, digest, own, written, beginning)
+                other_tools = of_tools not in known
+                turn, covered = known.get(of_tools) or next(reversed(known.values())), count
+        digest = hashlib.blake2b(of_tools + written, digest_size=DIGEST_BYTES).digest()
+        return Match(turn, covered, other_tools, digest, of_tools, written, beginning)
 
     def add(self, turn: AskedTurn) -> None:
-        known = self._answered.setdefault(digest_of(turn.found.messages, turn.message), {})
-        known.pop(turn.found.tools, None)  # the latest is the last
-        known[turn.found.tools] = turn
+        known = self._answered.setdefault(digest_of(turn.match.messages, turn.message), {})
+        known.pop(turn.match.tools, None)  # the latest is the last
+        known[turn.match.tools] = turn
         self.turns.append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
@@ -148,16 +148,16 @@ class Rollout:
 
     def unused(self) -> set[AskedTurn]:
         """Returns answers that the agent passed over for another one to the same request. They are not trained."""
-        gone_on = {turn.found.digest for turn in self.turns if turn.followed}
-        return {turn for turn in self.turns if not turn.followed and turn.found.digest in gone_on}
+        gone_on = {turn.match.digest for turn in self.turns if turn.followed}
+        return {turn for turn in self.turns if not turn.followed and turn.match.digest in gone_on}
 
     def paths(self) -> list[PathOfTurns]:
         """Returns a path to each answer that no turn extends (`unused` ones aside), first those from the first root. A
         turn that several paths share is trained in the first."""
-        unused, trained, made = self.unused(), set[AskedTurn](), []
+        unused, trained, made = self.unused(), set[AskedTurn](), list[PathOfTurns]()
         leaves = [turn for turn in self.turns if turn not in unused and not set(turn.children) - unused]
         for path in sorted((leaf.path() for leaf in leaves), key=lambda path: (path[0].number, path[-1].number)):
-            made.append(PathOfTurns(tuple(path), tuple(turn not in trained for turn in path)))
+            made.append([(turn, turn not in trained) for turn in path])
             trained.update(path)
         return made
 
@@ -175,7 +175,99 @@ class Rollout:
             return sum(message in given for message in task)
 
         first = max((turn for turn in self.turns if turn.follows is None), key=of_task)
-        return next((turn for turn in reversed(used) if turn.found.beginning == first.found.beginning), None)
+        return next((turn for turn in reversed(used) if turn.match.beginning == first.match.beginning), None)
+
+
+class Record:
+    """A rollout that takes no more turns.
+
+    `turns`: all answers, trained or not, in the order in which they were sampled. `paths`: the turns of each branch.
+    `limited`: a limit ended the agent's last request, so that it is truncated. `aborted`: why the engine gave up on a
+    turn, or "".
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout, self.turns, self.paths = rollout, rollout.turns, rollout.paths()
+        self.limited, self.aborted = rollout.limited, rollout.aborted
+
+    def sample(self, request: Request, finish: FinishReason, turn_rewards: TurnRewards = None) -> Sample:
+        """Returns the rollout as the sample of a request. Turn rewards that fit no turn fail the rollout, as any other
+        mistake of the agent: its finish is then "abort", and `agent.error` says why."""
+        run = self.agent_run(turn_rewards)
+        last = self._rollout.last_of_task()
+        trained = [turn for path in self.paths for turn, trained in path if trained]
+        return Sample(
+            prompt_id=request.prompt_id,
+            index=request.index,
+            tokens=_joined((turn.sampled for turn in trained), np.int32),
+            logprobs=_joined((turn.logprobs for turn in trained), np.float32),
+            versions=_joined((turn.versions for turn in trained), np.int32),
+            finish="abort" if run.error else finish,
+            text=last.text if last else "",
+            agent=run,
+        )
+
+    def agent_run(self, turn_rewards: TurnRewards = None) -> AgentRun:
+        """Returns the AgentRun. `turn_rewards`: one per answer, in order; or by an answer's id as the agent got it."""
+        rewards, error = self._rewards(turn_rewards)
+        last = self._rollout.last_of_task()
+        conversation = last.conversation() if last else []
+        return AgentRun(
+            branches=tuple(map(_branch, self.paths)),
+            turns=tuple(
+                Turn(turn.number, number, len(turn.sampled), rewards.get(turn.number))
+                for number, path in enumerate(self.paths)
+                for turn, trained in path
+                if trained
+            ),
+            messages=tuple(message for turn in conversation for message in (*turn.given, turn.message)),
+            error=error,
+            counts=self._counts(),
+            events=tuple(self._rollout.events),
+        )
+
+    def _rewards(self, given: Any) -> tuple[dict[int, float], str]:
+        """Returns rewards by the number of their turn, and an error if they cannot be read."""
+        if given is None:
+            return {}, ""
+        turns = self.turns
+        if isinstance(given, Mapping):
+            numbers = {turn.answer: turn.number for turn in reversed(turns)}  # of several answers, the first
+            numbered = [(numbers.get(str(name)[-16:]), reward) for name, reward in given.items()]
+        elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) <= len(turns):
+            numbered = list(enumerate(given))
+        else:
+            return {}, f"turn_rewards: {brief(given)} is not one number for each of {len(turns)} answers"
+        rewards = {}
+        for number, reward in numbered:
+            if number is None or isinstance(reward, bool) or not isinstance(reward, int | float | None):
+                return {}, f"turn_rewards: {brief(given)} are not numbers of the {len(turns)} answers"
+            if reward is not None and not math.isfinite(reward):
+                return {}, f"turn_rewards: {reward} is not finite"
+            if reward is not None:
+                rewards[number] = float(reward)
+        return rewards, ""
+
+    def _counts(self) -> dict[str, float]:
+        unused = self._rollout.unused()
+        tokens = sum(len(turn.sampled) for turn in unused)
+        counts = self._rollout.counts + Counter(
+            {"turns": len(self.turns), "turns_unused": len(unused), "tokens_unused": tokens}
+        )
+        return {name: float(count) for name, count in sorted(counts.items())}
+
+
+def _branch(path: PathOfTurns) -> Branch:
+    marks = [
+        np.full(len(part), trained and part is turn.sampled)
+        for turn, trained in path
+        for part in (turn.added, turn.sampled)
+    ]
+    return Branch(path[-1][0].tokens(), np.concatenate(marks))
+
+
+def _joined(parts: Iterable[np.ndarray], kind: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, kind), *parts])
 
 
 def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:

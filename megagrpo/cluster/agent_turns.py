@@ -11,8 +11,9 @@ from pathlib import Path
 from threading import Condition
 from typing import Protocol
 
+from megagrpo.agents.chat import chat_of
 from megagrpo.agents.host import TICK_SECONDS, AgentHost
-from megagrpo.agents.host_settings import gateway_of, program_of
+from megagrpo.agents.processes import program_of
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
@@ -43,20 +44,21 @@ class AgentTurns:
 
     def __init__(self, recipe: Recipe, tokenizer_directory: Path, engines: Engines) -> None:
         """Creates the agents' host. Raises AgentError if the agent's file cannot be read."""
-        if recipe.agent is None:
+        if (agent := recipe.agent) is None:
             raise ValueError("no agent")
-        self._turn_seconds = recipe.agent.turn_timeout_seconds or math.inf
+        self._turn_seconds = agent.turn_timeout_seconds or math.inf
         self._engines, self._pool, self._changed = engines, engines.pool, engines.changed
         self._turns: dict[Order, set[Order]] = {}
         """Turns that wait or run, by the order of their rollouts."""
         self._held: set[Order] = set()
         self._new: list[tuple[Order, Order]] = []
         self.host = AgentHost(
-            recipe.agent,
-            program_of(recipe.agent),
+            agent,
+            program_of(agent),
             recipe.sequence_tokens_max,
             run_directory(recipe).absolute() / "logs",
-            lambda: gateway_of(recipe, tokenizer_directory, self._ask),
+            lambda: chat_of(recipe, agent, tokenizer_directory),
+            self._ask,
             finished=self._finished,
             failed=engines.fail,
             sampling=self._sampling,
@@ -151,8 +153,7 @@ class AgentTurns:
             if sample is None:
                 return
             order.samples[index] = sample
-            complete = order.complete
-            if complete:
+            if complete := order.complete:
                 self._held.discard(order)
         if complete:
             order.on_complete(order)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.importing.rows import Answer, Missing, Nothing, NotKnownError, Options, Write, number, text, truth, whole
-from megagrpo.importing.values import set_name, warmup
+from megagrpo.importing.options import value_of
+from megagrpo.importing.rows import (
+    Answer,
+    Missing,
+    Nothing,
+    NotKnownError,
+    Options,
+    Write,
+    number,
+    set_name,
+    text,
+    truth,
+    warmup,
+    whole,
+)
 
 VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"function": "gsm8k", "arguments": {"method": "flexible"}}],
@@ -46,17 +58,8 @@ def amounts(value: Any) -> list[tuple[str, int | float]]:
         listed = listed[0].split()
     if len(listed) % 2:
         raise NotKnownError(f"{value!r} is no list of data sets, each with its amount")
-    pairs = []
-    for name, amount in zip(listed[::2], listed[1::2], strict=True):
-        if isinstance(amount, str) and not re.fullmatch(r"\d*\.?\d+", amount):
-            raise NotKnownError(f"{amount!r} is no amount")
-        if isinstance(amount, str):
-            try:
-                amount = float(amount) if "." in amount else int(amount)
-            except ValueError:
-                raise NotKnownError(f"{amount!r} is no amount of the data set {name!r}") from None
-        pairs.append((text(name), number(amount)))
-    return pairs
+    pairs = zip(listed[::2], listed[1::2], strict=True)
+    return [(text(name), number(value_of(str(amount)))) for name, amount in pairs]
 
 
 def entries(pairs: list[tuple[str, int | float]]) -> list[dict[str, Any]]:

@@ -30,22 +30,9 @@ class Given:
     value: Any
     line: int
 
-    @property
-    def unknown(self) -> str:
-        """Returns the part of its value that only a shell, or another file, could tell; empty if the value is known."""
-        return unknown_in(self.value)
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """The options that a file gives. notes: for a reader of the recipe, about how the file was read."""
-
-    path: Path
-    given: Mapping[str, Given]
-    notes: Sequence[str] = ()
-
 
 def unknown_in(value: Any) -> str:
+    """Returns the part of a value that only a shell, or another file, could tell; empty if the value is known."""
     if isinstance(value, str):
         return unknown_part(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -10,7 +10,6 @@ from megagrpo.errors import Problem
 from megagrpo.importing import open_instruct, slime, trl, verl
 from megagrpo.importing.options import (
     SCRIPT_SUFFIXES,
-    Configuration,
     Given,
     command_line,
     flags,
@@ -19,7 +18,6 @@ from megagrpo.importing.options import (
     yaml_options,
 )
 from megagrpo.importing.recipe_text import recipe_problems, recipe_text
-from megagrpo.importing.rows import run_name
 from megagrpo.importing.translate import Framework, Translation, translate
 
 FRAMEWORKS: dict[str, Framework] = {
@@ -54,7 +52,7 @@ def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environ
     known = FRAMEWORKS[framework]
     given, notes = _options(known, path, set_to, environment)
     given |= {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}
-    translation = translate(known, Configuration(path, given, notes), run_name(path.stem))
+    translation = translate(known, path, given, notes)
     problems = recipe_problems(translation)
     return Imported(translation, recipe_text(translation, problems), problems)
 

@@ -6,16 +6,15 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pydantic
 
 from megagrpo.errors import Problem
 from megagrpo.importing.options import unknown_in
-from megagrpo.importing.rows import NotKnownError
+from megagrpo.importing.rows import Kind, NotKnownError
 from megagrpo.importing.shell_words import UNKNOWN
-from megagrpo.importing.translate import Field, Kind, Outcome, Translation
+from megagrpo.importing.translate import Field, Outcome, Translation
 from megagrpo.recipe.problems import schema_problems
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.yaml12 import to_text
@@ -33,7 +32,7 @@ TITLES: dict[Kind, str] = {
 
 def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
     """Returns YAML: the fields, each with its source; below them, options that have not been translated."""
-    source, title = translation.configuration.path.name, translation.framework.title
+    source, title = translation.path.name, translation.framework.title
     lines = [
         "# yaml-language-server: $schema=recipe.schema.json",
         "#",
@@ -41,9 +40,7 @@ def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
     ]
     lines += _comment("It does not run before these are correct:", [_in_a_line(problem) for problem in problems])
     lines += _comment("Read this first:", translation.notes)
-    sources = {field.path: field.source for field in translation.fields}
-    tree = tree_of({field.path: field for field in translation.fields})
-    lines += _mapping(tree, 0, sources)
+    lines += _mapping(tree_of({field.path: field for field in translation.fields}), 0)
     for kind in ("missing", "unknown"):
         listed = [f"{shown(one)}: {one.why}" for one in translation.of_kind(kind)]
         lines += ["", *_comment(f"{TITLES[kind]}:", listed)[1:]] if listed else []
@@ -54,10 +51,10 @@ def recipe_problems(translation: Translation) -> list[Problem]:
     """Returns problems of the recipe by itself, without model and data, each with the options that it comes from."""
     tree = tree_of({field.path: field.value for field in translation.fields})
     try:
-        found = broken_rules(Recipe.model_validate(tree))
+        problems = broken_rules(Recipe.model_validate(tree))
     except pydantic.ValidationError as error:
-        found = schema_problems(tree, error.errors(), Recipe)
-    return [replace(problem, where=f"{problem.where}{_origin(problem.where, translation)}") for problem in found]
+        problems = schema_problems(tree, error.errors(), Recipe)
+    return [replace(problem, where=f"{problem.where}{_origin(problem.where, translation)}") for problem in problems]
 
 
 def _origin(path: str, translation: Translation) -> str:
@@ -81,7 +78,7 @@ def _in_a_line(problem: Problem) -> str:
 def report(translation: Translation) -> str:
     """Returns the report of the options' outcomes, for a terminal."""
     counts = {kind: len(translation.of_kind(kind)) for kind in TITLES}
-    path = translation.configuration.path
+    path = translation.path
     lines = [
         f"{len(translation.outcomes)} options of {path}: {counts['translated']} translated, {counts['same']} with "
         f"nothing to write, {counts['missing']} without counterpart, {counts['unknown']} not known"
@@ -89,9 +86,15 @@ def report(translation: Translation) -> str:
     for kind in ("missing", "unknown", "same"):
         of_kind = translation.of_kind(kind)
         if of_kind:
-            lines += ["", f"{TITLES[kind]}:", *(_line(one, path) for one in of_kind)]
+            lines += ["", f"{TITLES[kind]}:"]
+        for one in of_kind:
+            text = f"{path.name}:{one.line} {shown(one)}: {one.why}"
+            lines.append(
+                textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+            )
     if translation.notes:
-        lines += ["", "Read this:", *(_wrapped(note, "  ") for note in translation.notes)]
+        notes = [textwrap.fill(note, WIDTH - 2, break_on_hyphens=False) for note in translation.notes]
+        lines += ["", "Read this:", *(textwrap.indent(note, "  ") for note in notes)]
     return "\n".join(lines)
 
 
@@ -102,15 +105,6 @@ def shown(outcome: Outcome) -> str:
     value = "..." if SECRET.search(outcome.option.lower()) else outcome.value
     text = str(value).replace(UNKNOWN, "").replace("\n", " ")
     return f"{outcome.option}={text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _line(outcome: Outcome, path: Path) -> str:
-    text = f"{path.name}:{outcome.line} {shown(outcome)}: {outcome.why}"
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-
-
-def _wrapped(text: str, indent: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _comment(title: str, items: Sequence[str]) -> list[str]:
@@ -126,7 +120,7 @@ def _comment(title: str, items: Sequence[str]) -> list[str]:
     return lines
 
 
-def _mapping(tree: dict[str, Any], depth: int, sources: dict[str, str]) -> Iterator[str]:
+def _mapping(tree: dict[str, Any], depth: int) -> Iterator[str]:
     indent = "  " * depth
     for key, value in tree.items():
         name = to_text({key: None}).partition(":")[0] if not key.isidentifier() else key
@@ -136,7 +130,7 @@ def _mapping(tree: dict[str, Any], depth: int, sources: dict[str, str]) -> Itera
             if depth == 0:
                 yield ""
             yield f"{indent}{name}:"
-            yield from _mapping(value, depth + 1, sources)
+            yield from _mapping(value, depth + 1)
 
 
 def _field(start: str, field: Field, depth: int) -> Iterator[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, Literal
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.options import Given, unknown_in
@@ -17,6 +18,9 @@ from megagrpo.recipe.yaml12 import parse
 
 ABSENT = object()
 """In place of a default: the option does nothing unless it is given."""
+Kind = Literal["translated", "same", "missing", "unknown"]
+"""same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
+PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
 OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled")
 """Values that turn a feature off."""
 
@@ -36,6 +40,7 @@ class Nothing:
     """The answer for an option that writes nothing, because it is so here already or the option has no effect."""
 
     why: str
+    kind: ClassVar[Kind] = "same"
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,15 @@ class Missing:
     """The answer for an option without counterpart here: why, and what to do."""
 
     why: str
+    kind: ClassVar[Kind] = "missing"
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The answer for an option that no row names, or whose value is not known."""
+
+    why: str
+    kind: ClassVar[Kind] = "unknown"
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Together:
     """The answer for an option that is part of what other options write: those that read it."""
 
 
-Answer = Write | Nothing | Missing | Together
+Answer = Write | Nothing | Missing | Unknown | Together
 
 
 class NotKnownError(Exception):
@@ -305,3 +319,40 @@ def _wrong(tree: Any, functions: Mapping[str, Any], conditions: Mapping[str, Con
     keys = tree.keys() - {"default", "said"}
     formed = any(needed <= keys <= needed | more for needed, more in FORMS)
     return "" if formed else f"{', '.join(tree)} together"
+
+
+# --- answers that several frameworks share ----------------------------------------------------------------------------
+
+
+def set_name(path: str) -> str:
+    """Returns a name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
+    file = PurePosixPath(path)
+    stem = file.name.split(".")[0]
+    named = file.parent.name if stem.lower() in PLAIN_NAMES and file.parent.name else stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", named).strip("_-") or "held_out"
+
+
+def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | None = None) -> Answer:
+    """Returns data ranks and engines on `gpus` GPUs that both use in turn. sizes: of tensor, pipeline and context;
+    engine: GPUs of one engine. engines: their number, if they have GPUs of their own."""
+    ranks = prod(sizes.values())
+    if gpus % ranks:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        return Missing(f"{gpus} GPUs are no multiple of {product}: give train.layout")
+    if engines is None and gpus % engine:
+        return Missing(f"{gpus} GPUs are no multiple of engines of {engine}: give rollout.engines")
+    return Write({"train.layout.data": gpus // ranks, "rollout.engines": engines or gpus // engine})
+
+
+def microbatches(longest: int) -> tuple[int, str]:
+    """Returns the tokens of a microbatch that holds the longest sequence, and why."""
+    return max(longest, 8192), "as many as the longest sequence, at least"
+
+
+def warmup(share: float, steps: Any) -> Answer:
+    """Returns the steps of a warm-up that is a share of all. steps: None if unknown before the data is counted."""
+    if not share:
+        return Write({"train.optimizer.warmup_steps": 0})
+    if steps is None:
+        return Missing(f"a share of all steps ({share:g}): give their number in train.optimizer.warmup_steps")
+    return Write({"train.optimizer.warmup_steps": round(share * whole(steps))})

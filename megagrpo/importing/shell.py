@@ -24,7 +24,6 @@ from megagrpo.importing.shell_syntax import (
     Function,
     Group,
     If,
-    Joined,
     Node,
     Parser,
     Pipe,
@@ -118,9 +117,6 @@ class _Run(Shell):
         match node:
             case Simple():
                 return self._simple(node)
-            case Joined(left, both, right):
-                status = self.node(left)
-                return self._chosen(status if both else _negated(status), lambda: self.node(right), lambda: not both)
             case Pipe(parts, negated):
                 status = self.node(parts[0]) if len(parts) == 1 else self._piped(parts)
                 return _negated(status) if negated else status
@@ -169,7 +165,6 @@ class _Run(Shell):
     def _while(self, node: While) -> Status:
         while True:
             status = self.block(node.test)
-            status = _negated(status) if node.until else status
             if status is None:
                 return self._either(lambda: self._turn(node.body) and None, lambda: None)
             if not status or not self._turn(node.body):
@@ -453,12 +448,8 @@ class _Tested:
             return self._is("-n", left)
         sign = self.words.pop(0).text
         right = self.words.pop(0) if self.words else Word("", first.line)
-        if sign in COMPARISONS:
-            return self._compared(left, sign, self._text(right), first.line)
-        pattern = self.run.pattern(right) if self.raw and sign in ("=", "==", "!=") else self._text(right)
-        if UNKNOWN in left + pattern:
-            return self.run.doubt(unknown_part(left + pattern))
-        return _compare(left, sign, pattern, self.raw)
+        is_pattern = self.raw and sign in ("=", "==", "!=")
+        return self._compared(left, sign, self.run.pattern(right) if is_pattern else self._text(right), first.line)
 
     def _text(self, word: Word) -> str:
         return self.run.text(word) if self.raw else word.text
@@ -476,23 +467,17 @@ class _Tested:
     def _compared(self, left: str, sign: str, right: str, line: int) -> Status:
         if UNKNOWN in left + right:
             return self.run.doubt(unknown_part(left + right))
-        one, other = self.run.number(left or "0", line), self.run.number(right or "0", line)
-        if one is None or other is None:
-            return self.run.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
-        return COMPARISONS[sign](one, other)
-
-
-def _compare(left: str, sign: str, right: str, raw: bool) -> Status:
-    match sign:
-        case "=" | "==" | "!=":
-            return (matches(right, left) if raw else left == right) == (sign != "!=")
-        case "<":
-            return left < right
-        case ">":
-            return left > right
-        case "=~":
-            try:
-                return re.search(right, left) is not None
-            except re.error:
-                return None
-    return None
+        if sign in COMPARISONS:
+            one, other = self.run.number(left or "0", line), self.run.number(right or "0", line)
+            if one is None or other is None:
+                return self.run.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
+            return COMPARISONS[sign](one, other)
+        match sign:
+            case "=" | "==" | "!=":
+                return (matches(right, left) if self.raw else left == right) == (sign != "!=")
+            case "<" | ">":
+                return left < right if sign == "<" else left > right
+            case "=~":
+                with suppress(re.error):
+                    return re.search(right, left) is not None
+        return None

@@ -45,15 +45,6 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """left && right, or left || right."""
-
-    left: Node
-    both: bool
-    right: Node
-
-
-@dataclass(frozen=True)
 class Pipe:
     """Commands of which each reads what the one before it writes. negated: behind !."""
 
@@ -63,7 +54,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class If:
-    """A test with the blocks of both cases. An `elif` is another one in `otherwise`."""
+    """A test with the blocks of both cases. An `elif` is another one in `otherwise`; && and || are tests, too."""
 
     test: Block
     body: Block
@@ -72,10 +63,9 @@ class If:
 
 @dataclass(frozen=True)
 class While:
-    """A loop as long as the test succeeds, or fails (until). next: runs between two turns."""
+    """A loop as long as the test succeeds. next: runs between two turns."""
 
     test: Block
-    until: bool
     body: Block
     next: Block = ()
 
@@ -126,7 +116,7 @@ class Test:
     words: Sequence[Word]
 
 
-Node = Simple | Joined | Pipe | If | While | For | Case | Function | Group | Arithmetic | Test
+Node = Simple | Pipe | If | While | For | Case | Function | Group | Arithmetic | Test
 Block = Sequence[Node]
 
 
@@ -187,7 +177,8 @@ class Parser:
         while self._blanks() and (sign := re.compile(r"&&|\|\|").match(self.text, self.at)):
             self.at = sign.end()
             self._blanks(lines=True)
-            left = Joined(left, sign[0] == "&&", self._pipe())
+            right = [self._pipe()]
+            left = If([left], right, [Arithmetic("0")]) if sign[0] == "&&" else If([left], (), right)
         return left
 
     def _pipe(self) -> Node:
@@ -224,10 +215,11 @@ class Parser:
             return Test(self._test())
         if self._takes("if"):
             return self._if()
-        for word in ("while", "until"):
-            if self._takes(word):
-                test = self._until("do")
-                return While(test, word == "until", self._until("done"))
+        if self._takes("while"):
+            return While(self._until("do"), self._until("done"))
+        if self._takes("until"):
+            test = Pipe([Group(self._until("do"), apart=False)], negated=True)
+            return While([test], self._until("done"))
         if self._takes("for") or self._takes("select"):
             return self._for()
         return self._case() if self._takes("case") else None
@@ -264,7 +256,7 @@ class Parser:
         if counted is None:
             return For(name, words, body)
         first, test, each = [*counted.split(";"), "", ""][:3]
-        loop = While([Arithmetic(test or "1")], False, body, [Arithmetic(each)])
+        loop = While([Arithmetic(test or "1")], body, [Arithmetic(each)])
         return Group([Arithmetic(first), loop], apart=False)
 
     def _case(self) -> Node:

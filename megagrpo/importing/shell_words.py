@@ -48,26 +48,26 @@ Value = str | list[Word]
 
 def unknown_part(text: str) -> str:
     """Returns the first expansion in a text that is not known, as it was written; empty if all are known."""
-    found = EXPANSION.search(text)
-    return found[1] if found else ""
+    expansion = EXPANSION.search(text)
+    return expansion[1] if expansion else ""
 
 
 def glob(pattern: str) -> str:
     """Returns a shell's pattern as a regular expression; a backslash escapes the next character."""
-    found, at = "", 0
+    expression, at = "", 0
     while at < len(pattern):
         here, at = pattern[at], at + 1
         end = pattern.find("]", at + 1 + pattern.startswith("!", at)) if here == "[" else -1
         if here == "\\":
-            found, at = found + re.escape(pattern[at : at + 1]), at + 1
+            expression, at = expression + re.escape(pattern[at : at + 1]), at + 1
         elif here in "*?":
-            found += {"*": ".*", "?": "."}[here]
+            expression += {"*": ".*", "?": "."}[here]
         elif end > 0:
             inside = pattern[at:end].replace("\\", r"\\")
-            found, at = found + f"[{'^' + inside[1:] if inside[0] in '!^' else inside}]", end + 1
+            expression, at = expression + f"[{'^' + inside[1:] if inside[0] in '!^' else inside}]", end + 1
         else:
-            found += re.escape(here)
-    return found
+            expression += re.escape(here)
+    return expression
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -114,19 +114,19 @@ class Shell(ABC):
 
 def braces(text: str) -> list[str]:
     """Expands {a,b} and {1..3} in a word, without quotes or expansions, to words."""
-    found = re.fullmatch(r"([^\\\"'$`{}]*)\{([^\\\"'$`{}\s]*)\}([^\\\"'$`]*)", text)
-    if not found:
+    parts = re.fullmatch(r"([^\\\"'$`{}]*)\{([^\\\"'$`{}\s]*)\}([^\\\"'$`]*)", text)
+    if not parts:
         return [text]
-    inside = found[2].split(",")
-    if numbers := SEQUENCE.fullmatch(found[2]):
+    inside = parts[2].split(",")
+    if numbers := SEQUENCE.fullmatch(parts[2]):
         first, last = int(numbers[1][-9:]), int(numbers[2][-9:])
         step = max(1, abs(int((numbers[3] or "1")[-9:])))
         numbered = range(first, last + (1 if first <= last else -1), step if first <= last else -step)
         inside = [str(one) for one in numbered[: ITEMS_MAX + 1]]
-    following = braces(found[3])
+    following = braces(parts[3])
     if len(inside) < 2 or len(inside) * len(following) > ITEMS_MAX:
         return [text]
-    return [f"{found[1]}{one}{rest}" for one in inside for rest in following]
+    return [f"{parts[1]}{one}{rest}" for one in inside for rest in following]
 
 
 @dataclass
@@ -148,31 +148,31 @@ class _Expansion:
 
     def pieces(self, *, split: bool, end: str = "") -> list[str]:
         """Expands up to the quotation mark `end`, or to the end. split: at blanks outside quotations."""
-        found = [""]
+        pieces = [""]
         if not end and re.match(r"~(/|$)", self.raw[self.at :]) and isinstance(self.shell.variables.get("HOME"), str):
-            found, self.at = [str(self.shell.variables["HOME"])], self.at + 1
+            pieces, self.at = [str(self.shell.variables["HOME"])], self.at + 1
         while self.at < len(self.raw) and not (end and self.raw[self.at] == end):
             here, stop = self.raw[self.at], span(self.raw, self.at, bool(end))
             piece = self.raw[self.at : stop]
             if here == "\\":
                 kept = not end or piece[1:] in ("\\", '"', "$", "`", "\n")
-                found[-1] += self._plain(piece[1:].replace("\n", "") if kept else piece)
+                pieces[-1] += self._plain(piece[1:].replace("\n", "") if kept else piece)
             elif here == "'" and not end:
                 self.quoted = True
-                found[-1] += self._plain(piece[1:].removesuffix("'"))
+                pieces[-1] += self._plain(piece[1:].removesuffix("'"))
             elif here == '"' and not end:
                 self.quoted, self.at = True, self.at + 1
-                self._add(found, self.pieces(split=False, end='"'), split=False)
+                self._add(pieces, self.pieces(split=False, end='"'), split=False)
                 stop = self.at + 1
             elif here in "$`" and len(piece) > 1:
-                self._add(found, self._expanded(piece, bool(end)), split=split and not end, plain=bool(end))
+                self._add(pieces, self._expanded(piece, bool(end)), split=split and not end, plain=bool(end))
             elif here == "$" and not piece[1:]:
                 stop, values = self._named(bool(end))
-                self._add(found, values, split=split and not end, plain=bool(end))
+                self._add(pieces, values, split=split and not end, plain=bool(end))
             else:
-                found[-1] += self._plain(here) if end else here
+                pieces[-1] += self._plain(here) if end else here
             self.at = stop
-        return found
+        return pieces
 
     def _plain(self, text: str) -> str:
         return re.sub(r"([*?\[\]\\])", r"\\\1", text) if self.pattern else text
@@ -189,23 +189,23 @@ class _Expansion:
 
     def _named(self, quoted: bool) -> tuple[int, list[str]]:
         """Expands $NAME, or a dollar sign. Returns the index behind it, and its values."""
-        found = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\d-])").match(self.raw, self.at)
-        if not found:
+        name = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!\d-])").match(self.raw, self.at)
+        if not name:
             return self.at + 1, ["$"]
-        return found.end(), self._value(found[1], None, found[0], quoted)
+        return name.end(), self._value(name[1], None, name[0], quoted)
 
     def _expanded(self, piece: str, quoted: bool) -> list[str]:
         if piece.startswith("$'"):
             self.quoted = True
-            return [re.sub(r"\\(.)", lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), piece[2:-1])]
+            return [re.sub(r"\\(.)", lambda text: {"n": "\n", "t": "\t"}.get(text[1], text[1]), piece[2:-1])]
         if piece.startswith("$((") and piece.endswith("))"):
             number = self.shell.number(piece[3:-2], self.line)
             return [UNKNOWN + piece if number is None else str(number)]
         if piece.startswith("${"):
             return self._braces(piece[2:].removesuffix("}"), piece, quoted)
         inside = piece[1:].removesuffix("`") if piece[0] == "`" else piece[2:].removesuffix(")")
-        found = self.shell.output(inside, self.line)
-        return [UNKNOWN + piece if UNKNOWN in found else found]
+        text = self.shell.output(inside, self.line)
+        return [UNKNOWN + piece if UNKNOWN in text else text]
 
     def _value(self, name: str, index: str | None, whole: str, quoted: bool = False) -> list[str]:
         """Returns a variable's value, or all or one of an array's; [] if empty, the written text if unknown."""
@@ -228,34 +228,36 @@ class _Expansion:
         return [values[number] if -len(values) <= number < len(values) else ""]
 
     def _braces(self, inside: str, whole: str, quoted: bool) -> list[str]:
-        found = PARAMETER.match(inside)
-        if found and found[1] and not inside[found.end() :].strip() and found[1] == "#":
-            values = self._value(found[2], found[3], whole)
-            unknown = any(UNKNOWN in value for value in values)
-            return [UNKNOWN + whole if unknown else str(len(values if found[3] in ("@", "*") else values[0]))]
-        if found and found[1] == "!" and found.end() == len(inside):
-            name = "".join(self._value(found[2], None, whole))
-            return [name] if UNKNOWN in name else self._value(name, None, whole)
-        found = re.compile(r"(@|\*|#|[A-Za-z_]\w*|\d+)(?:\[([^]]*)\])?").match(inside)
-        if not found:
+        parameter = PARAMETER.match(inside)
+        if not parameter:
             return [UNKNOWN + whole]
-        values, rest = self._value(found[1], found[2], whole, quoted), inside[found.end() :]
+        (sign, name, index), rest = parameter.groups(), inside[parameter.end() :]
+        if sign == "#" and not rest.strip():
+            values = self._value(name, index, whole)
+            unknown = any(UNKNOWN in value for value in values)
+            return [UNKNOWN + whole if unknown else str(len(values if index in ("@", "*") else values[0]))]
+        if sign == "!" and not rest:
+            other = "".join(self._value(name, None, whole))
+            return [other] if UNKNOWN in other else self._value(other, None, whole)
+        if sign:
+            return [UNKNOWN + whole]
+        values = self._value(name, index, whole, quoted)
         if not rest:
             return values
-        if told := re.compile(r":?([-=?+])").match(rest):
-            is_set = found[1] in ("@", "*") or (found[1] in self.shell.variables or UNKNOWN not in "".join(values))
+        if default := re.compile(r":?([-=?+])").match(rest):
+            is_set = name in ("@", "*") or name in self.shell.variables or UNKNOWN not in "".join(values)
             used = is_set and (any(values) or (bool(values) and not rest.startswith(":")))
-            if told[1] == "+":
-                return self._inner(rest[told.end() :]) if used else []
-            if used or told[1] == "?":
+            if default[1] == "+":
+                return self._inner(rest[default.end() :]) if used else []
+            if used or default[1] == "?":
                 return values if used else [UNKNOWN + whole]
-            other = self._inner(rest[told.end() :])
-            if told[1] == "=":
-                self.shell.assign(found[1], " ".join(other))
-            return other
+            others = self._inner(rest[default.end() :])
+            if default[1] == "=":
+                self.shell.assign(name, " ".join(others))
+            return others
         if any(UNKNOWN in value for value in values):
             return [UNKNOWN + whole]
-        return self._changed(values, rest, several=found[1] in ("@", "*") or found[2] in ("@", "*"), whole=whole)
+        return self._changed(values, rest, several=name in ("@", "*") or index in ("@", "*"), whole=whole)
 
     def _inner(self, text: str) -> list[str]:
         """Expands a default, with its own quotes and expansions."""
@@ -321,10 +323,10 @@ class _Number:
             at = found.end()
 
     def whole(self) -> int:
-        found = self._several() if self.tokens else 0
+        value = self._several() if self.tokens else 0
         if self.tokens:
             raise ValueError(self.tokens[0])
-        return found
+        return value
 
     def _next(self) -> str:
         return self.tokens[0] if self.tokens else ""
@@ -333,10 +335,10 @@ class _Number:
         return self.tokens.pop(0) if self._next() in wanted and self.tokens else ""
 
     def _several(self) -> int:
-        found = self._assigned()
+        value = self._assigned()
         while self._take(","):
-            found = self._assigned()
-        return found
+            value = self._assigned()
+        return value
 
     def _assigned(self) -> int:
         name, sign = self._next(), self.tokens[1] if len(self.tokens) > 1 else ""
@@ -346,14 +348,14 @@ class _Number:
             value = value if sign == "=" else int(ChainMap(*LEVELS)[sign[0]](self._named(name), value))
             self.shell.assign(name, str(value))
             return value
-        found = self._level(0)
+        value = self._level(0)
         if not self._take("?"):
-            return found
+            return value
         one = self._assigned()
         if not self._take(":"):
             raise ValueError("? without :")
         other = self._assigned()
-        return one if found else other
+        return one if value else other
 
     def _level(self, level: int) -> int:
         if level == len(LEVELS):
@@ -364,23 +366,23 @@ class _Number:
         return value
 
     def _power(self) -> int:
-        found = self._one()
+        value = self._one()
         if not self._take("**"):
-            return found
+            return value
         power = self._power()
-        if not 0 <= power < 64 or abs(found) > 2**32:
+        if not 0 <= power < 64 or abs(value) > 2**32:
             raise ValueError("a power beyond 64 bits")
-        return int(found**power)
+        return int(value**power)
 
     def _one(self) -> int:
         if sign := self._take("-", "+", "!", "~"):
             value = self._one()
             return {"-": -value, "+": value, "!": int(not value), "~": ~value}[sign]
         if self._take("("):
-            found = self._several()
+            value = self._several()
             if not self._take(")"):
                 raise ValueError("( without )")
-            return found
+            return value
         changed = self._take("++", "--")
         token = self.tokens.pop(0) if self.tokens else ""
         if not token.isidentifier():

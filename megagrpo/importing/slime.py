@@ -12,13 +12,15 @@ from megagrpo.importing.rows import (
     NotKnownError,
     Options,
     Write,
+    layout_of,
+    microbatches,
     number,
+    set_name,
     text,
     texts,
     truth,
     whole,
 )
-from megagrpo.importing.values import layout_of, microbatches, set_name
 
 
 def longest(options: Options) -> int:

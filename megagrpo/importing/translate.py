@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pydantic
 
-from megagrpo.importing.options import Configuration, Given
-from megagrpo.importing.rows import ABSENT, Missing, NotKnownError, Options, Row, Table, Together, Write, read_table
+from megagrpo.importing.options import Given
+from megagrpo.importing.rows import (
+    ABSENT,
+    Answer,
+    Kind,
+    Missing,
+    NotKnownError,
+    Options,
+    Row,
+    Table,
+    Together,
+    Unknown,
+    Write,
+    read_table,
+    run_name,
+)
 from megagrpo.importing.shell_syntax import Word
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import tree_of
-
-Kind = Literal["translated", "same", "missing", "unknown"]
-"""same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ class Translation:
     """A recipe's fields in the order of its schema, and the outcome of every option."""
 
     framework: Framework
-    configuration: Configuration
+    path: Path
+    """The file that the options are from."""
     fields: Sequence[Field]
     outcomes: Sequence[Outcome]
     notes: Sequence[str] = ()
@@ -112,25 +124,24 @@ class _Written:
         return ""
 
 
-def translate(framework: Framework, configuration: Configuration, name: str) -> Translation:
-    """Translates a configuration. name: the recipe's, if the configuration gives none."""
-    given, written, answers = configuration.given, _Written(), dict[str, Write | Together | Outcome]()
+def translate(framework: Framework, path: Path, given: Mapping[str, Given], notes: Sequence[str] = ()) -> Translation:
+    """Translates the options of a file. notes: for a reader of the recipe, about how the file was read."""
+    written, answers = _Written(), dict[str, Answer]()
     defaults = {option: row.default for option, row in framework.table.items() if row.default is not ABSENT}
     options = Options(given, defaults)
     for option in sorted(options, key=lambda one: one not in given):  # what is given decides before defaults
         options.read = set()
-        answered = _answer(framework, options, option)
+        answered = answer_of(framework, options, option)
         if option in given:
             answers[option] = answered
         elif not isinstance(answered, Write):
             continue
         if isinstance(answered, Write):
             source = answered.source or (option if option in given else f"{framework.title}'s default of {option}")
-            for path, value in answered.fields.items():
-                written.readers.setdefault(path, set()).update(options.read)
-                if (others := written.put(path, value, source)) and option in given:
-                    why = f"{others} gives {path} another value, which counts"
-                    answers[option] = Outcome(option, given[option].value, given[option].line, "missing", why)
+            for field_, value in answered.fields.items():
+                written.readers.setdefault(field_, set()).update(options.read)
+                if (others := written.put(field_, value, source)) and option in given:
+                    answers[option] = Missing(f"{others} gives {field_} another value, which counts")
             if answered.note and option in given:
                 written.notes.append(f"{option}: {answered.note}")
     try:
@@ -138,62 +149,50 @@ def translate(framework: Framework, configuration: Configuration, name: str) -> 
     except (NotKnownError, ZeroDivisionError) as error:
         rest = {}
         written.notes.append(f"what depends on several options is left out: {error}")
-    for path, (value, why) in rest.items():
-        if path not in written.values:
-            written.put(path, value, why)
-            written.readers[path] = {option for option in given if option in why.split()}
+    for field_, (value, why) in rest.items():
+        if field_ not in written.values:
+            written.put(field_, value, why)
+            written.readers[field_] = {option for option in given if option in why.split()}
     if "name" not in written.values:
-        written.put("name", name, "the file's name")
+        written.put("name", run_name(path.stem), "the file's name")
     kept = _without_defaults(written.values)
     for option, answer in answers.items():
         if isinstance(answer, Together):
-            paths = [path for path in kept if option in written.readers.get(path, ())]
+            paths = [field_ for field_ in kept if option in written.readers.get(field_, ())]
             answers[option] = Write(dict.fromkeys(paths))
-            for path in paths:
-                if not any(option in source.split() for source in written.sources[path]):
-                    written.sources[path].append(option)
-    outcomes = [_outcome(given[option].line, option, given[option].value, answers[option], kept) for option in given]
-    fields = [Field(path, value, ", ".join(written.sources[path])) for path, value in _in_order(kept)]
-    return Translation(framework, configuration, fields, outcomes, [*configuration.notes, *written.notes])
+            for field_ in paths:
+                if not any(option in source.split() for source in written.sources[field_]):
+                    written.sources[field_].append(option)
+    outcomes = [_outcome(given[option], answers[option], kept) for option in given]
+    fields = [Field(field_, value, ", ".join(written.sources[field_])) for field_, value in _in_order(kept)]
+    return Translation(framework, path, fields, outcomes, [*notes, *written.notes])
 
 
-def _answer(framework: Framework, options: Options, option: str) -> Write | Together | Outcome:
+def answer_of(framework: Framework, options: Options, option: str) -> Answer:
     row = framework.row(option)
-    found = options.given.get(option)
-    line, value = (found.line, found.value) if found else (0, None)
-
-    def outcome(kind: Kind, why: str) -> Outcome:
-        return Outcome(option, value, line, kind, why)
-
     if row is None:
         elsewhere = "another file sets it: add what it has besides the model's shape, which config.json says"
-        unlisted = f"no such option of {framework.title} is known here"
-        return outcome("unknown", elsewhere if UNKNOWN in option else unlisted)
+        return Unknown(elsewhere if UNKNOWN in option else f"no such option of {framework.title} is known here")
     try:
         answer = row.of(options[option], options)
     except NotKnownError as error:
-        return outcome("unknown", str(error))
+        return Unknown(str(error))
     except ZeroDivisionError:
-        return outcome("missing", "an option that it is divided by is 0")
+        return Missing("an option that it is divided by is 0")
     if isinstance(answer, Write):
         last = option.rpartition(".")[2]
-        fields = {path.replace("*", last): value for path, value in answer.fields.items()}
-        return Write(fields, answer.note, answer.source)
-    if isinstance(answer, Together):
-        return answer
-    return outcome("missing" if isinstance(answer, Missing) else "same", answer.why)
+        return replace(answer, fields={path.replace("*", last): value for path, value in answer.fields.items()})
+    return answer
 
 
-def _outcome(
-    line: int, option: str, value: Any, answer: Write | Together | Outcome, kept: Mapping[str, Any]
-) -> Outcome:
-    if isinstance(answer, Outcome):
-        return answer
+def _outcome(given: Given, answer: Answer, kept: Mapping[str, Any]) -> Outcome:
+    if not isinstance(answer, Write | Together):
+        return Outcome(given.name, given.value, given.line, answer.kind, answer.why)
     paths = list(answer.fields) if isinstance(answer, Write) else []
     if stays := [path for path in paths if path in kept]:
-        return Outcome(option, value, line, "translated", ", ".join(stays))
+        return Outcome(given.name, given.value, given.line, "translated", ", ".join(stays))
     why = f"{', '.join(paths)} is so by default" if paths else "it changes nothing here"
-    return Outcome(option, value, line, "same", why)
+    return Outcome(given.name, given.value, given.line, "same", why)
 
 
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

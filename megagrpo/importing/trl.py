@@ -16,14 +16,15 @@ from megagrpo.importing.rows import (
     Options,
     Together,
     Write,
+    microbatches,
     number,
     picked,
     text,
     texts,
+    warmup,
     whole,
 )
 from megagrpo.importing.shell_words import UNKNOWN
-from megagrpo.importing.values import microbatches, warmup
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
 """Arguments of GRPOTrainer that no recipe can hold."""
@@ -186,17 +187,13 @@ def tracking(value: Any, _: Options) -> Answer:
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
     longest = 1024 + options.whole("max_completion_length")
-    more: dict[str, tuple[Any, str]] = {
+    return {
         "cluster.device": ("cuda", "it runs on GPUs"),
         "rollout.engine": ("sglang", "what samples on GPUs"),
         "rollout.sglang.enable_memory_saver": (True, "engines give their memory back while training"),
         "train.tokens_per_microbatch": microbatches(longest),
         "data.prompt_tokens_max": (1024, "no limit there; choose one"),
+        "data.train": ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths"),
+        "reward.functions": ([{"function": "rewards.py:reward"}], "a place for your reward function"),
+        "model.path": ("models/POLICY", "a place for your model"),
     }
-    if "data.train" not in fields:
-        more["data.train"] = ([{"path": "data/train.parquet"}], "a place for your data: prompts with ground truths")
-    if "reward.functions" not in fields:
-        more["reward.functions"] = ([{"function": "rewards.py:reward"}], "a place for your reward function")
-    if "model.path" not in fields:
-        more["model.path"] = ("models/POLICY", "a place for your model")
-    return more

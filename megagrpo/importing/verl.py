@@ -14,14 +14,17 @@ from megagrpo.importing.rows import (
     Options,
     Together,
     Write,
+    layout_of,
+    microbatches,
     number,
     picked,
+    set_name,
     text,
     texts,
     truth,
+    warmup,
     whole,
 )
-from megagrpo.importing.values import layout_of, microbatches, set_name, warmup
 
 ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"
@@ -83,10 +86,6 @@ def trained_by(options: Options) -> str:
     engine = next((name for name in ENGINES if any(name in one for one in named)), "")
     has_megatron = any(name.startswith(f"{MEGATRON}.") for name in options.given)
     return engine or ("megatron" if has_megatron else "fsdp")
-
-
-def is_megatron(options: Options) -> bool:
-    return trained_by(options) == "megatron"
 
 
 def schedule(options: Options) -> Any:
@@ -191,7 +190,9 @@ def responses_of_microbatch(value: Any, options: Options) -> Answer:
 
 
 def logprob_tokens(value: Any, options: Options) -> Answer:
-    passes = in_loss(options) or in_reward(options) or updates(options) > 1
+    minibatches = options.whole("data.train_batch_size") // options.whole(f"{ACTOR}.ppo_mini_batch_size")
+    updates = minibatches * options.whole(f"{ACTOR}.ppo_epochs")
+    passes = in_loss(options) or in_reward(options) or updates > 1
     if not options.true(f"{ACTOR}.use_dynamic_bsz") or not passes:
         return Nothing("it would have no effect")
     trained = max(options.whole(f"{ACTOR}.ppo_max_token_len_per_gpu"), -(-longest(options) // context(options)))
@@ -199,12 +200,6 @@ def logprob_tokens(value: Any, options: Options) -> Answer:
     if several < 2:
         return Nothing("as many as with gradients, as here")
     return Write({"train.logprob_tokens_per_microbatch": several * trained})
-
-
-def updates(options: Options) -> int:
-    """Returns the optimizer steps of a step."""
-    mini = options.whole(f"{ACTOR}.ppo_mini_batch_size")
-    return options.whole("data.train_batch_size") // mini * options.whole(f"{ACTOR}.ppo_epochs")
 
 
 def context(options: Options) -> int:
@@ -220,11 +215,11 @@ def context(options: Options) -> int:
 
 
 def nodes(value: Any, options: Options) -> Answer:
-    sizes = {"context": context(options)}
-    if is_megatron(options):
+    sizes, engine_name = {"context": context(options)}, trained_by(options)
+    if engine_name == "megatron":
         sizes["tensor"] = options.whole(f"{MEGATRON}.tensor_model_parallel_size")
         sizes["pipeline"] = options.whole(f"{MEGATRON}.pipeline_model_parallel_size")
-    elif trained_by(options) == "torchtitan":
+    elif engine_name == "torchtitan":
         sizes["tensor"] = options.whole(f"{ACTOR}.torchtitan.tensor_parallel_size")
         sizes["pipeline"] = options.whole(f"{ACTOR}.torchtitan.pipeline_parallel_size")
     engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
@@ -233,7 +228,7 @@ def nodes(value: Any, options: Options) -> Answer:
     if not isinstance(layout, Write):
         return layout
     source = f"{gpus} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
-    if is_megatron(options):
+    if engine_name == "megatron":
         return Write(layout.fields, source=source)
     note = (
         "verl's FSDP splits the weights over all GPUs; here every data rank has them whole, unless tensor or pipeline "

@@ -125,8 +125,7 @@ def _interpreter(agent: AgentConfig) -> Iterator[Problem]:
 
 def _function(agent: AgentConfig) -> Iterator[Problem]:
     """Starts an agent process, which imports the file. Yields a problem if that fails."""
-    from megagrpo.agents.host_settings import program_of
-    from megagrpo.agents.processes import AgentProcess
+    from megagrpo.agents.processes import AgentProcess, program_of
 
     async def failure() -> str:
         program = program_of(agent)
@@ -168,8 +167,7 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
 
     Raises ModelError.
     """
-    from megagrpo.agents.host_settings import program_of
-    from megagrpo.agents.processes import environment_of_program
+    from megagrpo.agents.processes import environment_of_program, program_of
     from megagrpo.agents.tools.load import offered
 
     environment = environment_of_program(program_of(agent))
@@ -194,7 +192,7 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
             schemas[tool.name] = tool.schema
     if tokenizer is None or not schemas:
         return AgentChecks(tuple(problems), tuple(unchecked))
-    tokens, most = _tokens_before_prompts(recipe, tokenizer, list(schemas.values())), recipe.sequence_tokens_max
+    tokens, most = _tokens_before_prompts(recipe, agent, tokenizer, list(schemas.values())), recipe.sequence_tokens_max
     described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
     if tokens >= most:
         needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
@@ -202,11 +200,13 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
     return AgentChecks(tuple(problems), tuple(unchecked), {"tools": described})
 
 
-def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapping[str, Any]]) -> int:
+def _tokens_before_prompts(
+    recipe: Recipe, agent: AgentConfig, tokenizer: Path, tools: Sequence[Mapping[str, Any]]
+) -> int:
     """Returns the tokens of a conversation with an empty user message, by the template. 0 if it refuses that."""
-    from megagrpo.agents.host_settings import chat_of
+    from megagrpo.agents.chat import chat_of
 
-    chat, system = chat_of(recipe, tokenizer), recipe.data.system_prompt
+    chat, system = chat_of(recipe, agent, tokenizer), recipe.data.system_prompt
     said = [{"role": "system", "content": system}] if system else []
     try:
         return len(chat.encode(chat.render([*said, {"role": "user", "content": ""}], tools)))
@@ -219,13 +219,13 @@ def _tokens_before_prompts(recipe: Recipe, tokenizer: Path, tools: Sequence[Mapp
 
 def _template(recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bool) -> AgentChecks:
     """Checks roles and parser by the chat template. Raises ModelError and RecipeError."""
-    from megagrpo.agents.host_settings import chat_of  # imports transformers, which takes seconds
-    from megagrpo.agents.tool_calls import OWN, parser_of, style_of
+    from megagrpo.agents.chat import chat_of  # imports transformers, which takes seconds
+    from megagrpo.agents.tool_calls import BUILT_IN, parser_of, style_of
 
-    chat = chat_of(recipe, directory)
+    chat = chat_of(recipe, agent, directory)
     shown, role = style_of(chat), ROLES.get(agent.kind, "")
     name, problems, unchecked = (shown if agent.parser == "auto" else agent.parser), list[Problem](), list[str]()
-    if plan_only and name and name not in OWN and find_spec("sglang") is None:
+    if plan_only and name and name not in BUILT_IN and find_spec("sglang") is None:
         unchecked.append(f"agent.parser: {name} is SGLang's, which is not on this machine")
         known = True
     else:

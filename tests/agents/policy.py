@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.record import Record
+from megagrpo.agents.turns import Record
 from megagrpo.types import Request, Sample
 from tests.agents.families import chat_of, tokenizer_of
 
@@ -118,7 +118,7 @@ def check(record: Record, sample: Sample, seen: Sequence[tuple[tuple[int, ...], 
     for number, path in enumerate(record.paths):
         before: list[int] = []
         marks: list[bool] = []
-        for turn, is_trained in zip(path.turns, path.trained, strict=True):
+        for turn, is_trained in path:
             before += turn.added.tolist()
             count = len(turn.sampled)
             assert any(

@@ -15,8 +15,7 @@ import numpy as np
 
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.record import Record
-from megagrpo.agents.turns import Limits
+from megagrpo.agents.turns import Limits, Record
 from megagrpo.types import Request, Sample, SamplingParams
 
 
@@ -147,10 +146,10 @@ def checked(record: Record, engine: ScriptedEngine) -> Sample:
     assert run is not None
     trained, rows = Counter[int](), list[np.ndarray]()
     for number, (branch, path) in enumerate(zip(run.branches, record.paths, strict=True)):
-        assert branch.tokens.tolist() == path.turns[-1].tokens().tolist()
+        assert branch.tokens.tolist() == path[-1][0].tokens().tolist()
         assert branch.tokens.dtype == np.int32
         at = 0
-        for turn, mine in zip(path.turns, path.trained, strict=True):
+        for turn, mine in path:
             assert not branch.trained[at : at + len(turn.added)].any()
             at += len(turn.added)
             assert (branch.trained[at : at + len(turn.sampled)] == mine).all()

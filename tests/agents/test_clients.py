@@ -46,7 +46,7 @@ def numbers_of(index: int) -> list[int]:
 
 @asynccontextmanager
 async def served(policy: Policy) -> AsyncIterator[Gateway]:
-    gateway = Gateway(chat(), policy.ask, model="policy", parser="hermes")
+    gateway = Gateway(chat(), policy.ask, parser="hermes")
     await gateway.start()
     try:
         yield gateway

@@ -47,7 +47,7 @@ def says(text: str, seed: int) -> str:
 async def run(command: list[str], directory: Path, settings: Any) -> None:
     """One rollout of the program, in a home of its own."""
     policy = Policy(says)
-    gateway = Gateway(chat(), policy.ask, model="policy", parser="hermes")
+    gateway = Gateway(chat(), policy.ask, parser="hermes")
     await gateway.start()
     try:
         key = gateway.open("p", 0, LIMITS)

@@ -18,7 +18,7 @@ import pytest
 import megagrpo.agents
 from megagrpo import cli
 from megagrpo.agents.processes import AgentProcess, Program
-from megagrpo.agents.record import Record
+from megagrpo.agents.turns import Record
 from megagrpo.data.reasoning_gym import task_records
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema.agent import AgentConfig

@@ -42,7 +42,7 @@ class Session:
 
 @asynccontextmanager
 async def opened(policy: Policy, of_chat: Chat | None = None) -> AsyncIterator[tuple[Gateway, str, Session]]:
-    gateway = Gateway(of_chat or chat(), policy.ask, model="policy", parser="hermes")
+    gateway = Gateway(of_chat or chat(), policy.ask, parser="hermes")
     await gateway.start()
     try:
         async with aiohttp.ClientSession(gateway.url) as http:

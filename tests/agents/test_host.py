@@ -19,7 +19,6 @@ import pytest
 from examples.demo.model import make_tokenizer
 from megagrpo.agents import host as agents_host
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
 from megagrpo.agents.processes import Program
 from megagrpo.errors import AgentError, MegagrpoError
@@ -149,7 +148,8 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
                 replace(program, **of_program),
                 300,
                 tmp_path,
-                lambda: Gateway(Chat(TOKENIZER, []), found.ask),
+                lambda: Chat(TOKENIZER, []),
+                found.ask,
                 finished=found.finished,
                 failed=found.failures.append,
                 sampling=lambda keys: set(keys) if found.engines else set(),

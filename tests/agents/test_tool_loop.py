@@ -15,10 +15,9 @@ import pytest
 
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
-from megagrpo.agents.host_settings import program_of
-from megagrpo.agents.record import Record
+from megagrpo.agents.processes import program_of
 from megagrpo.agents.tool_loop import prepare, rollout
-from megagrpo.agents.turns import Limits
+from megagrpo.agents.turns import Limits, Record
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
@@ -208,7 +207,7 @@ class Hosted:
 
 @pytest.fixture
 def hosted(tmp_path: Path) -> Iterator[Hosted]:
-    agent = AgentConfig.model_validate({"tools": [f"{OWN}:add", "python"]})
+    agent = AgentConfig.model_validate({"tools": [f"{OWN}:add", "python"], "parser": "hermes"})
     policy, samples, failures = Policy(adder), dict[int, Sample](), list[MegagrpoError]()
 
     def finished(order: Order, index: int, key: str, sample: Sample | None) -> None:
@@ -216,7 +215,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
         samples[index] = sample
 
     made = AgentHost(
-        agent, program_of(agent), 4000, tmp_path, lambda: Gateway(chat(), policy.ask, parser="hermes"),
+        agent, program_of(agent), 4000, tmp_path, chat, policy.ask,
         finished=finished, failed=failures.append,
         sampling=set, say=print,
     )  # fmt: skip

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.host_settings import program_of
-from megagrpo.agents.processes import environment_of_program
+from megagrpo.agents.processes import environment_of_program, program_of
 from megagrpo.agents.tools.checks import NOT_HERE, tool_problems
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.section import broken_rules

@@ -106,9 +106,9 @@ def test_a_rollout_that_is_given_up_leaves_no_process_and_its_sandbox_to_others(
             call = asyncio.create_task(answer(tools["python"], {"code": "while True: pass"}))
             await asyncio.sleep(0)
             call.cancel()
-        assert len(tool._free) == 1
+        assert len(tool.free) == 1
         assert "NameError" in (await runs[0]("x")).text
-        assert len(tool._free) == 0
+        assert len(tool.free) == 0
 
     notebooks(python(stateful=True).model_copy(update={"timeout_seconds": 1.0}), 1, use)
 

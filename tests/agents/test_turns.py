@@ -14,8 +14,7 @@ from megagrpo.agents.answers import Answers
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import ChatRequest, Kept
-from megagrpo.agents.record import Record
-from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.agents.turns import Limits, Record, Rollout
 from megagrpo.types import SamplingParams
 from tests.agents.families import FAMILIES, chat_of
 from tests.agents.scripted import ScriptedEngine, checked
@@ -42,7 +41,7 @@ async def play(chat: Chat, family: str, seed: int) -> Record:
     """Some agents of one rollout, that go on, fork, edit, forget, change their tools and ask for several answers."""
     rng = random.Random(seed)
     engine = ScriptedEngine(chat, lambda _, seed: words(chat, family, seed))
-    answers = Answers(chat, engine.ask, model="m", parser=PARSERS.get(family, "auto"), audited=1.0)
+    answers = Answers(chat, engine.ask, parser=PARSERS.get(family, "auto"), audited=1.0)
     rollout = Rollout("prompt", 0, Limits(100, 100_000, SamplingParams(60), seed), opened=0.0)
     talks: list[Messages] = [[{"role": "user", "content": text(rng, 1)}]]
     tools = TOOLS if family != "zephyr" else []

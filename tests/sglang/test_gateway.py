@@ -85,7 +85,7 @@ class Asked:
 
 @asynccontextmanager
 async def gateway_of(asked: Asked) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
-    gateway = Gateway(chat(), asked.ask, model="policy", parser="hermes", grace_seconds=0.2)
+    gateway = Gateway(chat(), asked.ask, parser="hermes", grace_seconds=0.2)
     await gateway.start()
     try:
         async with aiohttp.ClientSession(gateway.url) as session:

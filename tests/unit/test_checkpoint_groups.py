@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megagrpo.agents.seen import told
+from megagrpo.agents.seen import reported
 from megagrpo.checkpoint import groups as groups_file
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
@@ -269,7 +269,7 @@ def test_an_event_that_is_deep_is_told_as_far_as_a_checkpoint_holds_it(tmp_path:
     deep: list[Any] = []
     for _ in range(900):
         deep = [deep]
-    event = told({"kind": "state", "value": {"a": 1, "deep": deep}}, 0.5)
+    event = reported({"kind": "state", "value": {"a": 1, "deep": deep}}, 0.5)
     run = replace(RUN, events=(*RUN.events, event))
     group = Group(Prompt("train:4", (1, 2), "search", "x"), (replace(sample("train:4", 0, 5), agent=run),))
     write_groups(tmp_path / "groups", [group])

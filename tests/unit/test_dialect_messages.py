@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.agents.dialects import messages
-from megagrpo.agents.dialects.chat_request import ChatAnswer, Choice, Kept, Message, Refusal, call
+from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Choice, Kept, Message, Refusal, call
 from megagrpo.agents.turns import digest_of
 from tests.dialect_answers import ANSWERS, any_body, said
 
@@ -128,8 +128,9 @@ def test_the_events_of_a_stream_make_the_answer(name: str) -> None:
 
 def test_why_an_answer_ends_is_said() -> None:
     def stop(**changes: Any) -> dict[str, Any]:
-        (choice,) = said({"role": "assistant", "content": "x"}).choices
-        return messages.stop_of(replace(choice, **changes))
+        answer = said({"role": "assistant", "content": "x"})
+        changed = replace(answer, choices=(replace(answer.choices[0], **changes),))
+        return {name: messages.written(ChatRequest(()), changed)[name] for name in ("stop_reason", "stop_sequence")}
 
     assert stop() == {"stop_reason": "end_turn", "stop_sequence": None}
     assert stop(stop_string="END") == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
@@ -140,7 +141,7 @@ def test_why_an_answer_ends_is_said() -> None:
 def test_usage_counts_cached_tokens_apart() -> None:
     choice = Choice({"role": "assistant", "content": "x"}, "stop", (1, 2), (0.0, 0.0))
     answer = ChatAnswer("0" * 16, 1, "policy", tuple(range(10)), 7, (choice,))
-    usage = messages.usage_of(answer)
+    usage = messages.written(ChatRequest(()), answer)["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 7, 2)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.demo.model import make_tokenizer
-from megagrpo.agents.seen import BranchReason, told
+from megagrpo.agents.seen import BranchReason, reported
 from megagrpo.cli import main
 from megagrpo.report.text import BRANCHES, conversation
 from megagrpo.track.rollout_files import TRAIN, rollout_file
@@ -59,7 +59,7 @@ KINDS = st.sampled_from(["note", "tool", "turn", LEFT_OUT])
 
 @given(st.lists(st.tuples(KINDS, st.dictionaries(NAMES, JSON, max_size=4)), max_size=4), st.sampled_from([1, 60]))
 def test_a_trace_is_bounded_and_readable_whatever_agents_tell(given: list[tuple[str, Any]], times: int) -> None:
-    events = [told(values | {"kind": kind}, 1.0) for kind, values in given] * times
+    events = [reported(values | {"kind": kind}, 1.0) for kind, values in given] * times
     run = calculator_run(events=(*calculator_run().events, *events))
     assert size_of(run) < 3 * TRACE_CHARACTERS
     assert "It is 391." in conversation(row_of(group_of(run))) or len(run.events) > EVENTS_MAX

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.seen import told
+from megagrpo.agents.seen import reported
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import TOOLS_MAX, agent_metrics
 from megagrpo.types import Group, Prompt
@@ -68,7 +68,7 @@ def test_what_goes_wrong_is_counted_by_what_it_is() -> None:
 def test_agents_may_tell_anything_and_make_up_any_number_of_tools() -> None:
     given: list[dict[str, Any]] = [{"kind": "tool"}, {"kind": "turn", "said": "x"}]
     given += [{"kind": "tool", "name": name, "seconds": at} for name, at in ((3, 1.0), ("x", "1"), ("x", math.nan))]
-    odd = tuple(told(event, 0.0) for event in given)
+    odd = tuple(reported(event, 0.0) for event in given)
     many = tuple(tool_event(0.0, 1.0, f"tool{number}") for number in range(3 * TOOLS_MAX))
     metrics = agent_metrics([group_of(calculator_run(events=(*odd, *many, tool_event(0.0, 1.0, ""))))])
     tools = [name for name in metrics if name.startswith("agent/tools/") and name.endswith("/calls")]

@@ -135,7 +135,11 @@ def written(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
         choices.append(made | ({"token_ids": list(choice.tokens)} if request.token_ids else {}))
     whole = {
         "id": f"chatcmpl-{answer.id}", "object": "chat.completion", "created": answer.created, "model": answer.model,
-        "choices": choices, "usage": usage_of(answer),
+        "choices": choices, "usage": {
+            "prompt_tokens": len(answer.prompt), "completion_tokens": answer.sampled_tokens,
+            "total_tokens": len(answer.prompt) + answer.sampled_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        },
     }  # fmt: skip
     return whole | ({"prompt_token_ids": list(answer.prompt)} if request.token_ids else {})
 
@@ -149,14 +153,6 @@ def message_written(message: Message) -> dict[str, Any]:
             for one in calls
         ]
     return made
-
-
-def usage_of(answer: ChatAnswer) -> dict[str, Any]:
-    return {
-        "prompt_tokens": len(answer.prompt), "completion_tokens": answer.sampled_tokens,
-        "total_tokens": len(answer.prompt) + answer.sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }  # fmt: skip
 
 
 def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:

@@ -106,10 +106,10 @@ class Kept:
     def of(self, answer: str, wanted: str) -> Conversation:
         """Returns the conversation that ends with an answer, named by its id with any prefix. `wanted` is the field
         of the request with this id. Raises Refusal if the rollout has no such answer."""
-        found = self.conversations.get(answer.rpartition("_")[2])
-        if found is None:
+        conversation = self.conversations.get(answer.rpartition("_")[2])
+        if conversation is None:
             raise Refusal(400, "previous_response_not_found", f"{wanted}: this rollout has no such response", wanted)
-        return found
+        return conversation
 
 
 class Refusal(Exception):  # noqa: N818  an answer over HTTP, not a failure of the run
@@ -232,26 +232,19 @@ def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
     """
     made: list[dict[str, Any]] = []
     for message in messages:
-        last = made[-1] if made else {"role": ""}
-        if message["role"] != last["role"] or message["role"] == "tool":
+        role, last = message["role"], made[-1] if made else {"role": "", "content": ""}
+        has_more_than_calls = message["content"] or "reasoning_content" in message
+        another = has_more_than_calls and (last["content"] or last.get("tool_calls"))
+        if role != last["role"] or role == "tool" or (role == "assistant" and another):
             made.append(dict(message))
-        elif message["role"] != "assistant":
+        elif role != "assistant":
             last["content"] = "\n\n".join(text for text in (last["content"], message["content"]) if text)
-        elif _follows(last, message):
+        else:
             last["content"] += message["content"]
             for field in ("reasoning_content", "tool_calls"):
                 if field in message:
                     last[field] = last[field] + message[field] if field in last else message[field]
-        else:
-            made.append(dict(message))
     return tuple(made)
-
-
-def _follows(last: Message, message: Message) -> bool:
-    """Returns whether `message` may be a later part of the answer that begins with `last`."""
-    if last.get("tool_calls"):
-        return not message["content"] and "reasoning_content" not in message
-    return not last["content"] or (not message["content"] and "reasoning_content" not in message)
 
 
 def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:

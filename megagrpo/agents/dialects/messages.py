@@ -11,7 +11,6 @@ from megagrpo.agents.dialects.chat_completions import count_of
 from megagrpo.agents.dialects.chat_request import (
     ChatAnswer,
     ChatRequest,
-    Choice,
     Conversation,
     Kept,
     Message,
@@ -185,9 +184,15 @@ def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], list[
 
 def written(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     (choice,) = answer.choices
+    stop = {"stop_reason": STOPS[choice.finish], "stop_sequence": None}
+    if choice.stop_string and choice.finish == "stop":
+        stop = {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
     return {
         "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model,
-        "content": blocks_of(choice.message, answer.id), **stop_of(choice), "usage": usage_of(answer),
+        "content": blocks_of(choice.message, answer.id), **stop, "usage": {
+            "input_tokens": len(answer.prompt) - answer.cached_tokens, "cache_read_input_tokens": answer.cached_tokens,
+            "cache_creation_input_tokens": 0, "output_tokens": answer.sampled_tokens,
+        },
     }  # fmt: skip
 
 
@@ -202,19 +207,6 @@ def blocks_of(message: Message, identity: str) -> list[dict[str, Any]]:
         function = one["function"]
         blocks.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": function["arguments"]})
     return blocks
-
-
-def stop_of(choice: Choice) -> dict[str, Any]:
-    if choice.stop_string and choice.finish == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
-    return {"stop_reason": STOPS[choice.finish], "stop_sequence": None}
-
-
-def usage_of(answer: ChatAnswer) -> dict[str, int]:
-    return {
-        "input_tokens": len(answer.prompt) - answer.cached_tokens, "cache_read_input_tokens": answer.cached_tokens,
-        "cache_creation_input_tokens": 0, "output_tokens": answer.sampled_tokens,
-    }  # fmt: skip
 
 
 def events(request: ChatRequest, answer: ChatAnswer) -> Iterator[bytes]:

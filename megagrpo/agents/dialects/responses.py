@@ -226,7 +226,12 @@ def written(request: ResponsesRequest, answer: ChatAnswer) -> dict[str, Any]:
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "instructions": request.instructions or None, "previous_response_id": request.previous or None,
         "output": items, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
-        "max_output_tokens": request.tokens_max, "metadata": {}, "store": True, "usage": usage_of(answer),
+        "max_output_tokens": request.tokens_max, "metadata": {}, "store": True, "usage": {
+            "input_tokens": len(answer.prompt), "output_tokens": answer.sampled_tokens,
+            "total_tokens": len(answer.prompt) + answer.sampled_tokens,
+            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
     }  # fmt: skip
 
 
@@ -273,15 +278,6 @@ def part_of(identity: str, message: Message) -> Message:
     if not number.isdecimal() or int(number) >= len(calls):
         raise wrong("input", f"an item of this rollout, not {identity}")
     return called(calls[int(number)])
-
-
-def usage_of(answer: ChatAnswer) -> dict[str, Any]:
-    return {
-        "input_tokens": len(answer.prompt), "output_tokens": answer.sampled_tokens,
-        "total_tokens": len(answer.prompt) + answer.sampled_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }  # fmt: skip
 
 
 def events(request: ResponsesRequest, answer: ChatAnswer) -> Iterator[bytes]:

@@ -18,11 +18,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-ASKED_AT_ONCE_MAX = 1024
 
 
 async def rollout(
@@ -50,7 +47,7 @@ async def rollout(
         say(messages, text_of(result.observation))
         while not result.done:
             try:
-                answer = await asyncio.get_running_loop().run_in_executor(askers(), ask, endpoint, messages)
+                answer = await asyncio.to_thread(ask, endpoint, messages)
             except RefusedError:
                 if not rewards:
                     raise
@@ -82,9 +79,9 @@ def first_line(raised: Exception) -> str:
 
 def seed_of(task: Any) -> int:
     """Returns the row's seed or index, or a seed made of its id: all rollouts of a prompt are of the same episode."""
-    own = task.extra_info.get("seed", task.extra_info.get("index"))
-    if isinstance(own, int):
-        return own
+    seed = task.extra_info.get("seed", task.extra_info.get("index"))
+    if isinstance(seed, int):
+        return seed
     return int.from_bytes(hashlib.blake2b(str(task.id).encode(), digest_size=3).digest(), "big")
 
 
@@ -101,7 +98,7 @@ def say(messages: list[dict[str, Any]], text: str) -> None:
 def observation_text(observation: str | None) -> Callable[[Mapping[str, Any]], str]:
     """Returns the reader of observations: a field, FILE.py:FUNCTION, or (None) the only text, else all as JSON."""
     if observation is not None and ".py:" in observation:
-        return own(observation)
+        return function_of(observation)
     if observation is not None:
         return lambda seen: str(seen[observation])
 
@@ -116,13 +113,13 @@ def observation_text(observation: str | None) -> Callable[[Mapping[str, Any]], s
 def text_action(action: str | None) -> Callable[[str], dict[str, Any]]:
     """Returns the maker of actions: a field for the answer, FILE.py:FUNCTION, or (None) the last JSON object in it."""
     if action is not None and ".py:" in action:
-        return own(action)
+        return function_of(action)
     return last_object if action is None else lambda said: {action: said}
 
 
 def last_object(said: str) -> dict[str, Any]:
     """Returns the last JSON object in a text. {} if there is none: the environment judges it."""
-    found: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     decoder, at = json.JSONDecoder(), said.find("{")
     while at >= 0:
         try:
@@ -130,30 +127,23 @@ def last_object(said: str) -> dict[str, Any]:
         except (json.JSONDecodeError, RecursionError):
             end = at + 1
         else:
-            found = value
+            last = value
         at = said.find("{", end)
-    return found
+    return last
 
 
 @functools.cache
-def own(named: str) -> Callable[[Any], Any]:
+def function_of(named: str) -> Callable[[Any], Any]:
     """Returns the function that FILE.py:FUNCTION names. Its file may import its neighbours."""
     file, _, function = named.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    found = importlib.util.spec_from_file_location(f"openenv_{path.stem}", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(f"openenv_{path.stem}", path)
+    if spec is None or spec.loader is None:
         raise ValueError(f"{file} is no file of Python")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return getattr(module, function)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def askers() -> ThreadPoolExecutor:
-    """Returns the threads in which turns wait for the policy: asyncio's own are a few more than the machine's cores."""
-    return ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asks")
 
 
 class RefusedError(Exception):

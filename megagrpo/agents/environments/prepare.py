@@ -42,7 +42,13 @@ def prepare_verifiers(
     rows: dict[str, list[PromptRow]] = {"train": [], "test": []}
     for line in done.stdout.splitlines():
         task = json.loads(line)
-        rows[task["split"]].append(_row(environment, task))
+        row = prompt_row(
+            question="",
+            ground_truth=truth_text(task["ground_truth"]) or "" if task["ground_truth"] is not None else "",
+            data_source=f"{DATA_SOURCE}/{environment}",
+            extra_info={"split": task["split"], "index": task["index"]},
+        )
+        rows[task["split"]].append({**row, "prompt": task["prompt"]})
     if not rows["train"] and not rows["test"]:
         raise DataError(Problem(where, "no tasks", "at least one"))
     if not rows["train"]:  # all it has is for evaluation: its rows are a file of their own
@@ -63,14 +69,3 @@ def prepare_openenv(prompt: str, output: Path, *, system_prompt: str, train: int
         for seed in range(train + test)
     ]
     return write_splits(output, [], train=rows[:train], test=rows[train:])
-
-
-def _row(environment: str, task: Mapping[str, Any]) -> PromptRow:
-    truth = task["ground_truth"]
-    row = prompt_row(
-        question="",
-        ground_truth=(truth_text(truth) or "") if truth is not None else "",
-        data_source=f"{DATA_SOURCE}/{environment}",
-        extra_info={"split": task["split"], "index": task["index"]},
-    )
-    return {**row, "prompt": task["prompt"]}

@@ -37,12 +37,12 @@ async def rollout(
             if choice is None:
                 break
             answer = choice["message"]
-            found = await asyncio.get_running_loop().run_in_executor(
+            new = await asyncio.get_running_loop().run_in_executor(
                 scorers(), score_of, answer["content"] or "", task, extract, isolation
             )
-            found = max(score, found) if counts == "best" else found
-            rewards.append(found - score)
-            score = found
+            new = max(score, new) if counts == "best" else new
+            rewards.append(new - score)
+            score = new
             messages += [answer, {"role": "user", "content": wrong}]
     if not rewards:
         return None

@@ -57,38 +57,33 @@ def is_old() -> bool:
 @functools.cache
 def load(environment: str, arguments: str) -> Any:
     """Returns the package's environment, or from 0.3 on its tasks. Raises ValueError if it scores groups together."""
-    given = json.loads(arguments)
+    given, function = json.loads(arguments), function_of(environment) if ".py:" in environment else None
     if is_old():
         import verifiers
 
-        made = own(environment)(**given) if is_own(environment) else verifiers.load_environment(environment, **given)
+        made = function(**given) if function else verifiers.load_environment(environment, **given)
         if made.requires_group_rollouts:
             raise ValueError(f"{environment} scores the rollouts of a group together; each is scored by itself here")
         timed_tools(made)
         return made
     import verifiers.v1
 
-    if is_own(environment):
-        return Tasks(own(environment)(**given))
+    if function:
+        return Tasks(function(**given))
     config = verifiers.v1.taskset_config_type(environment).model_validate({**given, "id": environment})
     return Tasks(verifiers.v1.load_taskset(config))
 
 
-def is_own(environment: str) -> bool:
-    return ".py:" in environment
-
-
-def own(environment: str) -> Callable[..., Any]:
+def function_of(environment: str) -> Callable[..., Any]:
     """Returns the function that FILE.py:FUNCTION names. Its file may import its neighbours."""
     file, _, function = environment.rpartition(":")
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    found = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
-    if found is None or found.loader is None:
+    spec = importlib.util.spec_from_file_location(f"environment_{path.stem}", path)
+    if spec is None or spec.loader is None:
         raise ValueError(f"{file} is no file of Python")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return getattr(module, function)  # type: ignore[no-any-return]
 
 
@@ -224,10 +219,7 @@ async def with_harness(
 def prompt_of(data: Any) -> list[dict[str, str]]:
     """Returns a task's messages; its description or name if its user opens the conversation, so that it has none."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    said = data.prompt or data.description or data.name or f"task {data.idx}"
-    if isinstance(said, str):
-        return [*system, {"role": "user", "content": said}]
-    return [*system, *({"role": message.role, "content": text_of(message.content)} for message in said)]
+    return [*system, *plain(data.prompt or data.description or data.name or f"task {data.idx}")]
 
 
 # Both.
@@ -272,22 +264,16 @@ def rows(environment: str, arguments: Mapping[str, Any], size: int | None) -> It
         for split, data in splits.items():
             for index, row in enumerate(itertools.islice(data or (), size)):
                 yield {
-                    "prompt": plain(row["prompt"]),
-                    "ground_truth": row.get("answer"),
-                    "split": split,
-                    "index": index,
-                }
+                    "prompt": plain(row["prompt"]), "ground_truth": row.get("answer"), "split": split, "index": index,
+                }  # fmt: skip
         return
     if size is None and not getattr(loaded.source, "bounded", True):
         raise ValueError(f"{environment} makes tasks without end: say how many with --size")
     for index, task in enumerate(itertools.islice(iter(loaded.source), size)):
         data = task.data
         yield {
-            "prompt": prompt_of(data),
-            "ground_truth": getattr(data, "answer", None),
-            "split": "train",
-            "index": index,
-        }
+            "prompt": prompt_of(data), "ground_truth": getattr(data, "answer", None), "split": "train", "index": index,
+        }  # fmt: skip
 
 
 def plain(messages: Sequence[Any] | str) -> list[dict[str, str]]:
@@ -298,5 +284,5 @@ def plain(messages: Sequence[Any] | str) -> list[dict[str, str]]:
 
 if __name__ == "__main__":
     output, sys.stdout = sys.stdout, sys.stderr  # what the environment prints is not a row
-    for found in rows(**json.loads(sys.argv[1])):
-        print(json.dumps(found, default=str), file=output, flush=True)
+    for task_row in rows(**json.loads(sys.argv[1])):
+        print(json.dumps(task_row, default=str), file=output, flush=True)

@@ -37,7 +37,7 @@ def tool_problems(agent: AgentConfig, *, elsewhere: bool = False) -> list[Proble
     elsewhere: the run may start on another machine, so files, packages, keys and a sandbox that are not here are fine.
     """
     configs = agent.tool_configs
-    found = [
+    problems = [
         problem
         for number, config in enumerate(configs)
         for problem in _problems(config, f"agent.tools.{number}", elsewhere)
@@ -47,9 +47,9 @@ def tool_problems(agent: AgentConfig, *, elsewhere: bool = False) -> list[Proble
         name = _certain_name(config)
         if name and name in names:
             given = f"{name}, which agent.tools.{names[name]} is called too"
-            found.append(Problem(f"agent.tools.{number}", given, "a name for each", "give one a call_name"))
+            problems.append(Problem(f"agent.tools.{number}", given, "a name for each", "give one a call_name"))
         names.setdefault(name, number)
-    return found
+    return problems
 
 
 def _problems(config: ToolConfig, where: str, elsewhere: bool) -> Iterator[Problem]:

@@ -76,20 +76,18 @@ def function_schema(function: Callable[..., Any], where: str, hidden: Collection
     return FunctionSchema(described, schema, model, tuple(names))
 
 
-def without_titles(schema: Any) -> Any:
-    """Returns a JSON schema without the titles that pydantic makes of names."""
+def without_titles(schema: Any, *, named: bool = False) -> Any:
+    """Returns a JSON schema without the titles that pydantic makes of names. named: its keys are names of schemas."""
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: {name: without_titles(item) for name, item in value.items()}
-        if key in ("properties", "$defs")
-        else value
-        if key in ("default", "const", "enum", "examples")
-        else without_titles(value)
+        key: value
+        if not named and key in ("default", "const", "enum", "examples")
+        else without_titles(value, named=not named and key in ("properties", "$defs"))
         for key, value in schema.items()
-        if key != "title"
+        if named or key != "title"
     }
 
 
@@ -106,9 +104,9 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     lines = text.splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=False):
         stripped = line.strip()
-        if found := re.match(r":(?:param|parameter|arg)\s+(?:[\w\[\], ]+\s)?(\w+)\s*:\s*(.*)", stripped):
-            section, name = "args", found[1]
-            texts[name] = found[2]
+        if parameter := re.match(r":(?:param|parameter|arg)\s+(?:[\w\[\], ]+\s)?(\w+)\s*:\s*(.*)", stripped):
+            section, name = "args", parameter[1]
+            texts[name] = parameter[2]
         elif stripped.startswith(":") and re.match(r":(return|returns|raises|rtype|type)\b", stripped):
             section = "returns"
         elif SECTIONS.fullmatch(stripped) and (stripped.endswith(":") or re.fullmatch(r"\s*-{3,}\s*", after)):
@@ -116,12 +114,12 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
         elif not section:
             described.append(line.rstrip())
         elif section in PARAMETERS and stripped and not re.fullmatch(r"-{3,}", stripped):
-            found = re.match(r"(\s*)(\w+)\s*(?:\([^)]*\))?\s*:\s+(\S.*)$", line)
-            if found and found[1] and len(found[1]) <= (indent or len(line)):
-                name, indent = found[2], len(found[1])
-                texts[name] = found[3].strip()
-            elif not line.startswith(" ") and (found := re.match(r"(\w+)\s*(:.*)?$", line)):  # NumPy: text follows
-                name = found[1]
+            parameter = re.match(r"(\s*)(\w+)\s*(?:\([^)]*\))?\s*:\s+(\S.*)$", line)
+            if parameter and parameter[1] and len(parameter[1]) <= (indent or len(line)):
+                name, indent = parameter[2], len(parameter[1])
+                texts[name] = parameter[3].strip()
+            elif not line.startswith(" ") and (parameter := re.match(r"(\w+)\s*(:.*)?$", line)):  # NumPy: text follows
+                name = parameter[1]
                 texts[name] = ""
             elif name:
                 texts[name] = f"{texts[name]} {stripped}".strip()

@@ -91,12 +91,12 @@ def arguments_of(config: ToolConfig, section: type[Arguments], where: str) -> Ar
 def variables(configs: Sequence[ToolConfig]) -> list[str]:
     """Returns the environment variables that MCP servers' headers and env name. Raises RecipeError for arguments that
     cannot be read."""
-    found: list[str] = []
+    names: list[str] = []
     for number, config in enumerate(configs):
         if config.mcp is not None:
             given = arguments_of(config, McpArguments, f"agent.tools.{number}")
-            found += [name for text in (*given.headers.values(), *given.env.values()) for name in variables_in(text)]
-    return sorted(set(found))
+            names += [name for text in (*given.headers.values(), *given.env.values()) for name in variables_in(text)]
+    return sorted(set(names))
 
 
 @asynccontextmanager

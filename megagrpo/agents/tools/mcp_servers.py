@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from importlib.util import find_spec
 from typing import Any, TextIO
 
-from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool, tool_of
+from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool
 from megagrpo.errors import AgentError, MachineError, Problem, first_line
 from megagrpo.recipe.schema.tools import McpArguments, ToolConfig
 
@@ -72,30 +72,30 @@ class McpServer:
                 await asyncio.shield(connection.close())
 
     async def _listed(self, client: Any) -> list[Any]:
-        found: list[Any] = []
+        tools: list[Any] = []
         cursor = None
         for _ in range(PAGES_MAX):
             page = await client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
                 break
-        names = [tool.name for tool in found]
+        names = [tool.name for tool in tools]
         if missing := [name for name in self.only or () if name not in names]:
             given = f"{', '.join(missing)}; it has {', '.join(names) or 'none'}"
             raise AgentError(Problem(self._where, given, "names of its tools", "correct arguments.tools"))
-        if not found:
+        if not tools:
             raise AgentError(Problem(self._where, "no tools", "a server with tools"))
         if self.config.call_name and len(self.only or names) > 1:
             given = f"call_name: {self.config.call_name}, for {', '.join(self.only or names)}"
             raise AgentError(Problem(self._where, given, "one tool", "name one in arguments.tools"))
-        return [tool for tool in found if self.only is None or tool.name in self.only]
+        return [tool for tool in tools if self.only is None or tool.name in self.only]
 
     def _tool(self, offered: Any, connection: Connection) -> Tool:
         async def call(given: Arguments) -> str:
             return await connection.call(offered.name, given)
 
-        return tool_of(self.config, self.gate, offered.name, offered.description or "", offered.input_schema, call)
+        return Tool(self.config, self.gate, offered.name, offered.description or "", offered.input_schema, call)
 
     @asynccontextmanager
     async def _client(self, said: Said) -> AsyncIterator[Any]:

@@ -7,12 +7,13 @@ import contextlib
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from megagrpo.agents.tools.function_schema import FunctionSchema, function_schema
-from megagrpo.agents.tools.tool import Arguments, Session, Tool, tool_of, written
+from megagrpo.agents.tools.tool import Arguments, Session, Tool, written
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema.tools import ToolConfig
 from megagrpo.user_functions import load_function, refused_call
@@ -56,7 +57,7 @@ class _Own:
             async with in_turn:
                 return written(await _called(self._loop, function, **named))
 
-        return tool_of(self.config, self._gate, name, schema.description, schema.parameters, call)
+        return Tool(self.config, self._gate, name, schema.description, schema.parameters, call)
 
 
 class OwnFunction(_Own):
@@ -157,33 +158,19 @@ async def in_thread(function: Callable[[], Result]) -> Result:
     The thread is not waited for if the caller is cancelled: nothing can end it, but it ends with the process. (A pool's
     threads would be waited for at the process's end.)
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, raised: BaseException | None) -> None:
-        if future.done():
-            return
-        if raised is not None:
-            future.set_exception(raised)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # from here on only the caller's own future can be cancelled
 
     def work() -> None:
-        result: Result | None = None
-        raised: BaseException | None = None
         try:
-            result = function()
-        except StopIteration as error:  # a future refuses it
-            raised = RuntimeError(f"StopIteration: {error}")
-        except SystemExit as error:  # one call ends no agent process
-            raised = RuntimeError(f"SystemExit: {error}")
+            future.set_result(function())
+        except (StopIteration, SystemExit) as error:  # a future refuses one, and one call ends no agent process
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except BaseException as error:  # noqa: BLE001  (it is the caller's)
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(settle, result, raised)
+            future.set_exception(error)
 
     threading.Thread(target=work, name="tool call", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 class OwnLoop:

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-from megagrpo.agents.tools.tool import Arguments, CallError, Session, tool_of
+from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool
 from megagrpo.recipe.schema.tools import PythonArguments, ToolConfig
 from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
 from megagrpo.reward.sandbox.programs import Program, working_kind
@@ -82,6 +81,7 @@ class PythonTool:
 
     def __init__(self, config: ToolConfig, arguments: PythonArguments) -> None:
         self.config = config
+        self.limit = config.model_copy(update={"timeout_seconds": config.timeout_seconds + GRACE_SECONDS})
         self.kind = working_kind(arguments.isolation)
         self.limits = Limits(memory_bytes=arguments.memory_mib << 20)
         self.packages = installed_packages() if arguments.packages or arguments.imports else []
@@ -92,7 +92,7 @@ class PythonTool:
         self.gate = asyncio.Semaphore(config.calls_at_once)
         # The kernel ends a sandbox with the thread that started it: these stay.
         self._threads = ThreadPoolExecutor(config.calls_at_once, thread_name_prefix="sandbox")
-        self._free: deque[Sandbox] = deque()
+        self.free: deque[Sandbox] = deque()
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
@@ -105,12 +105,15 @@ class PythonTool:
         async def next_cell(given: Arguments) -> str:
             code = code_of(given)
             async with in_turn:
-                return await self._blocking(notebook.run, code)
+                try:
+                    return await self._blocking(notebook.run, code)
+                except CallError as error:
+                    raise CallError(f"{error}. The variables of earlier calls are gone.") from None
 
         call, described = (next_cell, STATEFUL) if self.config.stateful else (one, DESCRIPTION)
-        tool = tool_of(self.config, self.gate, "python", described, PARAMETERS, call)
+        tool = Tool(self.limit, self.gate, "python", described, PARAMETERS, call)
         try:
-            yield Session([replace(tool, seconds=tool.seconds + GRACE_SECONDS)])
+            yield Session([tool])
         finally:
             await asyncio.shield(self._blocking(notebook.close))
 
@@ -120,28 +123,23 @@ class PythonTool:
     def take(self) -> Sandbox:
         """Returns a sandbox that is free, or a new one."""
         try:
-            return self._free.pop()
+            return self.free.pop()
         except IndexError:
             return Sandbox(self.kind, self.limits, self.packages, self.preload)
 
-    def give(self, sandbox: Sandbox) -> None:
-        self._free.append(sandbox)
-
     def _program(self, code: str) -> str:
-        sandbox = self.take()
-        seconds = self.config.timeout_seconds
+        notebook = Notebook(self, self.config.timeout_seconds)
         try:
-            with Program(sandbox, CELL, deadline=time.monotonic() + seconds) as program:
-                return output(program, code, seconds)
+            return notebook.run(code)
         finally:
-            self.give(sandbox)
+            notebook.close()
 
 
 class Notebook:
     """The state of one rollout: a process that runs one cell after another."""
 
-    def __init__(self, tool: PythonTool) -> None:
-        self.tool = tool
+    def __init__(self, tool: PythonTool, seconds: float = FOREVER) -> None:
+        self.tool, self.seconds = tool, seconds
         self._program: Program | None = None
         self._closed = False
         # A rollout that is given up leaves the thread of its last call running; `close` waits for that.
@@ -153,28 +151,20 @@ class Notebook:
             if self._closed:
                 raise CallError("the rollout has ended")
             if self._program is None:
-                self._program = Program(self.tool.take(), CELL, deadline=time.monotonic() + FOREVER)
-            try:
-                return output(self._program, code, self.tool.config.timeout_seconds)
-            except CallError as error:
-                raise CallError(f"{error}. The variables of earlier calls are gone.") from None
+                self._program = Program(self.tool.take(), CELL, deadline=time.monotonic() + self.seconds)
+            ran = self._program.run(code, self.tool.config.timeout_seconds)
+            if ran.failure:
+                self._program.stop()
+                raise CallError(FAILURES.get(ran.failure, f"the code ended: {ran.failure}"))
+            return str(ran.value).rstrip() or "(no output)"
 
     def close(self) -> None:
         with self._one_at_a_time:
             self._closed = True
             if self._program is not None:
                 self._program.stop()
-                self.tool.give(self._program.sandbox)
+                self.tool.free.append(self._program.sandbox)
                 self._program = None
-
-
-def output(program: Program, code: str, seconds: float) -> str:
-    """Runs one cell and returns its output. Raises CallError if it did not end, or ended the process."""
-    ran = program.run(code, seconds)
-    if ran.failure:
-        program.stop()
-        raise CallError(FAILURES.get(ran.failure, f"the code ended: {ran.failure}"))
-    return str(ran.value).rstrip() or "(no output)"
 
 
 def code_of(given: Arguments) -> str:

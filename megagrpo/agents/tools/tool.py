@@ -25,16 +25,21 @@ class CallError(Exception):
 class Tool:
     """One function that the policy may call, as one rollout has it."""
 
-    name: str
+    config: ToolConfig
+    """Its entry, with its limits."""
+    gate: asyncio.Semaphore
+    """Semaphore of the calls that run at once."""
+    own_name: str
     description: str
     parameters: Mapping[str, Any]
     """JSON schema of an object."""
     call: Callable[[Arguments], Awaitable[str]]
     """Raises CallError, or whatever a user's code raises."""
-    seconds: float
-    characters_max: int
-    gate: asyncio.Semaphore
-    """Semaphore of the calls that run at once."""
+
+    @property
+    def name(self) -> str:
+        """Returns the name by which the policy calls it."""
+        return self.config.call_name or self.own_name
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -75,38 +80,26 @@ class Provider(Protocol):
     def session(self, task: Any) -> AbstractAsyncContextManager[Session]: ...
 
 
-def tool_of(
-    config: ToolConfig,
-    gate: asyncio.Semaphore,
-    name: str,
-    description: str,
-    parameters: Mapping[str, Any],
-    call: Callable[[Arguments], Awaitable[str]],
-) -> Tool:
-    """Returns a tool with its entry's limits."""
-    seconds, characters = config.timeout_seconds, config.result_characters_max
-    return Tool(config.call_name or name, description, parameters, call, seconds, characters, gate)
-
-
 async def answer(tool: Tool, given: Arguments) -> Called:
     """Calls a tool with what the policy gave. Never raises an Exception."""
     async with tool.gate:
         start = time.monotonic()
         failure = ""
         try:
-            async with asyncio.timeout(tool.seconds) as limit:
+            async with asyncio.timeout(tool.config.timeout_seconds) as limit:
                 text = await tool.call(given)
         except CallError as raised:
             failure, text = first_line(raised), f"Error: {raised}"
         except Exception as raised:  # noqa: BLE001  (a tool may be a user's code, and one call ends no rollout)
             # A time-out that the tool itself raises is not this one.
             late = isinstance(raised, TimeoutError) and limit.expired()
-            said = f"took longer than {tool.seconds:g} s" if late else f"{type(raised).__name__}: {raised}".strip(": ")
+            limit_text = f"took longer than {tool.config.timeout_seconds:g} s"
+            said = limit_text if late else f"{type(raised).__name__}: {raised}".strip(": ")
             failure, text = said.splitlines()[0], f"Error: {tool.name} {said}." if late else f"Error: {said}"
         seconds = time.monotonic() - start
     # Half of a surrogate pair, which Python's texts can have, is no text for a tokenizer.
     text = text.encode(errors="replace").decode()
-    return Called(shortened(text, tool.characters_max), seconds, failure)
+    return Called(shortened(text, tool.config.result_characters_max), seconds, failure)
 
 
 def shortened(text: str, most: int) -> str:
