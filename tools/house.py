@@ -34,21 +34,21 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_789,
     ("checkpoint", "convert"): 2_570,
     ("rollout",): 3_087,
-    ("cluster",): 3_476,
+    ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_382,
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
     ("data",): 2_776,
     ("reward",): 7_999,
-    ("agents",): 5_280,
+    ("agents",): 5_145,
     ("track", "report"): 4_968,
-    ("importing",): 3_289,
+    ("importing",): 3_247,
     ("commands", "processes", ""): 2_548,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=354),
-    "tests": Limits(lines=51_737, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
+    "tests": Limits(lines=51_734, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}
