@@ -166,7 +166,7 @@ TYPES: Mapping[str, Callable[[Any], Any]] = {
     "name": run_name,
     "items": lambda value: value if isinstance(value, list) else [value],
     "fraction": lambda value: float(number(value)),
-    "from_0": lambda value: max(0, whole(value or 0)),
+    "from_0": lambda value: max(0, whole(0 if value is None else value)),
     "up_to_1": lambda value: min(number(value), 1),
     "minutes": lambda value: 60.0 * number(value),
     "mebibytes": lambda value: whole(value) * 2**20,

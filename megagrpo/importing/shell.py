@@ -110,7 +110,7 @@ class _Run(Shell):
         return status
 
     def node(self, node: Node) -> Status:
-        self.count += 1
+        self.count += not isinstance(node, Arithmetic)  # a counted loop's turn counts once
         if self.count > COMMANDS_MAX:
             self.script.notes.append(f"the script is followed for {COMMANDS_MAX} commands only")
             raise _LeaveError("exit")

@@ -95,6 +95,6 @@ async def _answer(
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode() + b"\n"
+    data = json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
     while data:
         data = data[os.write(connection.fileno(), data) :]

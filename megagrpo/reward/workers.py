@@ -139,6 +139,8 @@ class Worker:
         loaded = Loaded.model_validate_json(message, strict=True)
         if loaded.problems:
             raise RewardError(loaded.problems)
+        if len(loaded.functions) != len(self.specs):
+            raise ValueError("another number of functions")
         self.functions, self.ready = dict(zip(self.specs, loaded.functions, strict=True)), True
 
     def take(self, message: bytes) -> tuple[int, list[Outcome]]:

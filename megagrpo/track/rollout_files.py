@@ -11,7 +11,7 @@ docs/rollouts.md describes the columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 ROLLOUTS = "rollouts"
 TRAIN = "train"
 """Name of the set that is trained on. Evaluation sets have other names (recipe/schema/eval.py)."""
+NAMES_MAX = 64
 NAME = re.compile(r"step_(\d{6,})(\.eval)?\.parquet")
 
 SCHEMA = pa.schema(
@@ -85,9 +86,14 @@ def rollout_steps(directory: Path) -> list[int]:
     return sorted({step for step, _ in rollout_files(directory)})
 
 
-def steps_between(directory: Path, after: int, last: int) -> Iterator[int]:
-    """Yields the steps after `after` until `last` that have samples to train on."""
-    return (step for step in range(after + 1, last + 1) if rollout_file(directory, step).exists())
+def steps_between(directory: Path, after: int, last: int) -> list[int]:
+    """Returns the steps after `after` until `last` that have samples to train on. Looks few steps up by name: a run may
+    have a hundred thousand files, and each step calls this."""
+    steps = range(after + 1, last + 1)
+    if len(steps) > NAMES_MAX:
+        with_samples = {step for step, path in rollout_files(directory) if path == rollout_file(directory, step)}
+        return [step for step in steps if step in with_samples]
+    return [step for step in steps if rollout_file(directory, step).exists()]
 
 
 def read_rollouts(

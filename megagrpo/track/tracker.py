@@ -223,11 +223,19 @@ def _gpus() -> list[str]:
 def _git(checkout: Path) -> dict[str, Any] | None:
     if not (checkout / ".git").exists():
         return None
-    git = ("git", "--no-optional-locks", "-C", str(checkout))
-    command = (*git, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    commit = _git_output(checkout, "rev-parse", "HEAD")
+    changes = _git_output(checkout, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "modified": changes != ""}
+
+
+def _git_output(checkout: Path, *arguments: str) -> str | None:
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(checkout), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_TIMEOUT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    commit, *others = run.stdout.splitlines()
-    return {"commit": commit.split()[-1], "modified": any(not line.startswith("#") for line in others)}
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -106,7 +106,7 @@ class WandB(TrackedRun):
             return []
         known = self.delivered.of(NAME)
         last = max(self._step, int(known.get("step", -1)))
-        return list(steps_between(self.directory, int(known.get("samples_step", -1)), last))
+        return steps_between(self.directory, int(known.get("samples_step", -1)), last)
 
     @property
     def lacks(self) -> str:

@@ -168,6 +168,12 @@ class Loaded:
     batches: Sequence[RankBatch]  # one for each data rank; empty if no row can be trained on
 
 
+def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
+    """Returns the rows that have a score, a token and, for remax, a baseline: bool [rows]."""
+    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
+    return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
+
+
 def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
     """Computes advantages, and loads the rows that teach something. Loads all rows first where advantages need the KL
     or the values that ranks compute. Saves the samples before that, if the recipe keeps batches.
@@ -177,9 +183,7 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
         with run.clock.phase("save_batch"):
             save_batch(recipe, step, sampled, run.total_steps, recipe.checkpoint.keep_batches)
     inputs = advantage_inputs(recipe, sampled.groups)
-    rows = ~np.isnan(inputs.scores) & (inputs.tokens > 0)
-    if inputs.baselines is not None:
-        rows &= ~np.isnan(inputs.baselines[inputs.group_ids])
+    rows = trainable_rows(inputs)
     if algorithm.reads_batch:
         with run.clock.phase("logprobs"):
             batches = load_batch(run, sampled.groups, rows, step)

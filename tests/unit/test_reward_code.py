@@ -33,6 +33,9 @@ def test_livecodebenchs_public_and_private_tests_are_all_run_and_its_pickles_are
     pickled = base64.b64encode(zlib.compress(pickle.dumps(truth([case])))).decode()
     with pytest.raises(ValueError, match="pickle"):
         read_tests(truth({**row, "private_test_cases": pickled}))
+    for no_list in ("null", "3", truth(truth([case]))):
+        with pytest.raises(ValueError, match="no tests of a program"):
+            read_tests(truth({**row, "private_test_cases": no_list}))
 
 
 def test_a_functions_name_is_found_where_each_data_set_has_it() -> None:

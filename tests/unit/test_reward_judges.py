@@ -114,6 +114,7 @@ def test_a_row_that_lacks_what_the_rubric_names_is_masked_and_counted(made):
         ({"sampling": {"stream": True}}, "stream"),
         ({"budget": {"cost": 1.0}}, "price"),
         ({"url": "example.com"}, "http"),
+        ({"url": ""}, "http"),
         ({"url": "https://user:word@example.com/v1"}, "password"),
         ({"concurrency": 0}, "concurrency"),
     ],

@@ -65,6 +65,7 @@ def misbehaves(data_source, response, ground_truth, extra_info):
         into_the_channel(PAYLOADS[response].replace(b'"NUMBER"', b"%d" % number))
     if response == "interrupt": raise KeyboardInterrupt
     if response == "fork": os.fork()
+    if response == "no text": raise ValueError("\ud800")
     if response == "metrics": return {"score": 1.0, **{f"m{n}": n for n in range(100_000)}}
     if response == "memory": return len(bytearray(1 << 34))
     if response == "remove":
@@ -117,6 +118,16 @@ def test_what_a_function_does_to_its_process_costs_one_sample(make_scorer: Calla
     assert values[1::2] == [4.0] * len(bad)
     for name, score in zip(bad, group.scores[::2], strict=True):
         assert (score.value, bool(score.error)) == (None, True), name
+
+
+def test_an_error_that_is_no_text_is_the_responses_own_and_its_worker_stays(make_scorer: Callable[..., Scorer]) -> None:
+    scorer = make_scorer()
+    scorer.score([make_group("fine")])
+    (worker,) = scorer._executors["workers"]._workers
+    (group,) = scorer.score([make_group("no text", "fine")])
+    assert "ValueError" in group.scores[0].error
+    assert group.scores[1].value == 4.0
+    assert scorer._executors["workers"]._workers == [worker]
 
 
 def test_a_worker_sees_no_other_process_where_bubblewrap_works(make_scorer: Callable[..., Scorer]) -> None:

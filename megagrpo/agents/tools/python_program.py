@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool
@@ -151,7 +151,10 @@ class Notebook:
             if self._closed:
                 raise CallError("the rollout has ended")
             if self._program is None:
-                self._program = Program(self.tool.take(), CELL, deadline=time.monotonic() + self.seconds)
+                with ExitStack() as failing:
+                    failing.callback(self.tool.free.append, sandbox := self.tool.take())
+                    self._program = Program(sandbox, CELL, deadline=time.monotonic() + self.seconds)
+                    failing.pop_all()
             ran = self._program.run(code, self.tool.config.timeout_seconds)
             if ran.failure:
                 self._program.stop()

@@ -129,7 +129,7 @@ class AskConfig(Arguments):
         """Raises ValueError if the url, its key, the sampling or the price is wrong."""
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for a url: a model of reward.models has no key of yours")
-        url = self.url or "http://"
+        url = "http://" if self.url is None else self.url
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url {self.url!r}: it begins with http:// or https://")
         if "?" in url or urlsplit(url).username is not None:

@@ -126,8 +126,11 @@ def main() -> None:
 
 def _answer(control: socket.socket, child: int, woken: int) -> None:
     ended, status = 0, 0
+    poll = select.poll()  # select would refuse descriptors from 1,024 on
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
     while not ended:
-        if woken in select.select([control.fileno(), woken], [], [])[0]:
+        if woken in dict(poll.poll()):
             os.read(woken, 4096)
             ended, status = os.waitpid(child, os.WNOHANG)
         else:

@@ -267,14 +267,16 @@ def search(isolation: Isolation) -> tuple[Kind | None, tuple[str, ...]]:
     """Returns the best kind, None if there is none, and the reasons why better ones were refused."""
     if isolation == "none":
         return Kind("none"), ()
-    as_root = [True] if os.geteuid() == 0 else []
-    contained = [
-        *(Kind("bubblewrap", other_user=True, threads=True) for _ in as_root),
+    kinds = [
+        Kind("bubblewrap", other_user=True, threads=True),
         *(Kind("bubblewrap", user_namespace=True, threads=threads) for threads in (True, False)),
+        Kind("seccomp", other_user=True, threads=True),
+        Kind("seccomp"),
     ]
-    filtered = [*(Kind("seccomp", other_user=True, threads=True) for _ in as_root), Kind("seccomp")]
     refused: list[str] = []
-    for kind in contained * (isolation != "seccomp") + filtered * (isolation != "bubblewrap"):
+    for kind in kinds:
+        if isolation not in ("auto", kind.isolation) or (kind.other_user and os.geteuid() != 0):
+            continue
         try:
             leaks = _leaks(kind)
         except RewardError as error:

@@ -240,8 +240,9 @@ def _from_cases(cases: Iterable[Mapping[str, Any]], name: str | None) -> Tests:
 def _cases(cases: object) -> list[Any]:
     """Returns LiveCodeBench's tests, given as a list or as the JSON of one. Raises ValueError for other texts."""
     try:
-        cases = json.loads(cases) if isinstance(cases, str) else cases
-        return list(cases) if isinstance(cases, list) else []
+        if isinstance(cases, str):
+            return list(json.loads(cases))
+        return cases if isinstance(cases, list) else []
     except ValueError:
         raise ValueError(
             "the ground truth's private_test_cases are no JSON. LiveCodeBench's files have a pickle there, which is"

@@ -335,7 +335,7 @@ def _rotate(word: NDArray[Any], left: int) -> NDArray[Any]:
 
 
 if __name__ == "__main__":
-    gc.disable()  # as in megagrpo/processes/imports.py, until SGLang is imported
+    gc.disable()  # as in megagrpo/processes/__init__.py, until SGLang is imported
 if __name__ in ("__main__", "__mp_main__"):
     prepare_server_process(spawned=__name__ == "__mp_main__")
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -203,41 +203,49 @@ def _sets(truth: str, answer: str) -> bool | None:
     names = sorted({token for text in tokens for token in text if token[0].isalpha()})
     if not all(tokens) or not 1 < len(names) <= 8 or len(tokens[0]) == 1:
         return None
-    rows = 1 << len(names)
-    sets = {"empty": _Members(0)}
-    for place in range(len(names)):
-        sets[f"set_{place}"] = _Members(sum(1 << row for row in range(rows) if row >> place & 1))
-    signs = _IN_PYTHON | {name: f"set_{place}" for place, name in enumerate(names)}
-    values = []
-    for text in tokens:
-        try:
-            members = eval(" ".join(signs.get(token, ".complement") for token in text), {"__builtins__": {}}, sets)
-        except (SyntaxError, TypeError, AttributeError, RecursionError, MemoryError):
-            return None
-        if not isinstance(members, _Members):
-            return None
-        values.append(members.bits & ((1 << rows) - 1))
-    return values[0] == values[1]
+    everything = (1 << (1 << len(names))) - 1
+    masks = {
+        name: sum(1 << row for row in range(1 << len(names)) if row >> place & 1) for place, name in enumerate(names)
+    }
+    values = [_members([*text, ""], masks, everything) for text in tokens]
+    return None if None in values else values[0] == values[1]
 
 
-_IN_PYTHON = {"\\cap": "*", "\\cup": "+", "\\setminus": "-", "\\emptyset": "empty", "(": "(", ")": ")"}
+def _members(tokens: list[str], masks: dict[str, int], everything: int) -> int | None:
+    r"""Returns the members of a set expression as bits, None if unreadable. \cap binds before \cup and \setminus."""
+    place = 0
 
+    def one() -> int:
+        nonlocal place
+        token = tokens[place]
+        place += 1
+        if token == "(":
+            value = either()
+            if tokens[place] != ")":
+                raise ValueError(tokens[place])
+            place += 1
+        else:
+            value = 0 if token == "\\emptyset" else masks[token]
+        while tokens[place] == "'" or tokens[place].startswith("^"):
+            value, place = everything & ~value, place + 1
+        return value
 
-@dataclass(frozen=True)
-class _Members:
-    r"""Members of a set as bits, with operators that bind as in LaTeX: \cap before \cup and \setminus."""
+    def chain(signs: dict[str, Callable[[int, int], int]], part: Callable[[], int]) -> int:
+        nonlocal place
+        value = part()
+        while tokens[place] in signs:
+            place += 1
+            value = signs[tokens[place - 1]](value, part())
+        return value
 
-    bits: int
+    def both() -> int:
+        return chain({"\\cap": int.__and__}, one)
 
-    def __mul__(self, other: _Members) -> _Members:
-        return _Members(self.bits & other.bits)
+    def either() -> int:
+        return chain({"\\cup": int.__or__, "\\setminus": lambda left, right: left & ~right}, both)
 
-    def __add__(self, other: _Members) -> _Members:
-        return _Members(self.bits | other.bits)
-
-    def __sub__(self, other: _Members) -> _Members:
-        return _Members(self.bits & ~other.bits)
-
-    @property
-    def complement(self) -> _Members:
-        return _Members(~self.bits)
+    try:
+        value = either()
+    except (KeyError, ValueError, IndexError, RecursionError):
+        return None
+    return value if place == len(tokens) - 1 else None
