@@ -38,17 +38,17 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_386,
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
-    ("data",): 2_776,
+    ("data",): 2_777,
     ("reward",): 8_015,
     ("agents",): 5_148,
-    ("track", "report"): 4_982,
+    ("track", "report"): 5_010,
     ("importing",): 3_247,
     ("commands", "processes", ""): 2_548,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
-    "tests": Limits(lines=51_749, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_766, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

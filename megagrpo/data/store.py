@@ -121,6 +121,7 @@ class Cache:
                     for batch in batches:
                         writer.write_batch(batch)
                 note.write_text(json.dumps(dict(figures())), encoding="utf-8")
+                part.chmod(0o600)  # a cache's folder may be open to others
                 path = self.directory / f"{key()}.arrow"
                 part.replace(path)
                 note.replace(path.with_suffix(".json"))

@@ -70,7 +70,7 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
         compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
         yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
-    for finding in package_findings(extras=extras):
+    for finding in package_findings(extras=sorted(extras)):
         if finding.state == "wrong":
             where, working = f"package {finding.part}", "a version that megagrpo works with"
             yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)

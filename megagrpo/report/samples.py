@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from megagrpo.track.rollout_files import SCHEMA, encodable, read_file, rollout_f
 
 SAMPLES = 5_000
 """Most samples of a page, the newest ones, unless another number is asked for."""
+PAGE_BYTES = 64_000_000
+"""Most bytes of their texts, unless a number of samples is asked for."""
+EVALUATIONS = 100
+"""Newest evaluations among which the last one of each set is looked for."""
 TOKENS = 1_500_000
 """Most tokens whose figures a page carries, of its newest samples: some 9 bytes each, in base64."""
 NO_STEP = -1
@@ -53,16 +58,17 @@ def sample_parts(runs: Sequence[RunRead], samples: int | None = None) -> list[Pa
 def sample_data(runs: Sequence[RunRead], samples: int | None = None) -> tuple[Columns, dict[str, bytes]]:
     """Returns the columns of the newest samples, and texts and tokens of each file, encoded; empty without samples.
 
-    Each run has its share of `samples`: first the last file of each kind, then the others from the newest step back.
-    Samples of a file's end are left out where they are too many.
+    Each run has its share of `samples`: first the last step's file and each set's last evaluation, then the others from
+    the newest step back. Samples of a file's end are left out where they are too many.
     """
     files, notes, tokens, is_whole = list[FileSamples](), list[str](), TOKENS, True
     with ThreadPoolExecutor(2, "samples of a page") as threads:
         for number, run in enumerate(runs):
             left, read = max(1, (samples or SAMPLES) // len(runs)), dict[Source, FileSamples]()
+            room = math.inf if samples else PAGE_BYTES // len(runs)
             sources = sources_of(run.directory)
-            last = {source.path if source.step == NO_STEP else source.evaluation: source for source in sources}
-            for source in sorted(sources, key=lambda source: (source not in last.values(), -source.step)):
+            last = _last_of_each_set(sources)
+            for source in sorted(sources, key=lambda source: (source not in last, -source.step)):
                 try:
                     table = _table(source) if left else SCHEMA.empty_table()
                 except FileNotFoundError:
@@ -71,10 +77,13 @@ def sample_data(runs: Sequence[RunRead], samples: int | None = None) -> tuple[Co
                 except (OSError, pa.ArrowException) as error:
                     notes.append(f"{source.path} can't be read: {first_line(error)}.")
                     continue
-                is_whole &= 0 < left >= len(table)
-                if len(table := table.slice(0, left)):
+                sizes = np.cumsum(sum(_array(pc.binary_length(table[name]), 0) for name in ("response", "agent")))
+                fits = min(left, int(np.searchsorted(sizes, room, "right")))
+                is_whole &= 0 < fits >= len(table)
+                if len(table := table.slice(0, fits)):
                     read[source] = _file(table, number, tokens, threads)
                     left, tokens = left - len(table), tokens - int(read[source].numbers["figures"].sum())
+                    room -= int(sizes[len(table) - 1])
             files += [read[source] for source in sources if source in read]
     return _page(runs, files, is_whole, notes) if files else ({}, {})
 
@@ -97,6 +106,20 @@ def sources_of(directory: Path) -> list[Source]:
             sources.append(Source(int(name[1]), path, True))
     sources += [Source(NO_STEP, path, True) for path in responses_in(directory)]
     return sorted(sources, key=lambda source: source.step)
+
+
+def _last_of_each_set(sources: Sequence[Source]) -> set[Source]:
+    """Returns the last step's file, the last evaluation of each set, and what `megagrpo eval` left."""
+    last = {source for source in sources if source.step == NO_STEP}
+    last |= set([source for source in sources if not source.evaluation][-1:])
+    sets = set[str]()
+    evaluations = [source for source in sources if source.evaluation and source.step != NO_STEP]
+    for source in evaluations[: -EVALUATIONS - 1 : -1]:
+        with suppress(OSError, pa.ArrowException):
+            names = set(_table(source)["set"].to_pylist())
+            last |= {source} if names - sets else set()
+            sets |= names
+    return last
 
 
 def _table(source: Source) -> pa.Table:
@@ -168,7 +191,9 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
 
 def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row's score by part and its reasons, without those that are empty."""
-    parts = [(name, value if math.isfinite(value) else str(value)) for name, value in row["parts"] or ()]
+    parts = [
+        (name, value if value is None or math.isfinite(value) else str(value)) for name, value in row["parts"] or ()
+    ]
     detail = {"parts": parts, **{name: row[name] for name in ("notes", "answer", "error", "masked")}}
     return {name: value for name, value in detail.items() if value not in (None, "", [])}
 
@@ -287,13 +312,13 @@ def _left_out(runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: b
     notes = list[str]()
     if not is_whole:
         notes.append(
-            f"This page has the newest {rows:,} samples: first those of the last step and of the last evaluation. "
-            "--samples N takes up to N, however large the page becomes."
+            f"This page has the newest {rows:,} samples, of {PAGE_BYTES / 1e6:g} MB at most: first those of the last "
+            "step and of each set's last evaluation. --samples N takes up to N, however large the page becomes."
         )
     if figured < rows:
         notes.append(
-            f"{figured:,} of them have figures of tokens, the newest {TOKENS:,} tokens at most: "
-            "track.rollouts.token_samples_per_step says how many samples of a step have them on disk."
+            f"{figured:,} of its samples have figures of tokens: the newest, of {TOKENS:,} tokens at most, among those "
+            "that have them on disk (track.rollouts.token_samples_per_step)."
         )
     for run in runs:
         track = run.recipe.get("track")

@@ -73,8 +73,10 @@ def read_mismatch(directory: Path) -> list[MismatchRecord]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(LINE.validate_json(line, strict=True))
-        except ValueError as error:
-            given, needed = f"{line[:80]} ({first_line(error)})", f"a line that {MISMATCH_FILE} has"
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            given, needed = f"{line[:80]} ({why})", f"a line that {MISMATCH_FILE} has"
             raise ReportError(Problem(f"{path}:{number}", given, needed)) from error
     return records
 

@@ -101,14 +101,15 @@ def read_rollouts(
 ) -> pa.Table:
     """Reads the rows of these steps (by default all), in the order of the steps; a step's training samples come first.
 
-    columns: names of SCHEMA, by default all; those of tokens are most of the bytes. Files that are not whole, or that
-    vanish because the run goes back, are left out. Without a file the table has no rows.
+    columns: names of SCHEMA, by default all; those of tokens are most of the bytes. They are null where a file lacks
+    them. Files that are not whole, or that vanish because the run goes back, are left out. Without a file the table
+    has no rows.
     """
     names = SCHEMA.names if columns is None else list(columns)
     tables = [SCHEMA.empty_table().select(names)]
     for step, path in rollout_files(directory):
         if steps is None or step in steps:
-            with suppress(OSError, pa.ArrowException):
+            with suppress(OSError, pa.ArrowException, KeyError):
                 tables.append(read_file(path, names))
     return pa.concat_tables(tables)
 

@@ -59,13 +59,30 @@ def test_the_newest_samples_are_kept_those_of_the_last_step_and_evaluation_first
     assert any("--samples" in note for note in columns["notes"]) == (limit < 28)
 
 
+def test_each_sets_last_evaluation_comes_before_earlier_steps(tmp_path: Path) -> None:
+    for step, name in ((1, "rare"), (2, "often"), (3, "often")):
+        write_samples(tmp_path, step, [sample(step)])
+        write_samples(tmp_path, step, [sample(step, set=name)], evaluation=True)
+    columns, _ = sample_data([run_in(tmp_path)], 3)
+    assert steps_of(columns) == {"train": [3], "often": [3], "rare": [1]}
+
+
+def test_long_texts_are_left_out_beyond_the_pages_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        write_samples(tmp_path, step, [sample(step, response="x" * 400)] * 2)
+    monkeypatch.setattr(samples, "PAGE_BYTES", 1300)
+    columns, _ = sample_data([run_in(tmp_path)])
+    assert steps_of(columns) == {"train": [2, 3, 3]}
+    assert any("--samples" in note for note in columns["notes"])
+
+
 def test_figures_of_tokens_are_those_of_the_newest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         write_samples(tmp_path, step, [sample(step, number=number) for number in range(3)])
     monkeypatch.setattr(samples, "TOKENS", 24)
     columns, _ = sample_data([run_in(tmp_path)])
     assert columns["figures"].tolist() == [6, 0, 0, 6, 6, 6]
-    assert any("4 of them have figures" in note for note in columns["notes"])
+    assert any("4 of its samples have figures" in note for note in columns["notes"])
 
 
 def test_a_page_carries_every_kind_of_sample(tmp_path: Path) -> None:
