@@ -147,8 +147,11 @@ def test_an_order_that_is_complete_by_then_is_not_held(engines: Engines) -> None
 
 
 def test_the_clock_of_a_turn_stands_still_while_its_engine_is_held_and_then_its_rollout_is_late(tmp_path: Path) -> None:
-    engines = Engines(tmp_path, "agent.turn_timeout_seconds=1")
+    engines = Engines(tmp_path, "agent.turn_timeout_seconds=3")
     try:
+        first = engines.order("o")  # starts the agents' processes, whose turns then begin together
+        engines.add(first)
+        engines.wait_for(first)
         orders = [engines.order(name) for name in "pq"]
         with engines.changed:
             engines.pool.held.add("b")
@@ -167,7 +170,7 @@ def test_the_clock_of_a_turn_stands_still_while_its_engine_is_held_and_then_its_
         for sample in (sample for order in (*orders, other) for sample in order.finished()):
             assert sample.agent is not None
             assert sample.agent.counts["late"] == 1.0
-            assert (sample.finish, sample.agent.error) == ("abort", "a turn took longer than 1 s")
+            assert (sample.finish, sample.agent.error) == ("abort", "a turn took longer than 3 s")
         assert engines.turns_that_run() == 0, "engines get them back"
     finally:
         engines.turns.close()
