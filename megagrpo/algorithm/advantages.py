@@ -180,7 +180,7 @@ class ScaledMethod(GroupMethod):
         freedom = groups.sizes - (self.standard_deviation == "sample")
         variance = groups.sums(groups.centered() ** 2) / np.maximum(freedom, 1)
         scale = np.sqrt(variance) + self.epsilon
-        # Where every score is equal the values are 0 too; with epsilon = 0 the quotient must still be 0.
+        # A group of equal scores has values and scale of 0; with epsilon = 0 the quotient must be 0 too.
         return values / np.where(scale > 0, scale, 1.0)[groups.group]
 
     RULES: ClassVar[Rules[ScaledMethod]] = {

@@ -116,16 +116,16 @@ def _last_of_each_set(sources: Sequence[Source]) -> set[Source]:
     evaluations = [source for source in sources if source.evaluation and source.step != NO_STEP]
     for source in evaluations[: -EVALUATIONS - 1 : -1]:
         with suppress(OSError, pa.ArrowException):
-            names = set(_table(source)["set"].to_pylist())
+            names = set(_table(source, ["set"])["set"].to_pylist())
             last |= {source} if names - sets else set()
             sets |= names
     return last
 
 
-def _table(source: Source) -> pa.Table:
-    """Reads a file. Raises OSError and pa.ArrowException. A model of `megagrpo eval` is named beside the set."""
+def _table(source: Source, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
+    """Reads a file's columns. Raises OSError, pa.ArrowException. A model of `megagrpo eval` is named beside the set."""
     if source.path.suffix == ".parquet":
-        return read_file(source.path)
+        return read_file(source.path, columns)
     rows = list[dict[str, Any]]()
     model = f" · {source.path.absolute().parent.name}" if source.step == NO_STEP else ""
     try:
