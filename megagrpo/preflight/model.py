@@ -37,8 +37,8 @@ TOKENIZER_FILES = (
 HEAD = "ForSequenceClassification"
 CONFIG_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json")
 MADE_BY = {
-    ".cache/smollm2": "smollm2", ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles",
-    "runs/agents_sft_cpu": "agents", "runs/adder_sft_cpu": "demo",
+    ".cache/adder": "adder", "runs/adder_sft_cpu": "demo", ".cache/agents": "agents", "runs/agents_sft_cpu": "agents",
+    ".cache/puzzles": "puzzles", "runs/puzzles_sft_cpu": "puzzles", ".cache/smollm2": "smollm2",
 }  # fmt: skip
 """Models of the shipped recipes, and the make target of each."""
 PROBLEMS_OF_A_PART = 10

@@ -92,6 +92,15 @@ def test_a_recipe_is_planned_on_a_machine_that_has_nothing(file: Path, elsewhere
     assert all(what in said for what, said in zip(missing, ready.unchecked, strict=True))
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ON_GPUS], ids=lambda file: file.stem)
+def test_a_demo_recipe_without_its_model_names_the_target_that_makes_it(file: Path, elsewhere: None) -> None:
+    with pytest.raises(MegagrpoError) as refused:
+        preflight(loaded(file), plan_only=True)
+    (fix,) = (problem.fix for problem in refused.value.problems if "model.path" in problem.where)
+    (target,) = re.findall("^make (.*) makes it$", fix)
+    assert re.search(f"^{target}:", (YAML_RECIPES.parent / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_fusions_of_experts_are_planned_for_gpus_and_refused_without_transformer_engine(
     elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
