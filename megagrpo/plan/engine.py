@@ -11,7 +11,7 @@ from typing import Any
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.case import Case, Machines
-from megagrpo.plan.communication import Link, Links, RankGroup, gather
+from megagrpo.plan.communication import Links, RankGroup, gather
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     engine_blocks,
@@ -270,5 +270,5 @@ class EngineSpeed:
         seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
         of_group = whole / self.layout.attention_data
         seconds += layers * gather(RankGroup(self.group, min(self.group, near)), of_group, 1, links)
-        between: Link = "network" if self.layout.ranks > near else "node"
-        return seconds + (self.layout.pipeline - 1) * links.sent(between, whole)
+        between = links.sent("network" if self.layout.ranks > near else "node", whole)
+        return seconds + (self.layout.pipeline - 1) * between

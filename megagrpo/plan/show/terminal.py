@@ -77,8 +77,11 @@ def _layout(plan: Plan) -> RenderableType:
         table.add_row(*((cells | {"layers": _held(plan.stages, row)})[name] or "-" for name in names))
     lines: list[RenderableType] = [_title("where"), table]
     for axis in plan.axes if plan.device == "cuda" else ():
+        ranks = f"0-{axis.size - 1}" if axis.stride == 1 else ", ".join(map(str, axis.example))
+        if axis.stride > 1 and axis.size > 4:
+            ranks = f"{', '.join(map(str, axis.example[:3]))}, ... {axis.example[-1]}"
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
-        lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks_text(axis.example)}, each group {nodes}"))
+        lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks}, each group {nodes}"))
     return Group(*lines)
 
 
@@ -95,14 +98,6 @@ def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
         tuple(mapped for group in by_stage[first : first + together] for mapped in group)
         for first in range(0, len(by_stage), together)
     ]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Formats ranks like `0-7`, or `0, 8, 16, ... 120`."""
-    if ranks[1] - ranks[0] == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = [str(rank) for rank in ranks]
-    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, ... {shown[-1]}"
 
 
 def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
