@@ -95,8 +95,8 @@ class Pass:
     def expert_tokens(self) -> int:
         """Returns the tokens that pass one rank's experts. Ranks that share an expert's matrices pool their tokens."""
         experts = self.architecture.experts
-        each = experts.per_token if experts else 0
-        return int(self.tokens_of_rank * each * self.layout.expert_tensor * self.expert_imbalance)
+        copies = experts.per_token if experts else 0
+        return int(self.tokens_of_rank * copies * self.layout.expert_tensor * self.expert_imbalance)
 
     @property
     def score_bytes(self) -> int:
@@ -138,7 +138,7 @@ class Pass:
         arch, modules = self.architecture, self.recompute.modules
         attention = self._grouped_attention() if arch.latent is None else self._latent_attention(arch.latent)
         mlp = self._experts(arch.experts) if experts and arch.experts else self._mlp(arch.ffn)
-        first = second = self._norm(arch.hidden, self.tokens_of_rank)
+        first = second = self._norm(arch.hidden)
         # Transformer Engine has norms within the products that follow, which keep the norms' outputs themselves.
         fused = self.transformer_engine
         if "layernorm" in modules and not (fused and arch.latent is None):
@@ -151,9 +151,9 @@ class Pass:
             mlp, second = 0, self.hidden_bytes if fused else second
         return first + attention, second + mlp
 
-    def _norm(self, width: int, rows: int) -> int:
+    def _norm(self, width: int) -> int:
         """Returns the bytes of input, output and reciprocal root (float32), plus the intermediate results on CPUs."""
-        return rows * (width * (2 * self.element_bytes + self._between_bytes()) + 4)
+        return self.tokens_of_rank * (width * (2 * self.element_bytes + self._between_bytes()) + 4)
 
     def _between_bytes(self) -> int:
         """Returns the intermediate bytes for each element of a norm on CPUs; 0 elsewhere. They are the scaled input, if
@@ -190,10 +190,10 @@ class Pass:
         """Returns the bytes of down projections with their norms, then queries, keys, values and output by head."""
         arch, element = self.architecture, self.element_bytes
         heads = arch.heads / self.layout.tensor
-        held = float(self._norm(latent.key_value_rank, self.tokens_of_rank))
+        held = float(self._norm(latent.key_value_rank))
         held += 5 * self.tokens_of_rank * latent.rotary_dim * element
         if latent.query_rank is not None:
-            held += self._norm(latent.query_rank, self.tokens_of_rank)
+            held += self._norm(latent.query_rank)
         # Queries, keys and values; the local layers' core keeps others, which are made of them.
         kept = not self.transformer_engine or "mla_up_proj" not in self.recompute.modules
         held += self.tokens * heads * (kept * (2 * arch.head_dim + latent.value_dim) + latent.value_dim) * element

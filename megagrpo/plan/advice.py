@@ -87,8 +87,8 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         return
     per_node, plan = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda")
     parts = plan.node_bundles(0)
-    each, first = (len(parts[0]), parts[0][0]) if parts else (1, 0)
-    if per_node % each == 0 and first % each == 0:
+    size, first = (len(parts[0]), parts[0][0]) if parts else (1, 0)
+    if per_node % size == 0 and first % size == 0:
         return  # engines lie side by side from the first on, so none reaches over the edge of a node
     for engine, devices in enumerate(plan.bundles_of_engine):
         if any(part[0] // per_node != part[-1] // per_node for part in plan.node_bundles(engine)):
@@ -170,9 +170,9 @@ def _layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
 
 def _engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
     rollout, ranks, engine = recipe.rollout, case.layout.ranks, _engine(case)
-    engines, each = rollout.engines, rollout.devices_of_engine
+    engines, size = rollout.engines, rollout.devices_of_engine
     responses = recipe.prompts_at_once * rollout.samples_per_prompt
-    if each == 0:
+    if size == 0:
         return
     per_node = recipe.cluster.gpus_per_node
     if rollout.layout.tensor > per_node and case.architecture.experts is None:
@@ -184,8 +184,8 @@ def _engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
         given = f"{engines}, for {responses} responses at once"
         yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
     if recipe.cluster.placement == "colocated" and used < ranks and case.device == "cuda":
-        given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
-        yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
+        given = f"{engines} of {size}: {ranks - used} of {ranks} GPUs wait in the rollout"
+        yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // size}")
     if engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
         given = f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}"
         needed = f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights"
@@ -328,10 +328,10 @@ def disk_problems(
     recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
 ) -> Iterator[Problem]:
     """Yields a problem if the checkpoint directory, on this machine, has no room for even one checkpoint."""
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
-    if each > free:
+    size, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
+    if size > free:
         given = f"{byte_text(free)} free in {checkpoint_directory(recipe)}"
-        needed = f"{byte_text(each)} for one checkpoint"
+        needed = f"{byte_text(size)} for one checkpoint"
         yield Problem("checkpoint.directory", given, needed, "a directory on a larger file system")
 
 
@@ -342,19 +342,20 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
     directory = checkpoint_directory(recipe)
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(directory)
+    size, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(directory)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
-    needed = max(1, keep + best + 1 - saved) * each
+    needed = max(1, keep + best + 1 - saved) * size
     if needed > free:
         kept = f"{keep} checkpoints{', the best' if best else ''} and the next"
-        more = f"{byte_text(needed)} more for {kept}, {byte_text(each)} each"
+        more = f"{byte_text(needed)} more for {kept}, {byte_text(size)} each"
         fix = "a directory on a larger file system, or a lower keep_last"
         yield Problem("checkpoint.keep_last", f"{byte_text(free)} free in {directory}, on this machine", more, fix)
     free = _free_bytes(run_directory(recipe))
     given = f"{byte_text(free)} free in {run_directory(recipe)}, on this machine"
     if isinstance(recipe, Recipe):
+        # With every response at its longest.
         rollout, batches = recipe.rollout, recipe.checkpoint.keep_batches
-        tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max  # with every one longest
+        tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max
         of_prompt = rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
         of_prompt += recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES
         if (size := rollout.prompts_per_step * of_prompt) * batches > free:

@@ -165,49 +165,38 @@ class SyncBytes:
     even_device: float
 
 
-def sync_seconds(case: Case) -> Seconds:
-    """Returns the seconds of a weight sync, by item. Engines get all weights, with adapters (train.lora) added."""
-    rollout, assumed, moved = case.grpo.rollout, case.assumptions, _sync_bytes_of(case)
+def sync_time(case: Case) -> tuple[Seconds, tuple[LinkUse, ...]]:
+    """Returns the seconds of a weight sync, by item, and the use of each kind of link, all at once; of none if weights
+    are transferred by disk. Engines get all weights, with adapters (train.lora) added."""
+    recipe, rollout, machines, assumed = case.grpo, case.grpo.rollout, case.speeds, case.assumptions
+    beside, quantized = recipe.cluster.placement == "colocated", rollout.quantization is not None
+    sizes = case.layout, rollout.layout, rollout.engines, machines.gpus_per_node, case.item_bytes
+    colocated = beside and rollout.kind.started_by_us
+    moved = sync_bytes(case.architecture, *sizes, colocated=colocated, quantized=quantized)
     seconds = {"pauses and set-up": assumed.sync_seconds, "digests": moved.held / assumed.digest_bytes_per_second}
-    links = sync_links(case)
-    if not links:
+    if recipe.transfer == "disk":
         seconds["writing to disk"] = moved.model / assumed.disk_bytes_per_second
         seconds["reading from disk"] = moved.model * rollout.engines / assumed.disk_bytes_per_second
-        return seconds
-    if rollout.quantization is not None:
+        return seconds, ()
+    if quantized:
         held = rank_parameters(case.architecture, case.layout, 0, case.fused_layers).total
-        seconds["quantising"] = held * QUANTISING_BYTES / case.speeds.gpu.memory_bytes_per_second
-    names = {"network": "over the network", "node": "within nodes", "device": "copies"}
-    slowest = max(links, key=lambda use: use.seconds)
-    return seconds | {names[slowest.link]: slowest.seconds}
-
-
-def sync_links(case: Case) -> tuple[LinkUse, ...]:
-    """Returns the use of each kind of link, all at once in a sync; empty if weights are transferred by disk."""
-    recipe, machines, assumed = case.grpo, case.speeds, case.assumptions
-    if recipe.transfer == "disk":
-        return ()
-    sizes, colocated = _sync_bytes_of(case), recipe.cluster.placement == "colocated"
+        seconds["quantising"] = held * QUANTISING_BYTES / machines.gpu.memory_bytes_per_second
     # An engine rank reads and writes what it holds, and a training rank what it packs.
-    packed = sizes.held * recipe.rollout.engines * recipe.rollout.layout.ranks / case.layout.ranks
-    copied = max(sizes.held, packed) if not colocated else sizes.held + packed
+    packed = moved.held * rollout.engines * rollout.layout.ranks / case.layout.ranks
+    copied = moved.held + packed if beside else max(moved.held, packed)
     real, memory = Links.of(machines, assumed), machines.gpu.memory_bytes_per_second / 2
 
-    def use(link: Link, moved: float, seconds: float, least: float, speed: float) -> LinkUse:
-        return LinkUse(link, moved, seconds / assumed.sync_efficiency, least, least / speed)
+    def use(link: Link, sent: float, spent: float, least: float, speed: float) -> LinkUse:
+        return LinkUse(link, sent, spent / assumed.sync_efficiency, least, least / speed)
 
-    return (
-        use("network", sizes.network, sizes.network / real.network, sizes.network, machines.network_bytes_per_second),
-        use("node", sizes.node, sizes.node / real.node, sizes.even_node, machines.gpu.node_bytes_per_second),
-        use("device", sizes.device, copied / memory, sizes.even_device, memory),
+    uses = (
+        use("network", moved.network, moved.network / real.network, moved.network, machines.network_bytes_per_second),
+        use("node", moved.node, moved.node / real.node, moved.even_node, machines.gpu.node_bytes_per_second),
+        use("device", moved.device, copied / memory, moved.even_device, memory),
     )
-
-
-def _sync_bytes_of(case: Case) -> SyncBytes:
-    rollout = case.grpo.rollout
-    colocated = case.grpo.cluster.placement == "colocated" and rollout.kind.started_by_us
-    sizes = case.layout, rollout.layout, rollout.engines, case.speeds.gpus_per_node, case.item_bytes
-    return sync_bytes(case.architecture, *sizes, colocated=colocated, quantized=rollout.quantization is not None)
+    names = {"network": "over the network", "node": "within nodes", "device": "copies"}
+    slowest = max(uses, key=lambda link: link.seconds)
+    return seconds | {names[slowest.link]: slowest.seconds}, uses
 
 
 @lru_cache(maxsize=4096)
@@ -242,7 +231,7 @@ def sync_bytes(
         wanted = _stages_on(near, engine.ranks, engine.pipeline)
         # In a stage, each node of an engine has its part, and so has each node of training ranks.
         by_node = [
-            (size, max(1, parts // engine.pipeline // near), max(1, its // devices)) for size, parts, its in cuts
+            (size, max(1, parts // engine.pipeline // near), max(1, others // devices)) for size, parts, others in cuts
         ]
         into_nodes = [
             sum(size * wanted * (1 / parts - here * _common(node, parts, node, its)) for size, parts, its in by_node)

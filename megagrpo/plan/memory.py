@@ -195,7 +195,7 @@ def host_bytes(case: Case) -> tuple[int, int, int]:
 def saved_bytes(case: Case, layout: ParallelLayout, stage: int, state_bytes: int) -> int:
     """Returns the bytes that a data rank of a stage saves: main weights and moments, a moving reference, the critic's.
 
-    `state_bytes`: of an element with Adam's two moments. Muon has one of a matrix, in float32.
+    `state_bytes`: bytes of an element with Adam's two moments. Muon has one of a matrix, in float32.
     """
     policy, *critics = _trained(case, layout, stage)
     models = (policy, *critics)
@@ -292,7 +292,7 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
     sizes = model_parts(case, index)
     models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
-    resting = {"rollout": moved, "weight_sync": [models[0], *moved[1:]]}  # models between passes
+    resting = {"rollout": moved, "weight_sync": [models[0], *moved[1:]]}  # between passes; a sync has the weights back
     offload, batch = set(train.offload), _batch(recipe, stage, sequences)
     away = {"rollout": offload, "weight_sync": offload - {"parameters"}, "update": offload & {"reference"}}
     sync = list(_sync_parts(case, index, sizes["parameters"]))

@@ -226,12 +226,8 @@ class WeightBytes:
     experts: float
 
     @property
-    def dense(self) -> float:
-        return self.whole + self.attention + self.mlp
-
-    @property
     def total(self) -> float:
-        return self.dense + self.experts
+        return self.whole + self.attention + self.mlp + self.experts
 
 
 ON_EVERY_RANK = re.compile("norm|_down|router")

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
-from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, sync_seconds
+from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
 from megagrpo.plan.engine import EngineSpeed, engine_memory
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
@@ -88,7 +88,7 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
     """Returns the expected seconds of one step, without evaluation and checkpoints. `training` is the result of
     `training_phases`, if it is known already."""
     recipe, assumed = case.recipe, case.assumptions
-    phases = dict(training or training_phases(case))
+    phases, links = dict(training or training_phases(case)), tuple[LinkUse, ...]()
     if isinstance(recipe, SftRecipe):
         samples = float(recipe.data.examples_per_step)
     else:
@@ -97,7 +97,7 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
         # All samples of a prompt are on one engine: the one that has most to do.
         of_rounds = (rollout_seconds(by, case.lengths, math.ceil(prompts / by.engines)) for prompts in rounds)
         phases = {"rollout": added(*of_rounds), "reward": _reward(recipe, assumed, samples), **phases}
-        phases["weight_sync"] = sync_seconds(case)
+        phases["weight_sync"], links = sync_time(case)
     phases["driver"] = _driver(case, samples)
     times = []
     for phase, seconds in phases.items():
@@ -105,7 +105,6 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
         times.append(PhaseTime(phase, {name: spent * factor for name, spent in seconds.items() if spent > 0}))
     known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
     steps = total_steps(recipe, math.ceil(assumed.epoch_rows or 0)) if known else None
-    links = sync_links(case) if isinstance(recipe, Recipe) else ()
     return StepTime(tuple(times), samples * case.lengths.sequence, case.device_plan.bundles, steps, links)
 
 

@@ -341,9 +341,9 @@ class TrainingRanks:
         seconds = {}
         for name, group, elements in (("data", replicas, dense), ("data of experts", of_experts, experts)):
             if group.ranks > 1 and elements:
-                for what, each in (("gradients", gradient_bytes), ("weights", back)):
+                for what, item_bytes in (("gradients", gradient_bytes), ("weights", back)):
                     label = f"{name}: {what} communication ({group.link})"
-                    seconds[label] = gather(group, elements * each, 1, self.links)
+                    seconds[label] = gather(group, elements * item_bytes, 1, self.links)
         return seconds
 
     @cached_property

@@ -286,9 +286,8 @@ def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() ->
     assert adam - one == 4 * matrices
     assert largest_share([5, 4, 3, 3, 3], 2) == 10  # the largest first, to the emptiest: 5 and 3, 4 and 3 and 3
     sizes = {"total_steps": 1, "layout": {"tensor": 8, "data": 256}}
-    few, many = (
-        model_parts(Case(merged(train=sizes | of), LLAMA, H100), 0) for of in ({}, {"optimizer": {"kind": "muon"}})
-    )
+    kinds: tuple[dict[str, Any], ...] = {}, {"optimizer": {"kind": "muon"}}
+    few, many = (model_parts(Case(merged(train=sizes | of), LLAMA, H100), 0) for of in kinds)
     largest = 2 * 8192 * 28672 // 8
     assert many["optimizer"] > 8 * largest, "a rank owns a gate and up projection whole"
     assert many["gradients"] > few["gradients"], "and every rank has room for as much from each"
@@ -297,9 +296,8 @@ def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() ->
 def test_outputs_of_stages_are_free_in_updates_if_megatron_frees_them() -> None:
     layout = {"tensor": 8, "pipeline": 2, "data": 2}
     train = {"total_steps": 1, "layout": layout, "megatron": {"deallocate_pipeline_outputs": True}}
-    here, freed = (
-        phases(held_by(merged(layout, train=changes)))["update"] for changes in (train | {"megatron": {}}, train)
-    )
+    both = train | {"megatron": {}}, train
+    here, freed = (phases(held_by(merged(layout, train=changes)))["update"] for changes in both)
     assert sum(freed.values()) < sum(here.values())
 
 
