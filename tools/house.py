@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
     ("recipe", "preflight", "doctor"): 5_689,
-    ("plan",): 5_213,
+    ("plan",): 5_191,
     ("data",): 2_777,
     ("reward",): 8_015,
     ("agents",): 5_148,

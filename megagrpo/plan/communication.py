@@ -98,37 +98,22 @@ def exchange(group: RankGroup, sent_bytes: float, operations: float, links: Link
     return (max(near, far) + links.latency(group.link)) * operations
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The groups of one rank, except for pipelines."""
-
-    tensor: RankGroup
-    context: RankGroup
-    expert: RankGroup
-    expert_tensor: RankGroup
-    replicas: RankGroup
-    """Data and context ranks, which sum gradients of dense weights."""
-    expert_replicas: RankGroup
-    stages_link: Link
-    """Between a pipeline stage and the next."""
-
-    @classmethod
-    def of(cls, layout: ParallelLayout, gpus_per_node: int) -> Groups:
-        def group(ranks: int, stride: int) -> RankGroup:
-            if layout.ranks <= gpus_per_node:
-                return RankGroup(ranks, ranks)
-            return RankGroup(ranks, max(1, gcd(ranks * stride, gpus_per_node) // stride))
-
-        tensor, expert_tensor = layout.tensor, layout.expert_tensor
-        return cls(
-            tensor=group(tensor, 1),
-            context=group(layout.context, tensor),
-            expert=group(layout.expert, expert_tensor),
-            expert_tensor=group(expert_tensor, 1),
-            replicas=group(layout.context * layout.data, tensor),
-            expert_replicas=group(layout.expert_data, expert_tensor * layout.expert),
-            stages_link="node" if layout.ranks <= gpus_per_node else "network",
-        )
+def groups_of(layout: ParallelLayout, gpus_per_node: int) -> dict[str, RankGroup]:
+    """Returns the groups of one rank, by the item of a step that they exchange. Data and context ranks together sum
+    gradients of dense weights; a pipeline's group is a stage's rank and the next one's."""
+    sizes = {  # ranks of a group, and the distance from one to the next
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "experts": (layout.expert, layout.expert_tensor),
+        "experts' tensor": (layout.expert_tensor, 1),
+        "data": (layout.context * layout.data, layout.tensor),
+        "data of experts": (layout.expert_data, layout.expert_tensor * layout.expert),
+    }
+    groups = {"pipeline": RankGroup(2, 2 if layout.ranks <= gpus_per_node else 1)}
+    for name, (ranks, stride) in sizes.items():
+        on_node = max(1, gcd(ranks * stride, gpus_per_node) // stride)
+        groups[name] = RankGroup(ranks, ranks if layout.ranks <= gpus_per_node else on_node)
+    return groups
 
 
 # --- weight sync -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import LayerWork, head_work, layer_work
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
-from megagrpo.plan.communication import Groups, Links, Seconds, added, exchange, gather
+from megagrpo.plan.communication import Links, RankGroup, Seconds, added, exchange, gather, groups_of
 from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
@@ -207,8 +207,8 @@ class TrainingRanks:
         return max(1, ceil(needed / multiple)) * multiple
 
     @cached_property
-    def groups(self) -> Groups:
-        return Groups.of(self.case.layout, self.case.speeds.gpus_per_node)
+    def groups(self) -> dict[str, RankGroup]:
+        return groups_of(self.case.layout, self.case.speeds.gpus_per_node)
 
     @cached_property
     def links(self) -> Links:
@@ -249,15 +249,15 @@ class TrainingRanks:
             waits = (layout.pipeline - 1) / (layout.virtual_pipeline * micros)
             sends = self.stage_exchange(over, part.tokens, micros)
             seconds["pipeline bubble"] = sum(seconds.values()) * waits
-            seconds[f"pipeline communication ({self.groups.stages_link})"] = sends
+            seconds[f"pipeline communication ({self.groups['pipeline'].link})"] = sends
         return seconds
 
     def _layer_seconds(self, sparse: bool, over: Products, part: BatchSize, micros: int) -> Seconds:
         """Returns the seconds of one layer, with experts if `sparse`, for a data rank's part of a batch."""
         assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self.groups
-        ranks = groups.tensor.ranks * groups.context.ranks
+        ranks = groups["tensor"].ranks * groups["context"].ranks
         flops = layers_flops(self.arch, (1 - sparse, int(sparse)), over, part.tokens, part.squares, self.train.lora)
-        uneven = assumed.expert_imbalance if groups.expert.ranks > 1 else 1.0
+        uneven = assumed.expert_imbalance if groups["experts"].ranks > 1 else 1.0
         attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
         between = sum(share for module, share in AGAIN_BETWEEN.items() if module in over.again)
         passes = (over.forward + (2 + between) * over.backward) * micros
@@ -267,42 +267,35 @@ class TrainingRanks:
             "attention": attention,
             "between products": assumed.layer_seconds * passes,
         }
-        links = {"tensor": groups.tensor, "context": groups.context, "experts": groups.expert}
         for name, spent in self.layer_exchanges(sparse, over, part.tokens, micros).items():
             if name == "experts":
                 spent *= uneven
             elif name == "context" and context_exchange(self.train) == "p2p":
                 spent = max(0.0, spent - attention)
-            seconds[f"{name} communication ({links.get(name, groups.expert_tensor).link})"] = spent
+            seconds[f"{name} communication ({groups[name].link})"] = spent
         return seconds
 
     def layer_exchanges(self, sparse: bool, over: Products, tokens: float, micros: int) -> Seconds:
         """Returns the seconds of exchanges inside one layer for all microbatches of a pass over `tokens` tokens of a
         data rank, by item: tensor, context, experts, experts' tensor. `sparse`: the layer has experts."""
         arch, groups, recomputed = self.arch, self.groups, self.train.recomputed.modules
-        at_once = tokens / groups.context.ranks * self.case.item_bytes / micros
-        seconds = {}
-        if groups.tensor.ranks > 1:
-            # Attention and MLP each gather their input and scatter their output. Backward they gather the input again
-            # and the output's gradient, and scatter the input's (megatron's
-            # LinearWithGradAccumulationAndAsyncCommunication).
-            parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
-            mlp = ("moe", "shared_experts") if sparse else ("mlp",)  # recomputed, it exchanges again
-            again = over.backward if parts == 2 and recomputed.intersection(mlp) else 0
-            count = (parts * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
-            seconds["tensor"] = gather(groups.tensor, at_once * arch.hidden, count, self.links)
-        if groups.context.ranks > 1:
-            seconds["context"] = self._context_seconds(over, tokens, micros)
+        at_once = tokens / groups["context"].ranks * self.case.item_bytes / micros
+        # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
+        # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
+        parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
+        mlp = ("moe", "shared_experts") if sparse else ("mlp",)  # recomputed, it exchanges again
+        again = over.backward if parts == 2 and recomputed.intersection(mlp) else 0
+        count = (parts * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
+        seconds = {"tensor": gather(groups["tensor"], at_once * arch.hidden, count, self.links)}
+        seconds["context"] = self._context_seconds(over, tokens, micros)
         if sparse and arch.experts is not None:
             # Tokens go to their experts and come back; backward, their gradients do the same.
             again = over.backward if "moe" in recomputed else 0
             count = 2 * (over.forward + over.backward + again) * micros
-            sent = at_once / groups.tensor.ranks * arch.hidden * arch.experts.per_token
-            if groups.expert.ranks > 1:
-                seconds["experts"] = exchange(groups.expert, sent, count, self.links)
-            if groups.expert_tensor.ranks > 1:
-                whole = sent * groups.expert_tensor.ranks
-                seconds["experts' tensor"] = gather(groups.expert_tensor, whole, count, self.links)
+            sent = at_once / groups["tensor"].ranks * arch.hidden * arch.experts.per_token
+            seconds["experts"] = exchange(groups["experts"], sent, count, self.links)
+            group = groups["experts' tensor"]
+            seconds["experts' tensor"] = gather(group, sent * group.ranks, count, self.links)
         return seconds
 
     def _context_seconds(self, over: Products, tokens: float, micros: int) -> float:
@@ -312,7 +305,7 @@ class TrainingRanks:
         The backward pass gathers keys and values again and returns their gradients. Local layers gather once and keep
         them. A recomputed core exchanges again.
         """
-        arch, tensor, context, latent = self.arch, self.case.layout.tensor, self.groups.context, self.arch.latent
+        arch, tensor, context, latent = self.arch, self.case.layout.tensor, self.groups["context"], self.arch.latent
         # Columns of one rank: queries and outputs, keys and values.
         queries = arch.heads / tensor * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
         keys = 2 * max(1.0, arch.query_groups / tensor) * arch.head_dim if latent is None else queries
@@ -329,7 +322,7 @@ class TrainingRanks:
         layout = self.case.layout
         count = (1 + over.backward) * layout.virtual_pipeline * micros  # recomputing stays in its layer
         at_once = tokens / micros / layout.context / layout.tensor * self.arch.hidden * self.case.item_bytes
-        return self.links.sent(self.groups.stages_link, at_once) * count
+        return self.links.sent(self.groups["pipeline"].link, at_once) * count
 
     def replica_exchanges(self, dense: float, experts: float) -> Seconds:
         """Returns the seconds to sum gradients over replicas and to return new weights in one optimizer step, by item
@@ -337,9 +330,9 @@ class TrainingRanks:
         gradients are all-reduced: scattered, and gathered in their own dtype."""
         gradient_bytes = 2 if self.train.gradient_dtype == "bfloat16" else 4
         back = self.case.item_bytes if self.train.distributed_optimizer else gradient_bytes
-        replicas, of_experts = self.groups.replicas, self.groups.expert_replicas
         seconds = {}
-        for name, group, elements in (("data", replicas, dense), ("data of experts", of_experts, experts)):
+        for name, elements in (("data", dense), ("data of experts", experts)):
+            group = self.groups[name]
             if group.ranks > 1 and elements:
                 for what, item_bytes in (("gradients", gradient_bytes), ("weights", back)):
                     label = f"{name}: {what} communication ({group.link})"
@@ -362,7 +355,7 @@ class TrainingRanks:
         seconds = {name: spent * (1 - assumed.overlap) for name, spent in exchanged.items()}
         owned = float(dense + routed)
         if train.distributed_optimizer:
-            owned = dense / groups.replicas.ranks + routed / groups.expert_replicas.ranks
+            owned = dense / groups["data"].ranks + routed / groups["data of experts"].ranks
         touched = ADAM_BYTES * owned + GRADIENT_BYTES_TOUCHED * (dense + routed)
         seconds["optimizer"] = touched / (machines.gpu.memory_bytes_per_second * assumed.optimizer_efficiency)
         return seconds
