@@ -37,7 +37,7 @@ BUDGETS = {
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
     ("recipe", "preflight", "doctor"): 5_689,
-    ("plan",): 5_341,
+    ("plan",): 5_191,
     ("data",): 2_777,
     ("reward",): 8_015,
     ("agents",): 5_148,
@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
-    "tests": Limits(lines=51_769, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_736, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

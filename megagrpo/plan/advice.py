@@ -87,8 +87,8 @@ def node_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         return
     per_node, plan = recipe.cluster.gpus_per_node, plan_devices(recipe, "cuda")
     parts = plan.node_bundles(0)
-    each, first = (len(parts[0]), parts[0][0]) if parts else (1, 0)
-    if per_node % each == 0 and first % each == 0:
+    size, first = (len(parts[0]), parts[0][0]) if parts else (1, 0)
+    if per_node % size == 0 and first % size == 0:
         return  # engines lie side by side from the first on, so none reaches over the edge of a node
     for engine, devices in enumerate(plan.bundles_of_engine):
         if any(part[0] // per_node != part[-1] // per_node for part in plan.node_bundles(engine)):
@@ -108,22 +108,22 @@ def unwise(
     """Yields the settings that run but that the recipe's author probably does not want. `time` is None for unknown
     GPUs; `scheduled` is the time under the recipe's schedule, None for sync."""
     if case.device == "cuda":
-        yield from _unwise_nodes(case)
+        yield from _over_nodes(case)
         if case.recipe.deterministic:
             given, needed = "on GPUs: kernels are slower than this plan's", "a run that must repeat bit for bit"
             yield Problem("deterministic", given, needed, "remove it where runs need not repeat")
-    yield from _unwise_layout(case, time)
-    yield from _unwise_training(case, held)
+    yield from _layout(case, time)
+    yield from _training(case, held)
     if isinstance(case.recipe, Recipe):
-        yield from _unwise_engines(case, case.recipe)
-        yield from _unwise_agent(case, case.recipe)
+        yield from _engines(case, case.recipe)
+        yield from _conversations(case, case.recipe)
         if time is not None:
-            yield from _unwise_waiting(case, case.recipe, time, scheduled)
+            yield from _waiting(case, case.recipe, time, scheduled)
     if time is not None:
-        yield from _unwise_seconds(case.recipe, time)
+        yield from _timeouts(case.recipe, time)
 
 
-def _unwise_nodes(case: Case) -> Iterator[Problem]:
+def _over_nodes(case: Case) -> Iterator[Problem]:
     per_node, devices = case.recipe.cluster.gpus_per_node, case.device_plan.bundles
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
     for axis in case.axes:
@@ -137,7 +137,7 @@ def _unwise_nodes(case: Case) -> Iterator[Problem]:
         yield Problem("cluster.gpus_per_node", given, "whole nodes", fix)
 
 
-def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
+def _layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
     recipe, layout, lengths, experts = case.recipe, case.layout, case.lengths, case.architecture.experts
     tensor, data, context = layout.tensor, layout.data, layout.context
     gpu = case.speeds.gpu
@@ -168,11 +168,11 @@ def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
         yield Problem("train.layout.context", given, needed, "context: 1, and data in its place")
 
 
-def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
+def _engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
     rollout, ranks, engine = recipe.rollout, case.layout.ranks, _engine(case)
-    engines, each = rollout.engines, rollout.devices_of_engine
+    engines, size = rollout.engines, rollout.devices_of_engine
     responses = recipe.prompts_at_once * rollout.samples_per_prompt
-    if each == 0:
+    if size == 0:
         return
     per_node = recipe.cluster.gpus_per_node
     if rollout.layout.tensor > per_node and case.architecture.experts is None:
@@ -184,15 +184,15 @@ def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
         given = f"{engines}, for {responses} responses at once"
         yield Problem("rollout.engines", given, "something to do for each", "fewer engines, or more samples")
     if recipe.cluster.placement == "colocated" and used < ranks and case.device == "cuda":
-        given = f"{engines} of {each}: {ranks - used} of {ranks} GPUs wait in the rollout"
-        yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // each}")
+        given = f"{engines} of {size}: {ranks - used} of {ranks} GPUs wait in the rollout"
+        yield Problem("rollout.engines", given, "engines on all training devices", f"engines: {ranks // size}")
     if engine and 0 < engine.sequences < KV_CACHE_SHARE_MIN * engine.asked:
         given = f"{rollout.layout.tensor}: a cache for {engine.sequences} longest responses of {engine.asked}"
         needed = f"room for {KV_CACHE_SHARE_MIN:.0%} of an engine's responses: each batch reads all weights"
         yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
 
 
-def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
+def _conversations(case: Case, recipe: Recipe) -> Iterator[Problem]:
     """Yields problems of conversations that overflow engines' caches, or are too short for the turns allowed."""
     agent, engine = recipe.agent, _engine(case)
     if agent is None:
@@ -211,7 +211,7 @@ def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
         yield Problem("agent.tokens_max", given, needed, fix)
 
 
-def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, scheduled: ScheduleTime | None) -> Iterator[Problem]:
+def _waiting(case: Case, recipe: Recipe, time: StepTime, scheduled: ScheduleTime | None) -> Iterator[Problem]:
     """Yields problems of disaggregated devices that wait for the others, and of a schedule that throws tokens away."""
     ranks, used = case.layout.ranks, len(set(chain(*case.device_plan.bundles_of_engine)))
     if used and recipe.cluster.placement == "disaggregated":
@@ -246,7 +246,7 @@ def _less_waiting(recipe: Recipe) -> Iterator[str]:
         yield f"schedule: {kind.kind}"
 
 
-def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
+def _training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
     if case.gpus and case.recipe.train.layer_spec == "transformer_engine" and not case.auto_is_fused:
         given = f"transformer_engine, on {case.gpus.gpu.name}"
         needed = "fused attention over packed sequences: without it all scores of the longest sequence are kept"
@@ -263,7 +263,15 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
         given = f"full, with {free:.0%} of the memory free in the update"
         needed = "no more than has to be: whole layers cost a third more products"
         yield Problem("train.recompute", given, needed, "recompute: none or {modules: [mlp]}, or larger microbatches")
-    if pointless := _pointless(case):
+    # Fused attention keeps no scores, Transformer Engine has norms within the products that follow, and the local
+    # layers' core keeps queries and keys of its own.
+    arch, fused = case.architecture, case.fused_layers
+    saves = {
+        "core_attn": arch.latent is not None and not fused,
+        "layernorm": not fused or arch.latent is not None or arch.experts is not None,
+        "mla_up_proj": fused,
+    }
+    if pointless := sorted(module for module in train.recomputed.modules if not saves.get(module, True)):
         given = f"{', '.join(pointless)}, of which these layers keep nothing that is worth it"
         needed = "what takes memory: mlp, moe or moe_act, or some whole layers"
         yield Problem("train.recompute", given, needed, "recompute: none, {modules: [...]} or {layers: ...}")
@@ -273,25 +281,13 @@ def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Probl
         needed = "each its share: the same numbers for 12 bytes less for each parameter"
         yield Problem("train.distributed_optimizer", given, needed, "distributed_optimizer: true")
     whole = isinstance(recipe, Recipe) and train.lora is None
-    if whole and case.architecture.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
-        given = f"{train.optimizer.lr:g} for all weights of a model with {case.architecture.hidden} hidden units"
+    if whole and arch.hidden >= 512 and train.optimizer.lr > LEARNING_RATE_MAX:
+        given = f"{train.optimizer.lr:g} for all weights of a model with {arch.hidden} hidden units"
         needed = f"at most {LEARNING_RATE_MAX:g}: published runs take 1e-6; larger ones forget"
         yield Problem("train.optimizer.lr", given, needed, "lr: 1.0e-6")
 
 
-def _pointless(case: Case) -> list[str]:
-    """Returns the modules whose recomputation saves next to nothing. Fused attention keeps no scores, Transformer
-    Engine has norms within the products that follow, and the local layers' core keeps queries and keys of its own."""
-    arch, fused = case.architecture, case.fused_layers
-    saves = {
-        "core_attn": arch.latent is not None and not fused,
-        "layernorm": not fused or arch.latent is not None or arch.experts is not None,
-        "mla_up_proj": fused,
-    }
-    return sorted(module for module in case.recipe.train.recomputed.modules if not saves.get(module, True))
-
-
-def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
+def _timeouts(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
     limits = {}
     if isinstance(recipe, Recipe):
         step = ("cluster.step_timeout_seconds", recipe.cluster.step_timeout_seconds)
@@ -320,7 +316,7 @@ def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
 def checkpoint_bytes(recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None) -> int:
     """Returns a checkpoint's bytes without file headers: trained weights, optimizer, a moving reference, a critic."""
     case = Case(recipe, architecture, machines=None, critic=critic)
-    return saved_bytes(case, ParallelLayout(), stage=0, each=STATE_BYTES)
+    return saved_bytes(case, ParallelLayout(), 0, STATE_BYTES)
 
 
 def runs_here(recipe: AnyRecipe) -> bool:
@@ -332,10 +328,10 @@ def disk_problems(
     recipe: AnyRecipe, architecture: Architecture, critic: Architecture | None = None
 ) -> Iterator[Problem]:
     """Yields a problem if the checkpoint directory, on this machine, has no room for even one checkpoint."""
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
-    if each > free:
+    size, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(checkpoint_directory(recipe))
+    if size > free:
         given = f"{byte_text(free)} free in {checkpoint_directory(recipe)}"
-        needed = f"{byte_text(each)} for one checkpoint"
+        needed = f"{byte_text(size)} for one checkpoint"
         yield Problem("checkpoint.directory", given, needed, "a directory on a larger file system")
 
 
@@ -346,42 +342,36 @@ def disk_advice(recipe: AnyRecipe, architecture: Architecture, critic: Architect
         return
     keep, best = recipe.checkpoint.keep_last, recipe.checkpoint.keep_best is not None
     directory = checkpoint_directory(recipe)
-    each, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(directory)
+    size, free = checkpoint_bytes(recipe, architecture, critic), _free_bytes(directory)
     saved = len(list(directory.glob("step_*"))) if directory.is_dir() else 0
-    needed = max(1, keep + best + 1 - saved) * each
+    needed = max(1, keep + best + 1 - saved) * size
     if needed > free:
         kept = f"{keep} checkpoints{', the best' if best else ''} and the next"
-        more = f"{byte_text(needed)} more for {kept}, {byte_text(each)} each"
+        more = f"{byte_text(needed)} more for {kept}, {byte_text(size)} each"
         fix = "a directory on a larger file system, or a lower keep_last"
         yield Problem("checkpoint.keep_last", f"{byte_text(free)} free in {directory}, on this machine", more, fix)
-    free, models = _free_bytes(run_directory(recipe)), _models_to_come(recipe)
+    free = _free_bytes(run_directory(recipe))
     given = f"{byte_text(free)} free in {run_directory(recipe)}, on this machine"
-    if isinstance(recipe, Recipe) and (batches := batch_bytes(recipe)) * recipe.checkpoint.keep_batches > free:
-        more = f"up to {byte_text(batches)} for each of {recipe.checkpoint.keep_batches} batches"
-        fix = "lower it, or set track.directory to a place on a larger file system"
-        yield Problem("checkpoint.keep_batches", given, more, fix)
+    if isinstance(recipe, Recipe):
+        # With every response at its longest.
+        rollout, batches = recipe.rollout, recipe.checkpoint.keep_batches
+        tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max
+        of_prompt = rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
+        of_prompt += recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES
+        if (size := rollout.prompts_per_step * of_prompt) * batches > free:
+            more = f"up to {byte_text(size)} for each of {batches} batches"
+            fix = "lower it, or set track.directory to a place on a larger file system"
+            yield Problem("checkpoint.keep_batches", given, more, fix)
+    exported = len(list((run_directory(recipe) / "hugging_face_steps").glob("step_*")))
+    every, steps = recipe.checkpoint.export_every_steps, recipe.train.total_steps
+    to_export = 0 if every is None else 1 if steps is None else steps // every  # 1: the steps are not known
+    models = max(0, to_export - exported) + recipe.checkpoint.export_hugging_face
     size = ITEM_BYTES[dtype_name(recipe, "cpu" if recipe.cluster.device == "cpu" else "cuda")]
     if (size := size * total_parameters(architecture)) * models > free:
-        field = "export_every_steps" if recipe.checkpoint.export_every_steps else "export_hugging_face"
+        field = "export_every_steps" if every else "export_hugging_face"
         more = f"{byte_text(models * size)} for {models} exported models, {byte_text(size)} each"
         fix = "a larger file system for track.directory, fewer of them, or after_export that moves them away"
         yield Problem(f"checkpoint.{field}", given, more, fix)
-
-
-def _models_to_come(recipe: AnyRecipe) -> int:
-    """Returns how many models the run has yet to export; step exports count as one if its steps are unknown."""
-    checkpoint, exported = recipe.checkpoint, list((run_directory(recipe) / "hugging_face_steps").glob("step_*"))
-    every, steps = checkpoint.export_every_steps, recipe.train.total_steps
-    on_the_way = 0 if every is None else 1 if steps is None else steps // every
-    return max(0, on_the_way - len(exported)) + checkpoint.export_hugging_face
-
-
-def batch_bytes(recipe: Recipe) -> int:
-    """Returns the bytes of one step's batch, with every response at its longest."""
-    rollout = recipe.rollout
-    tokens = recipe.sequence_tokens_max if recipe.agent else rollout.response_tokens_max
-    responses = rollout.samples_per_prompt * tokens * SAMPLED_TOKEN_BYTES
-    return rollout.prompts_per_step * (responses + recipe.data.prompt_tokens_max * PROMPT_TOKEN_BYTES)
 
 
 def _free_bytes(directory: Path) -> int:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.schema.agent import AgentConfig
 
 VALUE_MAX = 1e15
 """The largest number of bytes, tokens, rows, seconds, or a factor."""
@@ -163,6 +162,12 @@ class Lengths:
         return self.longest**2 if _middle_of(self) == math.inf else self._moment(2, _middle_of(self))
 
     @property
+    def underway(self) -> float:
+        """Returns the mean tokens of a conversation that is met at a random moment of a long run: of a response that is
+        longer than the mean, and half done."""
+        return self.prompt + (1 + self.given) * self.response_square / (2 * self.response)
+
+    @property
     def sequence_square(self) -> float:
         """Returns the mean of the squared `sequence`, which attention's products grow with; prompts do not vary."""
         growth = 1 + self.given
@@ -184,37 +189,27 @@ def _middle_of(lengths: Lengths) -> float:
 
 
 def lengths_of(recipe: AnyRecipe, assumptions: Assumptions) -> Lengths:
-    """Returns the lengths as given, else as shares of the recipe's maxima. A mean never exceeds the longest."""
-    if isinstance(recipe, Recipe) and recipe.agent is not None:
-        return _conversations(recipe, recipe.agent, assumptions)
+    """Returns the lengths as given, else as shares of the recipe's maxima. A mean never exceeds the longest.
+
+    Unless response_tokens is given, an agent's mean conversation fills about `response_share` of the allowed tokens:
+    given ones, and the rest, at least a quarter, sampled.
+    """
+    prompt, share, conversation = 0.0, assumptions.response_share, (1.0, 0.0, 1.0)  # turns, given tokens, sequences
     if isinstance(recipe, SftRecipe):
-        most, share, prompt = float(recipe.data.tokens_max), assumptions.example_share, 0.0
+        most, share = float(recipe.data.tokens_max), assumptions.example_share
     else:
-        most, share = float(recipe.rollout.response_tokens_max), assumptions.response_share
-        prompt = _prompt(recipe, assumptions)
+        most, prompt_max = float(recipe.rollout.response_tokens_max), float(recipe.data.prompt_tokens_max)
+        prompt = min(prompt_max, assumptions.prompt_tokens or assumptions.prompt_share * prompt_max)
     mean = min(most, assumptions.response_tokens or share * most)
+    if isinstance(recipe, Recipe) and (agent := recipe.agent) is not None:
+        turns = min(float(agent.turns_max), max(1.0, assumptions.turns or assumptions.turns_share * agent.turns_max))
+        room, between = max(2.0, recipe.sequence_tokens_max - prompt), assumptions.given_tokens * (turns - 1)
+        wanted = min(turns * share * most, max(share * room - between, share * room / 4))
+        mean = min(assumptions.response_tokens or wanted, room, agent.turns_max * most)
+        given = min(between, room - mean) / mean
+        most, conversation = min(room / (1 + given), agent.turns_max * most), (turns, given, assumptions.sequences)
     longest = min(most, max(mean, assumptions.longest_response_tokens or most))
-    return Lengths(prompt, mean, longest, assumptions.response_spread)
-
-
-def _prompt(recipe: Recipe, assumptions: Assumptions) -> float:
-    most = float(recipe.data.prompt_tokens_max)
-    return min(most, assumptions.prompt_tokens or assumptions.prompt_share * most)
-
-
-def _conversations(recipe: Recipe, agent: AgentConfig, assumptions: Assumptions) -> Lengths:
-    """Returns the lengths of an agent's conversations. Unless response_tokens is given, a mean conversation fills about
-    `response_share` of the allowed tokens: given ones, and the rest, at least a quarter, sampled."""
-    prompt, answer = _prompt(recipe, assumptions), float(recipe.rollout.response_tokens_max)
-    turns = min(float(agent.turns_max), max(1.0, assumptions.turns or assumptions.turns_share * agent.turns_max))
-    room = max(2.0, recipe.sequence_tokens_max - prompt)
-    between, share = assumptions.given_tokens * (turns - 1), assumptions.response_share
-    wanted = min(turns * share * answer, max(share * room - between, share * room / 4))
-    mean = min(assumptions.response_tokens or wanted, room, agent.turns_max * answer)
-    given = min(between, room - mean) / mean
-    most = min(room / (1 + given), agent.turns_max * answer)
-    longest = min(most, max(mean, assumptions.longest_response_tokens or most))
-    return Lengths(prompt, mean, longest, assumptions.response_spread, turns, given, assumptions.sequences)
+    return Lengths(prompt, mean, longest, assumptions.response_spread, *conversation)
 
 
 def _normal(deviations: float) -> float:

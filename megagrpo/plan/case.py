@@ -13,7 +13,7 @@ from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, rank_grid
 from megagrpo.plan.assumptions import Assumptions, Lengths, lengths_of
 from megagrpo.recipe.defaults import DevicePlan, dtype_name, plan_devices, train_config
 from megagrpo.recipe.kernels import Capability, Installed, attention_of, layers_on
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.weights.boxes import ITEM_BYTES
 from megagrpo.weights.families.architecture import Architecture
 
@@ -163,6 +163,11 @@ class Case:
         return self.recipe
 
     @property
+    def reward_models(self) -> tuple[str, ...]:
+        """Returns the names in reward.models."""
+        return tuple(self.recipe.reward.models) if isinstance(self.recipe, Recipe) else ()
+
+    @property
     def speeds(self) -> Machines:
         """Returns the machines, or placeholders if they are unknown."""
         return self.machines or A_CPU
@@ -221,8 +226,8 @@ class Case:
             for position, bundle in enumerate(bundles):
                 engines.setdefault(bundle, []).append(engine)
                 engine_rank[bundle] = position
-        names = () if isinstance(self.recipe, SftRecipe) else tuple(self.recipe.reward.models)
-        models = {at: name for name, bundles in zip(names, plan.bundles_of_model, strict=True) for at in bundles}
+        of_models = zip(self.reward_models, plan.bundles_of_model, strict=True)
+        models = {at: name for name, bundles in of_models for at in bundles}
         devices = []
         for at in range(plan.bundles):
             of_engines = tuple(engines.get(at, ())), engine_rank.get(at)

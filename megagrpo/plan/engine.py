@@ -11,7 +11,7 @@ from typing import Any
 from megagrpo.batching.work import head_work, layer_work
 from megagrpo.plan.assumptions import Assumptions, longest_sequence
 from megagrpo.plan.case import Case, Machines
-from megagrpo.plan.communication import Link, Links, RankGroup, gather
+from megagrpo.plan.communication import Links, RankGroup, gather
 from megagrpo.plan.parameters import (
     BLOCK_ELEMENT_BYTES,
     engine_blocks,
@@ -85,7 +85,7 @@ def engine_memory(case: Case) -> EngineMemory:
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
     per_token = cache_bytes_per_token(arch, group, cached)
-    weights, each = [], []
+    weights, token_bytes = [], []  # by stage
     for stage, held in enumerate(engine_rank_parameters(arch, layout, device)):
         run = stage_layers(arch.layers, stage, layout.pipeline)
         layers = len(run)
@@ -96,7 +96,7 @@ def engine_memory(case: Case) -> EngineMemory:
         if (latent := arch.latent) is not None:  # w_kc and w_vc, which SGLang makes of kv_b_proj
             each_head = (latent.plain_dim + latent.value_dim) * latent.key_value_rank
             weights[-1] += layers * (arch.heads // group) * each_head * element
-        each.append(per_token * layers // arch.layers)
+        token_bytes.append(per_token * layers // arch.layers)
     sizes = GraphSizes.of(options, card_bytes, layout, at_once)
     working = 0 if device == "cpu" else _working_bytes(arch, sizes, element)
     if device == "cpu":
@@ -106,11 +106,11 @@ def engine_memory(case: Case) -> EngineMemory:
     else:
         static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
         # Every stage caches the same tokens: as many as the one with the least room.
-        tokens = min(max(0, static - held) // token for held, token in zip(weights, each, strict=True))
+        tokens = min(max(0, static - held) // token for held, token in zip(weights, token_bytes, strict=True))
     tokens = min(tokens, options.get("max_total_tokens") or tokens)
-    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * each[stage])
+    fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * token_bytes[stage])
     cache_tokens = tokens * layout.attention_data
-    return EngineMemory(weights[fullest], tokens * each[fullest], working, cache_tokens, longest, asked)
+    return EngineMemory(weights[fullest], tokens * token_bytes[fullest], working, cache_tokens, longest, asked)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:
@@ -130,8 +130,9 @@ class GraphSizes:
     """Tokens of a prefill, of all groups together."""
     requests: int
     """Requests of one group that are decoded at once."""
-    decode_graphs: bool
-    prefill_graphs: int
+    graph_bytes: int
+    """SGLang's reserve: 2 MiB for each request in the largest decoding graph, and 8 MiB for each prefill graph. With
+    several groups a request has 3 MiB more for each of them, 4.5 above 300 requests."""
 
     @classmethod
     def of(
@@ -140,18 +141,12 @@ class GraphSizes:
         size = 4096 if card_bytes is None else next(tokens for most, tokens in PREFILL_TOKENS if card_bytes < most)
         size = options.get("chunked_prefill_size") or size
         prefill = size if size > 0 else WHOLE_PREFILL_TOKENS
-        graphs = 0 if layout.pipeline > 1 else prefill  # pipelines have none for prefills
-        count = sum(len(range(begin, min(end, graphs + 1), step)) for begin, end, step in PREFILL_GRAPHS)
-        requests, without = -(-at_once // layout.attention_data), bool(options.get("disable_cuda_graph"))
-        return cls(layout, prefill, requests, not without, 0 if without else count)
-
-    @property
-    def graph_bytes(self) -> int:
-        """Returns SGLang's reserve: 2 MiB for each request in the largest decoding graph, with several groups 3 more
-        for each of them (4.5 above 300 requests), and 8 MiB for each prefill graph."""
-        groups = self.layout.attention_data
-        each = 2 + (0 if groups == 1 else 3 * groups if self.requests <= 300 else 4.5 * groups)
-        return int((each * self.requests * self.decode_graphs + 8 * self.prefill_graphs) * MIB)
+        groups, requests = layout.attention_data, -(-at_once // layout.attention_data)
+        request = 2 + (0 if groups == 1 else 3 * groups if requests <= 300 else 4.5 * groups)
+        largest = 0 if layout.pipeline > 1 else prefill  # pipelines have no graphs for prefills
+        prefills = sum(len(range(begin, min(end, largest + 1), step)) for begin, end, step in PREFILL_GRAPHS)
+        mib = 0 if options.get("disable_cuda_graph") else request * requests + 8 * prefills
+        return cls(layout, prefill, requests, int(mib * MIB))
 
 
 def default_fraction(sizes: GraphSizes, card_bytes: int) -> float:
@@ -270,5 +265,5 @@ class EngineSpeed:
         seconds = layers * gather(RankGroup(self.layout.tensor, min(self.layout.tensor, near)), whole, 1, links)
         of_group = whole / self.layout.attention_data
         seconds += layers * gather(RankGroup(self.group, min(self.group, near)), of_group, 1, links)
-        between: Link = "network" if self.layout.ranks > near else "node"
-        return seconds + (self.layout.pipeline - 1) * links.sent(between, whole)
+        between = links.sent("network" if self.layout.ranks > near else "node", whole)
+        return seconds + (self.layout.pipeline - 1) * between

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.plan.activations import Pass, forward_bytes, logits_bytes, stage_bytes, working_bytes
+from megagrpo.plan.activations import Pass
 from megagrpo.plan.assumptions import longest_sequence, minibatch_sequences
 from megagrpo.plan.case import Case
 from megagrpo.plan.engine import GIB, MIB, EngineMemory, engine_memory
@@ -124,20 +124,13 @@ def memory(case: Case) -> Iterator[DeviceMemory]:
         if names:
             phases = (PhaseMemory(phase, tuple(held)) for phase, held in parts.items())
             yield DeviceMemory(", ".join(names), devices, tuple(phases))
-    if isinstance(recipe, Recipe):
-        yield from _of_reward_models(case, recipe)
-
-
-def _of_reward_models(case: Case, recipe: Recipe) -> Iterator[DeviceMemory]:
-    """Yields the devices of reward.models without working memory, which the models fit to what is free."""
-    for name, devices in zip(recipe.reward.models, case.device_plan.bundles_of_model, strict=True):
-        weights = reward_model_bytes(recipe, name, case.device)
-        if not devices or weights is None:
-            continue
-        parts = [Part("weights", weights, (f"reward.models.{name}.dtype",))]
-        if case.device == "cuda":
-            parts.append(Part("context", CONTEXT_BYTES))
-        yield DeviceMemory(f"reward model {name}", devices, tuple(PhaseMemory(at, tuple(parts)) for at in PHASES))
+    # Devices of reward.models without working memory, which the models fit to what is free.
+    for name, devices in zip(case.reward_models, planned.bundles_of_model, strict=True):
+        weights = reward_model_bytes(case.grpo, name, case.device)
+        if devices and weights is not None:
+            context = (Part("context", CONTEXT_BYTES),) if case.device == "cuda" else ()
+            held = (Part("weights", weights, (f"reward.models.{name}.dtype",)), *context)
+            yield DeviceMemory(f"reward model {name}", devices, tuple(PhaseMemory(at, held) for at in PHASES))
 
 
 @lru_cache(maxsize=256)
@@ -162,18 +155,18 @@ def model_parts(case: Case, stage: int) -> dict[str, int]:
     """
     recipe, item, train = case.recipe, case.item_bytes, case.recipe.train
     policy, *critics = _trained(case, case.layout, stage)
-    trained, each = policy.trained.total, 2 if train.gradient_dtype == "bfloat16" else 4
+    trained, gradient_bytes = policy.trained.total, 2 if train.gradient_dtype == "bfloat16" else 4
     adapters = trained if train.lora is not None else 0
     sizes = {
         "parameters": (policy.held.total + adapters + policy.padding) * item,
-        "gradients": each * (trained + policy.padding),
+        "gradients": gradient_bytes * (trained + policy.padding),
         "optimizer": policy.optimizer_bytes(train, case.layout, item),
     }
     if isinstance(recipe, Recipe) and recipe.algorithm.kl.coefficient > 0:
         average = recipe.algorithm.reference.update_every_steps is not None and recipe.algorithm.reference.share < 1
         sizes["reference"] = trained * (item + (4 if average and item < 4 else 0))  # averages are in float32 besides
     for critic in critics:
-        passing = (critic.held.total + critic.padding) * (item + each)
+        passing = (critic.held.total + critic.padding) * (item + gradient_bytes)
         sizes["critic"] = passing + critic.optimizer_bytes(train, case.layout, item)
     return {name: size for name, size in sizes.items() if size}
 
@@ -184,13 +177,13 @@ def host_bytes(case: Case) -> tuple[int, int, int]:
     share each."""
     recipe, arch, layout = case.recipe, case.architecture, case.layout
     away = set(recipe.train.offload) - {"gradients"}
-    each = 8 if recipe.train.optimizer.moment_dtype == "bfloat16" else 12
+    state_bytes = 8 if recipe.train.optimizer.moment_dtype == "bfloat16" else 12
     item_bytes = 0 if recipe.checkpoint.export_every_steps is None else case.item_bytes
     of_stages = [
         (
             sum(size for name, size in model_parts(case, stage).items() if name in away),
-            saved_bytes(case, layout, stage, each),
-            item_bytes * _share(rank_parameters(arch, layout, stage, case.fused_layers), layout),
+            saved_bytes(case, layout, stage, state_bytes),
+            item_bytes * rank_parameters(arch, layout, stage, case.fused_layers).share(layout),
         )
         for stage in range(layout.pipeline)
     ]
@@ -199,23 +192,18 @@ def host_bytes(case: Case) -> tuple[int, int, int]:
     return moved, saved, exported
 
 
-def saved_bytes(case: Case, layout: ParallelLayout, stage: int, each: int) -> int:
+def saved_bytes(case: Case, layout: ParallelLayout, stage: int, state_bytes: int) -> int:
     """Returns the bytes that a data rank of a stage saves: main weights and moments, a moving reference, the critic's.
 
-    `each`: bytes of an element with Adam's two moments. Muon has one of a matrix, in float32.
+    `state_bytes`: bytes of an element with Adam's two moments. Muon has one of a matrix, in float32.
     """
     policy, *critics = _trained(case, layout, stage)
-    total = sum(each * _share(of.trained, layout) - 4 * _share(of.by_muon, layout) for of in (policy, *critics))
+    models = (policy, *critics)
+    total = sum(state_bytes * of.trained.share(layout) - 4 * of.by_muon.share(layout) for of in models)
     algorithm = case.recipe.algorithm if isinstance(case.recipe, Recipe) else None
     if algorithm and algorithm.kl.coefficient and algorithm.reference.update_every_steps is not None:
-        total += 4 * _share(policy.trained, layout)
+        total += 4 * policy.trained.share(layout)
     return total
-
-
-def _share(trained: RankParameters, layout: ParallelLayout) -> int:
-    """Returns the elements of one data rank, of those that all data ranks hold together."""
-    dense = trained.total - trained.experts
-    return -(-dense // (layout.data * layout.context)) + -(-trained.experts // layout.expert_data)
 
 
 @dataclass(frozen=True)
@@ -237,7 +225,7 @@ class _Trained:
         distributed optimizer, a data rank holds its share of Adam's, and those of its own Muon matrices."""
         trained, muon, copies = self.trained, self.by_muon, 4 if item < 4 else 0
         by_adam = replace(trained, dense=trained.dense - muon.dense, experts=trained.experts - muon.experts)
-        owned = _share(by_adam, layout) if train.distributed_optimizer else by_adam.total
+        owned = by_adam.share(layout) if train.distributed_optimizer else by_adam.total
         moments = 4 if train.optimizer.moment_dtype == "bfloat16" else 8
         return owned * (moments + copies) + self.owned * (4 + copies)
 
@@ -302,28 +290,22 @@ def _rank_parts(case: Case, index: int) -> dict[str, list[Part]]:
         without = _without_gradients(train, replace(work, tokens=min(tokens, whole)), stage)
     passing = max(_sum(with_gradients), _sum(without))  # the most that passes of a step allocate at once
     sizes = model_parts(case, index)
-    models = [Part(name, size, _that_lower(name, train, arch)) for name, size in sizes.items()]
+    models = [Part(name, size, _lowered_by(name, train, arch)) for name, size in sizes.items()]
     moved = [replace(part, lowered_by=tuple(dict.fromkeys(movable + part.lowered_by))) for part in models]
-    batch = _batch(recipe, stage, sequences)
+    resting = {"rollout": moved, "weight_sync": [models[0], *moved[1:]]}  # between passes; a sync has the weights back
+    offload, batch = set(train.offload), _batch(recipe, stage, sequences)
+    away = {"rollout": offload, "weight_sync": offload - {"parameters"}, "update": offload & {"reference"}}
     sync = list(_sync_parts(case, index, sizes["parameters"]))
+    besides = {"weight_sync": [batch, *sync], "logprobs": [batch, *without], "update": [batch, *with_gradients]}
     parts_of = {}
     for phase in phases:
-        if phase == "rollout":
-            away = set(train.offload)
-            parts = [part for part in moved if part.name not in away]
-        elif phase == "weight_sync":  # with the weights back
-            away = {*train.offload} - {"parameters"}
-            parts = [models[0], *(part for part in moved[1:] if part.name not in away), batch, *sync]
-        else:
-            gone = [part for part in train.offload if part == "reference" and phase == "update"]
-            parts = [part for part in models if part.name not in gone]
-            parts += [batch, *(with_gradients if phase == "update" else without)]
-        parts = [replace(part, of_rank=True) for part in parts]
+        parts = [part for part in resting.get(phase, models) if part.name not in away.get(phase, ())]
+        parts = [replace(part, of_rank=True) for part in (*parts, *besides.get(phase, ()))]
         if case.device == "cuda":
             # Torch keeps the memory of passes that are over; an engine on the same device does not get it. Moving
             # anything away empties torch's cache as well.
             left = passing - (_sum(sync) if phase == "weight_sync" else 0)
-            if phase in ("rollout", "weight_sync") and not away and left > 0:
+            if phase in resting and not away[phase] and left > 0:
                 parts.append(Part("kept by torch's allocator", left, movable))
             nccl = TRAINING_NCCL_BYTES if layout.ranks > 1 else 0
             parts.append(Part("context, NCCL, fragmentation", CONTEXT_BYTES + nccl + int(FRAGMENTATION * passing)))
@@ -335,7 +317,7 @@ def _sum(parts: Iterable[Part]) -> int:
     return sum(part.bytes for part in parts)
 
 
-def _that_lower(name: str, train: TrainConfig, arch: Architecture) -> tuple[str, ...]:
+def _lowered_by(name: str, train: TrainConfig, arch: Architecture) -> tuple[str, ...]:
     fields = [field for field in LOWERED_BY[name] if field != "train.lora" or train.lora is None]
     if name == "optimizer" and not train.distributed_optimizer:
         fields[fields.index("train.layout.data")] = "train.distributed_optimizer"
@@ -346,21 +328,21 @@ def _batch(recipe: AnyRecipe, stage: Stage, sequences: int) -> Part:
     train, grpo = recipe.train, isinstance(recipe, Recipe)
     steps = recipe.algorithm.minibatches if isinstance(recipe, Recipe) else 1
     tokens = sequences * steps * longest_sequence(recipe) // train.layout.context
-    each = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
+    token_bytes = TOKEN_BYTES + (RESPONSE_TOKEN_BYTES if stage.head else 0)
     if (train.logprob_tokens_per_microbatch or 0) > train.tokens_per_microbatch:
-        each *= 2  # the batch again, in larger microbatches
+        token_bytes *= 2  # the batch again, in larger microbatches
     per_step = "rollout.prompts_per_step" if grpo else "data.examples_per_step"
-    return Part("batch", tokens * each, ("train.layout.data", per_step))
+    return Part("batch", tokens * token_bytes, ("train.layout.data", per_step))
 
 
 def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, sequences: int) -> list[Part]:
     """Returns the activations of all microbatches in flight, and the larger of logits and a layer's backward pass."""
     train, capacity = recipe.train, recipe.train.tokens_per_microbatch * work.layout.context
-    kept = stage_bytes(work, stage, index, -(-sequences // max(1, capacity // work.longest)))
-    layer, logits = working_bytes(work, stage), 0
+    kept = work.stage_bytes(stage, index, -(-sequences // max(1, capacity // work.longest)))
+    layer, logits = work.working_bytes(stage), 0
     if stage.head:
         entropy = isinstance(recipe, Recipe) and recipe.algorithm.computes_entropy
-        logits = logits_bytes(work, work.tokens, gradients=True, entropy=entropy)
+        logits = work.logits_bytes(work.tokens, gradients=True, entropy=entropy)
     microbatch = ("train.tokens_per_microbatch",) if capacity > work.longest else ()
     split = (*microbatch, "train.layout.context", "train.layout.tensor")
     largest = Part("logits", logits, split) if logits > layer else Part("one layer's backward pass", layer, split)
@@ -369,9 +351,9 @@ def _with_gradients(recipe: AnyRecipe, work: Pass, stage: Stage, index: int, seq
 
 
 def _without_gradients(train: TrainConfig, work: Pass, stage: Stage) -> list[Part]:
-    layer, logits = forward_bytes(work, stage), 0
+    layer, logits = work.forward_bytes(stage), 0
     if stage.head:
-        logits = logits_bytes(work, work.tokens, gradients=False, entropy=False) + work.hidden_bytes
+        logits = work.logits_bytes(work.tokens, gradients=False, entropy=False) + work.hidden_bytes
     given = "logprob_tokens" if train.logprob_tokens_per_microbatch else "tokens"
     lowered = (f"train.{given}_per_microbatch", "train.layout.context", "train.layout.tensor")
     return [Part("logits", logits, lowered) if logits > layer else Part("one layer", layer, lowered)]

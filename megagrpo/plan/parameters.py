@@ -137,6 +137,11 @@ class RankParameters:
     def total(self) -> int:
         return self.embedding + self.head + self.dense + self.experts
 
+    def share(self, layout: ParallelLayout) -> int:
+        """Returns the elements of one data rank, of those that all data ranks hold together."""
+        dense = self.total - self.experts
+        return -(-dense // (layout.data * layout.context)) + -(-self.experts // layout.expert_data)
+
 
 @lru_cache(maxsize=4096)
 def rank_parameters(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> RankParameters:
@@ -182,10 +187,9 @@ def matrices(
     have, and of routed experts."""
     counts = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
     dense, experts = list[int](), list[int]()
-    for name, storage in _manifest(_sample(arch), _cuts(layout), fused).storages.items():
-        if "layers." in name and len(storage.shape) == 2:
-            sparse = arch.experts is not None and not (arch.has_dense_layers and ".layers.0." in name)
-            (experts if ".experts." in name else dense).extend([prod(storage.shape)] * counts[sparse])
+    for name, sparse, shape in _by_layer(arch, _manifest(_sample(arch), _cuts(layout), fused)):
+        if sparse is not None and len(shape) == 2:
+            (experts if ".experts." in name else dense).extend([prod(shape)] * counts[sparse])
     return tuple(sorted(dense, reverse=True)), tuple(sorted(experts, reverse=True))
 
 
@@ -222,12 +226,8 @@ class WeightBytes:
     experts: float
 
     @property
-    def dense(self) -> float:
-        return self.whole + self.attention + self.mlp
-
-    @property
     def total(self) -> float:
-        return self.dense + self.experts
+        return self.whole + self.attention + self.mlp + self.experts
 
 
 ON_EVERY_RANK = re.compile("norm|_down|router")
@@ -273,24 +273,20 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
 def fetched_elements(arch: Architecture, layout: ParallelLayout, stage: int, fused: bool) -> int:
     """Returns the most elements of blocks cut between ranks that a rank of a stage fetches to quantise its own."""
     dense, sparse = layer_counts(arch, stages(arch.layers, layout)[stage].layers)
-    lacked = _lacked_in_layers(arch, _cuts(layout), fused)
-    return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in lacked)
+    fetched = _fetched_in_layers(arch, _cuts(layout), fused)
+    return max(dense * of_dense + sparse * of_sparse for of_dense, of_sparse in fetched)
 
 
 @lru_cache(maxsize=256)
-def _lacked_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) -> list[tuple[int, int]]:
-    """Returns, by tensor rank, the elements that it lacks of blocks cut between ranks: of a layer with an MLP, and of
-    one with experts."""
+def _fetched_in_layers(arch: Architecture, cuts: ParallelLayout, fused: bool) -> list[list[int]]:
+    """Returns, by tensor rank, the elements that it fetches for a layer with an MLP, and for one with experts."""
     sample = _sample(arch, experts=cuts.expert)
     shapes, copies = sglang.quantized_shapes(sample), arch.experts.count // cuts.expert if arch.experts else 1
-    lacked = []
-    for rank in range(cuts.tensor):
-        layers = [0, 0]
-        for name, storage in lacking_manifest(_manifest(sample, cuts, fused, rank), shapes).storages.items():
-            sparse = not (arch.has_dense_layers and ".layers.0." in name)
-            layers[sparse] += prod(storage.shape) * (copies if ".experts." in name else 1)
-        lacked.append((layers[0], layers[1]))
-    return lacked
+    fetched = [[0, 0] for _ in range(cuts.tensor)]
+    for rank, layers in enumerate(fetched):
+        for name, sparse, shape in _by_layer(arch, lacking_manifest(_manifest(sample, cuts, fused, rank), shapes)):
+            layers[bool(sparse)] += prod(shape) * (copies if ".experts." in name else 1)
+    return fetched
 
 
 def _shard(
@@ -299,18 +295,26 @@ def _shard(
     """Returns the elements outside of layers by name, and those of one layer with an MLP and of one with experts. The
     elements of a layer are those outside and inside of routed experts. `sample` has `experts` experts in a layer."""
     outside: dict[str, int] = {}
-    layers: dict[int, list[int]] = {}
+    layers = [[0, 0], [0, 0]]
+    for name, sparse, shape in _by_layer(arch, sample):
+        if sparse is None:
+            outside[name] = prod(shape)
+        elif not name.endswith("router.expert_bias"):  # no parameter of Megatron's
+            layers[sparse][".experts." in name] += prod(shape)
+    (dense, _), (plain, routed) = layers
+    if arch.experts is not None:
+        plain += (arch.experts.count - experts) * arch.hidden
+        routed = routed * arch.experts.count // experts
+    return outside, ((dense, 0), (plain, routed))
+
+
+def _by_layer(arch: Architecture, sample: Manifest) -> Iterator[tuple[str, bool | None, tuple[int, ...]]]:
+    """Yields the name and shape of each storage of a `_sample`, with the kind of its layer: True with experts, False
+    with an MLP, None outside of layers."""
     for name, storage in sample.storages.items():
         layer = re.search(r"\blayers\.(\d+)\.", name)
-        if layer is None:
-            outside[name] = prod(storage.shape)
-        elif not name.endswith("router.expert_bias"):  # no parameter of Megatron's
-            layers.setdefault(int(layer[1]), [0, 0])[".experts." in name] += prod(storage.shape)
-    if arch.experts is None:
-        return outside, ((layers[0][0], 0), (0, 0))
-    plain, routed = layers[max(layers)]
-    sparse = plain + (arch.experts.count - experts) * arch.hidden, routed * arch.experts.count // experts
-    return outside, ((layers[0][0], 0) if len(layers) == 2 else (0, 0), sparse)
+        sparse = arch.experts is not None and not (arch.has_dense_layers and layer and layer[1] == "0")
+        yield name, sparse if layer else None, storage.shape
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

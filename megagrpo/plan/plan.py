@@ -210,7 +210,11 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
     if (uneven := _median(steps, "packing/imbalance")) is not None:
         known["imbalance"] = 1 + uneven
     known |= {name: max(1.0, known[name]) for name in ("turns", "sequences") if name in known}
-    known |= _between_turns(steps, known)
+    given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
+    if given is not None and outside is not None and (gaps := known["turns"] - 1) >= 1e-9:
+        # Of the tokens that were not sampled, each sequence has a prompt, and the rest lie between turns.
+        between = given / known["sequences"] - known["prompt_tokens"]
+        known |= {"given_tokens": max(0.0, between / gaps), "tool_seconds": outside / gaps}
     assumptions = replace(case.assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
 
     ran = replace(case, assumptions=assumptions)
@@ -233,16 +237,6 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
         if seconds is not None and phase.seconds > 0:
             factors[f"{phase.phase}_factor"] = seconds / phase.seconds
     return replace(assumptions, **factors)
-
-
-def _between_turns(steps: Sequence[Step], known: Mapping[str, float]) -> dict[str, float]:
-    """Returns the tokens and seconds between two turns of a rollout; empty if the run measured none. Of the tokens that
-    the policy did not sample, each sequence has a prompt, and the rest lie between turns."""
-    given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
-    if given is None or outside is None or (gaps := known["turns"] - 1) < 1e-9:
-        return {}
-    tokens = given / known["sequences"] - known["prompt_tokens"]
-    return {"given_tokens": max(0.0, tokens / gaps), "tool_seconds": outside / gaps}
 
 
 def _architecture_of_run(ran: AnyRecipe, case: Case, path: Path) -> Architecture:

@@ -81,7 +81,7 @@ class Work:
         return cls(
             engines=by.engines,
             slots=slots,
-            prompts=sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share)),
+            prompts=sum(prompts_of_rounds(case)),
             samples=by.samples,
             lengths=case.lengths,
             token_seconds=token_seconds(by, case.lengths, slots, factor),
@@ -100,15 +100,14 @@ class Work:
         engines = max(1, round(self.engines * share))
         due = self.slots * self.engines * share / engines
         slots = max(1, round(due))
-
-        def seconds(running: float, context: float) -> float:
-            return slots / due * self.token_seconds(running * self.slots / slots, context)
-
-        def read_seconds(tokens: float, squares: float, responses: int) -> float:
-            return self.slots / due * self.read_seconds(tokens, squares, responses)
-
-        sizes = replace(self, engines=engines, slots=slots, prompts=prompts)
-        return replace(sizes, token_seconds=seconds, read_seconds=read_seconds)
+        return replace(
+            self,
+            engines=engines,
+            slots=slots,
+            prompts=prompts,
+            token_seconds=lambda n, context: slots / due * self.token_seconds(n * self.slots / slots, context),
+            read_seconds=lambda *read: self.slots / due * self.read_seconds(*read),
+        )
 
 
 def token_seconds(by: Sampling, lengths: Lengths, slots: int, factor: float) -> TokenSeconds:
@@ -193,11 +192,9 @@ def schedule_times(case: Case, time: StepTime) -> tuple[ScheduleTime, ...]:
 
 def steady_seconds(case: Case, time: StepTime, schedule: AsyncConfig | OneStepOffConfig) -> float:
     """Returns a step's seconds if trainer and engines waited only for each other: a bound to compare many splits."""
-    by, lengths = Sampling.of(case), case.lengths
-    prompts = sum(prompts_of_rounds(case.grpo, case.assumptions.signal_share))
-    responses = prompts * by.samples / by.engines
+    by, lengths, prompts = Sampling.of(case), case.lengths, sum(prompts_of_rounds(case))
+    responses, underway = prompts * by.samples / by.engines, lengths.underway
     batch = min(by.at_once, responses * (1 + schedule.max_staleness))
-    underway = lengths.prompt + (1 + lengths.given) * lengths.response_square / (2 * lengths.response)
     sampling = responses / batch * lengths.response * by.token_seconds(batch, underway)
     sampling += by.engine.prefill_seconds(lengths.prompt, lengths.prompt**2, 1) * prompts / by.engines
     if case.grpo.weights.pause == "retract":

@@ -25,7 +25,7 @@ from megagrpo.plan.units import byte_text
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.model_rules import critic_problems, divisors, model_problems
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
-from megagrpo.recipe.schema.schedule import SyncConfig
+from megagrpo.recipe.schema.schedule import ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules, tree_of
 from megagrpo.weights.families.architecture import Architecture
@@ -66,7 +66,7 @@ class Choice:
     @property
     def words(self) -> str:
         """Returns the overrides as words of a shell."""
-        return " ".join(f"'{each}'" if " " in each else each for each in self.overrides)
+        return " ".join(f"'{override}'" if " " in override else override for override in self.overrides)
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,26 @@ def search(case: Case, gpus: int | None = None) -> Search:
         raise RecipeError(Problem(field, given, "the kind of GPU that a search is for", fix))
     in_turn = changed(case.recipe, {"schedule": SYNC}) if isinstance(case.recipe, Recipe) else case.recipe
     run = _Run(replace(case, recipe=in_turn), gpus or case.device_plan.bundles, case.card_bytes)
-    sparing = run.candidates(_sparing_layouts(run))
-    best = fitting = run.fitting(sparing, LAYOUTS_KEPT)
-    asynchronous: list[Choice] = []
+    smallest = run.candidates(_layouts_with_every_saving(run))
+    best = fitting = run.fitting(smallest, LAYOUTS_KEPT)
+    asynchronous: list[tuple[_Candidate, ScheduleTime]] = []
     if fitting:
         thrifty = ({**kind.values, **way} for kind in fitting for way in savings(case, kind.values))
         frugal = run.fitting(run.candidates(thrifty), SAVINGS_KEPT)
         # Rounds before have engines beside the ranks, which its own schedule may not allow.
         run.case, run.nearest = case, None
         candidates = run.candidates(_engines_of(run, frugal))
-        best = run.fitting(candidates, SHOWN, APART, _seconds_under_schedule)
-        asynchronous = _asynchronous(run, candidates)
+        schedule = SYNC if isinstance(case.recipe, SftRecipe) else case.recipe.schedule
+        best = run.fitting(candidates, SHOWN, APART, lambda of: of.seconds(schedule))
+        apart = [of for of in candidates if of.values.get("cluster.placement") == "disaggregated"]
+        split = [of for of in apart if allowed(of.case.grpo, ASYNC)]
+        lowest = run.fitting(split, SPLITS_SIMULATED, SPLIT, lambda of: of.seconds(ASYNC))
+        asynchronous = [(of, schedule_time(Work.of(of.case, of.time), ASYNC)) for of in lowest]
+        asynchronous.sort(key=lambda pair: pair[1].seconds)
     nearest = run.choice(run.nearest) if run.nearest and not best else None
     choices = sorted(map(run.choice, best), key=lambda choice: choice.time.seconds)
-    return Search(run.gpus, tuple(choices), tuple(asynchronous), len(sparing), run.estimated, nearest)
+    splits = tuple(run.choice(*timed) for timed in asynchronous[:SPLITS_SHOWN])
+    return Search(run.gpus, tuple(choices), splits, len(smallest), run.estimated, nearest)
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -133,6 +139,12 @@ class _Candidate:
     time: StepTime
     memory: tuple[DeviceMemory, ...] = ()
     lacking: int = 0
+
+    def seconds(self, schedule: ScheduleConfig) -> float:
+        """Returns the seconds of all phases, or a bound of the step where engines sample during training."""
+        if isinstance(schedule, SyncConfig):
+            return self.time.seconds
+        return steady_seconds(self.case, self.time, schedule)
 
 
 @dataclass
@@ -169,7 +181,7 @@ class _Run:
         candidates: Iterable[_Candidate],
         most: int,
         apart: Sequence[str] = (),
-        seconds: Callable[[_Candidate], float] = lambda candidate: candidate.time.seconds,
+        seconds: Callable[[_Candidate], float] = lambda of: of.time.seconds,
     ) -> list[_Candidate]:
         """Returns the fastest `most` that fit, only the fastest of those that agree in the fields `apart`, if given."""
         fastest: dict[object, _Candidate] = {}
@@ -177,24 +189,20 @@ class _Run:
             key = tuple(candidate.values[path] for path in apart) if apart else len(fastest)
             if key in fastest:
                 continue
-            candidate = self._with_memory(candidate)
-            if candidate.lacking == 0:
+            held, lacking = [], 0
+            for kind in memory(candidate.case):
+                held.append(kind)
+                lacking = max(lacking, lacking_bytes([kind], self.card_bytes, spare=SPARE))
+                if self.nearest and lacking >= self.nearest.lacking:
+                    break  # the candidate cannot be nearer
+            candidate = replace(candidate, memory=tuple(held), lacking=lacking)
+            if lacking == 0:
                 fastest[key] = candidate
-            elif self.nearest is None or candidate.lacking < self.nearest.lacking:
+            elif self.nearest is None or lacking < self.nearest.lacking:
                 self.nearest = candidate
             if len(fastest) == most:
                 break
         return list(fastest.values())
-
-    def _with_memory(self, candidate: _Candidate) -> _Candidate:
-        """Adds the candidate's memory. Stops once it lacks as much as `nearest`: it cannot be nearer."""
-        held, lacking = [], 0
-        for kind in memory(candidate.case):
-            held.append(kind)
-            lacking = max(lacking, lacking_bytes([kind], self.card_bytes, spare=SPARE))
-            if self.nearest and lacking >= self.nearest.lacking:
-                break
-        return replace(candidate, memory=tuple(held), lacking=lacking)
 
     def choice(self, candidate: _Candidate, asynchronous: ScheduleTime | None = None) -> Choice:
         """Returns the choice with the reason for it. `asynchronous`: a split's times under ASYNC."""
@@ -233,20 +241,20 @@ def _splits_badly(recipe: AnyRecipe, arch: Architecture) -> bool:
     return rollout is not None and any(rollout.kind.split_problems(arch, rollout.layout, "cuda", rollout.quantization))
 
 
-def _sparing_layouts(run: _Run) -> Iterator[Values]:
+def _layouts_with_every_saving(run: _Run) -> Iterator[Values]:
     """Yields every layout with every saving, its engines on all GPUs. Layouts that cannot hold the weights are left out
     if others can."""
     recipe, arch, engine = run.case.recipe, run.case.architecture, _first_engine(run)
     experts = expert_parameters(arch)
     dense = total_parameters(arch) - experts
-    # Bytes for each parameter: weights, and gradients of what is trained.
-    each = 2 if recipe.train.lora else 4 if recipe.train.gradient_dtype == "bfloat16" else 6
+    # Weights, and gradients of what is trained.
+    parameter_bytes = 2 if recipe.train.lora else 4 if recipe.train.gradient_dtype == "bfloat16" else 6
 
     def least(values: Values) -> float:
         """Returns a lower bound of the bytes on a layout's fullest rank during the update."""
         tensor, pipeline, expert = (values[f"train.layout.{name}"] for name in ("tensor", "pipeline", "expert"))
         cut = expert * (values["train.layout.expert_tensor"] or tensor)
-        return float(each * (dense / tensor + experts / cut) / pipeline)
+        return float(parameter_bytes * (dense / tensor + experts / cut) / pipeline)
 
     possible = list(layouts(run.case, run.gpus))
     small = [values for values in possible if least(values) <= run.card_bytes]
@@ -290,22 +298,6 @@ def _engines_of(run: _Run, fitting: Sequence[_Candidate]) -> Iterator[Values]:
     if fitting and plan_devices(recipe, "cuda").bundles == gpus:
         as_it_is = {path: value_at(recipe, path) for path in fitting[0].values}
         yield {path: value for path, value in as_it_is.items() if value is not None or not path.startswith(SGLANG)}
-
-
-def _seconds_under_schedule(of: _Candidate) -> float:
-    """Returns the seconds of all phases, or a bound of the step where engines sample during training."""
-    schedule = of.case.recipe.schedule if isinstance(of.case.recipe, Recipe) else SYNC
-    return of.time.seconds if isinstance(schedule, SyncConfig) else steady_seconds(of.case, of.time, schedule)
-
-
-def _asynchronous(run: _Run, candidates: Sequence[_Candidate]) -> list[Choice]:
-    """Returns the fastest splits between ranks and engines that sample all the time. Simulates the lowest bounds."""
-    split = [of for of in candidates if of.values.get("cluster.placement") == "disaggregated"]
-    split = [of for of in split if allowed(of.case.grpo, ASYNC)]
-    lowest = run.fitting(split, SPLITS_SIMULATED, SPLIT, lambda of: steady_seconds(of.case, of.time, ASYNC))
-    timed = [(of, schedule_time(Work.of(of.case, of.time), ASYNC)) for of in lowest]
-    timed.sort(key=lambda pair: pair[1].seconds)
-    return [run.choice(of, time) for of, time in timed[:SPLITS_SHOWN]]
 
 
 def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], card: int) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from megagrpo.plan.assumptions import Assumptions, Lengths
 from megagrpo.plan.case import Case
-from megagrpo.plan.communication import LinkUse, Seconds, added, sync_links, sync_seconds
+from megagrpo.plan.communication import LinkUse, Seconds, added, sync_time
 from megagrpo.plan.engine import EngineSpeed, engine_memory
 from megagrpo.plan.memory import model_parts
 from megagrpo.plan.training_time import BatchSize, TrainingRanks
@@ -88,14 +88,16 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
     """Returns the expected seconds of one step, without evaluation and checkpoints. `training` is the result of
     `training_phases`, if it is known already."""
     recipe, assumed = case.recipe, case.assumptions
-    phases = dict(training or training_phases(case))
+    phases, links = dict(training or training_phases(case)), tuple[LinkUse, ...]()
     if isinstance(recipe, SftRecipe):
         samples = float(recipe.data.examples_per_step)
     else:
-        rounds = list(prompts_of_rounds(recipe, assumed.signal_share))
+        rounds, by = list(prompts_of_rounds(case)), Sampling.of(case)
         samples = float(sum(rounds) * recipe.rollout.samples_per_prompt)
-        phases = {"rollout": _rollout(case, rounds), "reward": _reward(recipe, assumed, samples), **phases}
-        phases["weight_sync"] = sync_seconds(case)
+        # All samples of a prompt are on one engine: the one that has most to do.
+        of_rounds = (rollout_seconds(by, case.lengths, math.ceil(prompts / by.engines)) for prompts in rounds)
+        phases = {"rollout": added(*of_rounds), "reward": _reward(recipe, assumed, samples), **phases}
+        phases["weight_sync"], links = sync_time(case)
     phases["driver"] = _driver(case, samples)
     times = []
     for phase, seconds in phases.items():
@@ -103,18 +105,17 @@ def step_time(case: Case, training: Mapping[str, Seconds] | None = None) -> Step
         times.append(PhaseTime(phase, {name: spent * factor for name, spent in seconds.items() if spent > 0}))
     known = assumed.epoch_rows is not None or recipe.train.total_epochs is None
     steps = total_steps(recipe, math.ceil(assumed.epoch_rows or 0)) if known else None
-    links = sync_links(case) if isinstance(recipe, Recipe) else ()
     return StepTime(tuple(times), samples * case.lengths.sequence, case.device_plan.bundles, steps, links)
 
 
 # --- rollout ---------------------------------------------------------------------------------------------------------
 
 
-def prompts_of_rounds(recipe: Recipe, signal_share: float) -> Iterator[int]:
-    """Yields the prompts of every round of a step: one, or as many as dynamic sampling needs at that signal share."""
-    wanted, dynamic, sampled = recipe.rollout.prompts_per_step, recipe.rollout.dynamic_sampling, 0
+def prompts_of_rounds(case: Case) -> Iterator[int]:
+    """Yields the prompts of every round of a step: one, or as many as dynamic sampling needs at the signal share."""
+    wanted, dynamic, sampled = case.grpo.rollout.prompts_per_step, case.grpo.rollout.dynamic_sampling, 0
     for _ in range(dynamic.rounds_max if dynamic else 1):
-        useful = sampled * signal_share
+        useful = sampled * case.assumptions.signal_share
         if wanted - useful < 0.5:
             return
         yield (prompts := prompts_of_round(wanted, useful, sampled))
@@ -154,21 +155,18 @@ class Turns:
     """Conversations that the cache has room for, at most all."""
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, lengths: Lengths, assumed: Assumptions, engines: int, slots: float, cache_tokens: float
-    ) -> Turns | None:
+    def of(cls, case: Case, engines: int, slots: float, cache_tokens: float) -> Turns | None:
         """Returns the turns on one engine; None without an agent. slots: of an engine. cache_tokens: the size of its
         cache; 0 if it keeps nothing from one request to the next.
 
         If not all conversations fit into the cache, the histories of those that fit are taken to be found.
         """
+        recipe, lengths, assumed = case.grpo, case.lengths, case.assumptions
         if recipe.agent is None:
             return None
         of_engine = recipe.prompts_at_once * recipe.rollout.samples_per_prompt / engines
         conversations = max(1.0, min(recipe.agent.rollouts_at_once / engines, of_engine))
-        turns, growth = lengths.turns, 1 + lengths.given
-        whole = lengths.prompt + lengths.response * growth
-        history = (lengths.prompt + whole) / 2
+        turns, history = lengths.turns, (lengths.prompt + lengths.sequence) / 2
         cached = min(conversations, cache_tokens / history)
         reuse = assumed.prefix_share * cached / conversations
         later = (turns - 1) / turns  # the first turn reads the prompt
@@ -235,7 +233,7 @@ class Sampling:
             # Responses whose keys and values fit. They end before they are longest: at their mean length.
             at_once = min(at_once, max(1.0, cache_tokens / case.lengths.sequence))
         kept = cache_tokens if rollout.kind.keeps_prefixes(rollout) else 0
-        turns = Turns.of(recipe, case.lengths, case.assumptions, blocks, at_once, kept)
+        turns = Turns.of(case, blocks, at_once, kept)
         at_once = turns.conversations if turns else at_once
         return cls(engine, blocks, at_once, rollout.samples_per_prompt + recipe.algorithm.greedy_responses, turns)
 
@@ -258,9 +256,7 @@ def rollout_seconds(by: Sampling, lengths: Lengths, prompts: int) -> Seconds:
     """
     responses, growth = float(prompts * by.samples), 1 + lengths.given
     batch = min(responses, by.at_once)
-    # A response that is met at a random moment of a long run is longer than the mean, and half done.
-    underway = lengths.prompt + growth * lengths.response_square / (2 * lengths.response)
-    steps = [((responses - batch) * lengths.response / batch, batch, underway)]
+    steps = [((responses - batch) * lengths.response / batch, batch, lengths.underway)]
     width = lengths.longest / POINTS
     for point in range(POINTS):  # until the longest response ends: alone, if it is much longer than the others
         decoded = (point + 0.5) * width
@@ -271,13 +267,6 @@ def rollout_seconds(by: Sampling, lengths: Lengths, prompts: int) -> Seconds:
         for part, name in enumerate((batches, "reading turns", "waiting for tools")):
             seconds[name] = seconds.get(name, 0.0) + sum(tokens * pace[part] for tokens, pace in paces)
     return seconds
-
-
-def _rollout(case: Case, rounds: list[int]) -> Seconds:
-    """Returns the seconds of rounds of so many prompts, on the engine that has most to do. All samples of a prompt are
-    on one engine."""
-    by = Sampling.of(case)
-    return added(*(rollout_seconds(by, case.lengths, math.ceil(prompts / by.engines)) for prompts in rounds))
 
 
 # --- the other phases ------------------------------------------------------------------------------------------------
@@ -300,10 +289,10 @@ def training_phases(case: Case) -> dict[str, Seconds]:
     ranks = TrainingRanks(case)
     if isinstance(recipe, SftRecipe):
         return {"update": ranks.update_seconds(BatchSize.of(recipe.data.examples_per_step, lengths))}
-    algorithm, rollout, share = recipe.algorithm, recipe.rollout, case.assumptions.signal_share
+    algorithm, rollout = recipe.algorithm, recipe.rollout
     groups = float(rollout.prompts_per_step)
     if rollout.dynamic_sampling or (algorithm.skips_groups and not algorithm.reads_batch):
-        groups = min(groups, sum(prompts_of_rounds(recipe, share)) * share)
+        groups = min(groups, sum(prompts_of_rounds(case)) * case.assumptions.signal_share)
     batch = BatchSize.of(groups * rollout.samples_per_prompt, lengths)
     minibatch, times = batch.share(1 / algorithm.minibatches), algorithm.minibatches * algorithm.epochs
     before = {"sending the batch": batch.sequences * case.assumptions.send_seconds_per_response}

@@ -9,7 +9,7 @@ computes them again (megatron/heads.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import ceil
@@ -18,21 +18,14 @@ from megagrpo.batching.rank_batches import MICROBATCHES_PER_STAGE
 from megagrpo.batching.work import LayerWork, head_work, layer_work
 from megagrpo.plan.assumptions import Lengths
 from megagrpo.plan.case import Case
-from megagrpo.plan.communication import (
-    Exchanged,
-    Groups,
-    Links,
-    Seconds,
-    added,
-    context_exchange,
-    layer_seconds,
-    replica_seconds,
-    stage_seconds,
-)
+from megagrpo.plan.communication import Links, RankGroup, Seconds, added, exchange, gather, groups_of
 from megagrpo.plan.parameters import adapted_linears, adapter_parameters, layer_counts, rank_parameters, stages
 from megagrpo.recipe.schema import LoraConfig, Recipe, TrainConfig
 from megagrpo.recipe.schema.train import RecomputeModule
 from megagrpo.weights.families.architecture import Architecture
+
+LayerCounts = tuple[int, int]
+"""Layers with an MLP, and with experts."""
 
 ADAM_BYTES = 30
 """Read and written for each element: main weight and two moments both ways, gradient, and the bfloat16 weight."""
@@ -63,14 +56,19 @@ class Flops:
 
 @dataclass(frozen=True)
 class Products:
-    """Repetitions of a forward pass's products: by layers' weights, in attention's core, by the head, and by low-rank
-    adapters. `again` names the modules of layers whose products are done once more."""
+    """Repetitions of a forward pass's products: by layers' weights, in attention's core and by adapters, by the head.
+    `again` names the modules of layers whose products are done once more.
+
+    The pass goes `forward` and `backward` times through the layers: 1 and 0 without gradients, 1 and 1 with them, 2 and
+    1 if whole layers are recomputed.
+    """
 
     layers: int = 1
     attention: int = 1
     head: int = 1
-    adapters: int = 1
     again: frozenset[RecomputeModule] = frozenset()
+    forward: int = 1
+    backward: int = 0
 
 
 FORWARD = Products()
@@ -82,7 +80,7 @@ def training_products(train: TrainConfig, whole: bool = False) -> Products:
     forward once more. With train.lora the model's own weights have no gradients."""
     weights, again = 2 if train.lora is not None else 3, 1 if whole else 0
     modules = train.recomputed.modules
-    return Products(weights + again, 3 + again, weights + 1, adapters=3 + again, again=modules)
+    return Products(weights + again, 3 + again, weights + 1, modules, forward=1 + again, backward=1)
 
 
 def layers_flops(
@@ -104,7 +102,7 @@ def layers_flops(
             experts += count * (over.layers * work.experts + again.experts) * tokens
             attention += count * (over.attention * work.pairs + again.attention) * squares
             if lora is not None:
-                dense += count * over.adapters * _adapter_work(arch, lora, bool(sparse)) * tokens
+                dense += count * over.attention * _adapter_work(arch, lora, bool(sparse)) * tokens
     return Flops(dense, experts, attention)
 
 
@@ -176,12 +174,13 @@ class TrainingRanks:
         """Returns the seconds of a pass without gradients."""
         at_once = self.train.logprob_tokens_per_microbatch or self.train.tokens_per_microbatch
         micros = ceil(self.microbatches(batch) * self.train.tokens_per_microbatch / at_once)
-        return self._pass_seconds(FORWARD, (1, 0), batch, micros)
+        return self._pass_seconds(FORWARD, batch, micros)
 
     def update_seconds(self, batch: BatchSize) -> Seconds:
         """Returns the seconds of forward, backward and one optimizer step."""
-        seconds = self._pass_seconds(training_products(self.train), (1, 1), batch, self.microbatches(batch))
-        return added(seconds, self._exposed(self._step_seconds, sum(seconds.values()) / self.microbatches(batch)))
+        micros = self.microbatches(batch)
+        seconds = self._pass_seconds(training_products(self.train), batch, micros)
+        return added(seconds, self._exposed(self._step_seconds, sum(seconds.values()) / micros))
 
     def _exposed(self, step: Seconds, microbatch: float) -> Seconds:
         """Returns the seconds of `step` that passes do not hide (train.overlap). A microbatch takes `microbatch` s.
@@ -189,10 +188,10 @@ class TrainingRanks:
         forward pass of the first one, 1/3 of its seconds, except after an update's last step."""
         overlap, recipe, hidden = self.train.overlap, self.case.recipe, dict(step)
         steps = recipe.algorithm.minibatches * recipe.algorithm.epochs if isinstance(recipe, Recipe) else 1
-        behind = {"gradients": (2 / 3, 1.0), "weights": (1 / 3, (steps - 1) / steps)}
+        behind = {"gradients": (2 / 3, 1.0), "parameters": (1 / 3, (steps - 1) / steps)}
         for name, spent in step.items():
-            what = "gradients" if "gradients" in name else "weights" if "weights" in name else ""
-            if what and ("gradients" if what == "gradients" else "parameters") in overlap:
+            what = "gradients" if "gradients" in name else "parameters" if "weights" in name else ""
+            if what in overlap:
                 share, often = behind[what]
                 hidden[name] = spent - often * min(spent, share * microbatch)
         return hidden
@@ -208,18 +207,18 @@ class TrainingRanks:
         return max(1, ceil(needed / multiple)) * multiple
 
     @cached_property
-    def _groups(self) -> Groups:
-        return Groups.of(self.case.layout, self.case.speeds.gpus_per_node)
+    def groups(self) -> dict[str, RankGroup]:
+        return groups_of(self.case.layout, self.case.speeds.gpus_per_node)
 
     @cached_property
-    def _links(self) -> Links:
+    def links(self) -> Links:
         return Links.of(self.case.speeds, self.case.assumptions)
 
     @cached_property
-    def _stages(self) -> dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int]:
+    def _stages(self) -> dict[tuple[LayerCounts, LayerCounts, bool, bool], int]:
         """Returns the index of the first stage of each kind. The key has its layers of each kind, those recomputed
         whole, and whether the embedding or the head is there."""
-        first: dict[tuple[tuple[int, int], tuple[int, int], bool, bool], int] = {}
+        first: dict[tuple[LayerCounts, LayerCounts, bool, bool], int] = {}
         whole = self.train.recomputed.layers
         for index, stage in enumerate(stages(self.arch.layers, self.case.layout)):
             again = [layer for chunk in stage.chunks for layer in chunk[:whole]] if whole else []
@@ -227,75 +226,144 @@ class TrainingRanks:
             first.setdefault((*counts, stage.embedding, stage.head), index)
         return first
 
-    def _pass_seconds(self, over: Products, ways: tuple[int, int], batch: BatchSize, micros: int) -> Seconds:
+    def _pass_seconds(self, over: Products, batch: BatchSize, micros: int) -> Seconds:
         layout = self.case.layout
         part = batch.share(self.case.assumptions.imbalance / layout.data)
-        passed = Exchanged(part.tokens, micros, self.case.item_bytes, *ways)
         kinds: dict[tuple[int, bool], Seconds] = {}
         head = head_flops(self.arch, over, part.head_tokens) / (layout.tensor * layout.context)
         head /= self.case.speeds.gpu.flops * self.case.assumptions.matrix_efficiency
         seconds: Seconds = {}
         for counts, whole, _, has_head in self._stages:
             of_stage: Seconds = {}
-            twice = whole if passed.backward else (0, 0)
+            twice = whole if over.backward else (0, 0)
             for sparse, again in product((0, 1), (False, True)):
                 count = twice[sparse] if again else counts[sparse] - twice[sparse]
                 if count and (sparse, again) not in kinds:
-                    kinds[sparse, again] = self._layer_seconds(bool(sparse), again, over, part, passed)
+                    of_layer = training_products(self.train, whole=True) if again else over
+                    kinds[sparse, again] = self._layer_seconds(bool(sparse), of_layer, part, micros)
                 for name, spent in kinds[sparse, again].items() if count else ():
                     of_stage[name] = of_stage.get(name, 0.0) + count * spent
             of_stage |= {"output layer": head} if has_head else {}
             seconds = max(seconds, of_stage, key=lambda spent: sum(spent.values()))
         if layout.pipeline > 1:
             waits = (layout.pipeline - 1) / (layout.virtual_pipeline * micros)
-            sends = stage_seconds(self.arch, layout, self._groups, passed, self._links)
+            sends = self.stage_exchange(over, part.tokens, micros)
             seconds["pipeline bubble"] = sum(seconds.values()) * waits
-            seconds[f"pipeline communication ({self._groups.stages_link})"] = sends
+            seconds[f"pipeline communication ({self.groups['pipeline'].link})"] = sends
         return seconds
 
-    def _layer_seconds(self, sparse: bool, whole: bool, over: Products, part: BatchSize, passed: Exchanged) -> Seconds:
-        """Returns the seconds of one layer; with `whole`, the backward pass recomputes all of it."""
-        if whole:
-            over, passed = training_products(self.train, whole=True), replace(passed, forward=2)
-        assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self._groups
-        ranks = groups.tensor.ranks * groups.context.ranks
-        counts = (0, 1) if sparse else (1, 0)
-        flops = layers_flops(self.arch, counts, over, part.tokens, part.squares, self.train.lora)
-        uneven = assumed.expert_imbalance if groups.expert.ranks > 1 else 1.0
+    def _layer_seconds(self, sparse: bool, over: Products, part: BatchSize, micros: int) -> Seconds:
+        """Returns the seconds of one layer, with experts if `sparse`, for a data rank's part of a batch."""
+        assumed, peak, groups = self.case.assumptions, self.case.speeds.gpu.flops, self.groups
+        ranks = groups["tensor"].ranks * groups["context"].ranks
+        flops = layers_flops(self.arch, (1 - sparse, int(sparse)), over, part.tokens, part.squares, self.train.lora)
+        uneven = assumed.expert_imbalance if groups["experts"].ranks > 1 else 1.0
         attention = flops.attention / ranks / (peak * assumed.attention_efficiency)
         between = sum(share for module, share in AGAIN_BETWEEN.items() if module in over.again)
-        passes = (passed.forward + (2 + between) * passed.backward) * passed.microbatches
+        passes = (over.forward + (2 + between) * over.backward) * micros
         seconds = {
             "matrix products": flops.dense / ranks / (peak * assumed.matrix_efficiency),
             "products of experts": flops.experts * uneven / ranks / (peak * assumed.expert_efficiency),
             "attention": attention,
             "between products": assumed.layer_seconds * passes,
         }
-        links = {"tensor": groups.tensor, "context": groups.context, "experts": groups.expert}
-        for name, spent in layer_seconds(self.arch, sparse, self.train, groups, passed, self._links).items():
+        for name, spent in self.layer_exchanges(sparse, over, part.tokens, micros).items():
             if name == "experts":
                 spent *= uneven
             elif name == "context" and context_exchange(self.train) == "p2p":
                 spent = max(0.0, spent - attention)
-            seconds[f"{name} communication ({links.get(name, groups.expert_tensor).link})"] = spent
+            seconds[f"{name} communication ({groups[name].link})"] = spent
+        return seconds
+
+    def layer_exchanges(self, sparse: bool, over: Products, tokens: float, micros: int) -> Seconds:
+        """Returns the seconds of exchanges inside one layer for all microbatches of a pass over `tokens` tokens of a
+        data rank, by item: tensor, context, experts, experts' tensor. `sparse`: the layer has experts."""
+        arch, groups, recomputed = self.arch, self.groups, self.train.recomputed.modules
+        at_once = tokens / groups["context"].ranks * self.case.item_bytes / micros
+        # Attention and MLP each gather their input and scatter their output. Backward they gather the input again and
+        # the output's gradient, and scatter the input's (megatron's LinearWithGradAccumulationAndAsyncCommunication).
+        parts = 1 if sparse and not (arch.experts and arch.experts.shared_ffn) else 2
+        mlp = ("moe", "shared_experts") if sparse else ("mlp",)  # recomputed, it exchanges again
+        again = over.backward if parts == 2 and recomputed.intersection(mlp) else 0
+        count = (parts * (2 * over.forward + 3 * over.backward) + 2 * again) * micros
+        seconds = {"tensor": gather(groups["tensor"], at_once * arch.hidden, count, self.links)}
+        seconds["context"] = self._context_seconds(over, tokens, micros)
+        if sparse and arch.experts is not None:
+            # Tokens go to their experts and come back; backward, their gradients do the same.
+            again = over.backward if "moe" in recomputed else 0
+            count = 2 * (over.forward + over.backward + again) * micros
+            sent = at_once / groups["tensor"].ranks * arch.hidden * arch.experts.per_token
+            seconds["experts"] = exchange(groups["experts"], sent, count, self.links)
+            group = groups["experts' tensor"]
+            seconds["experts' tensor"] = gather(group, sent * group.ranks, count, self.links)
+        return seconds
+
+    def _context_seconds(self, over: Products, tokens: float, micros: int) -> float:
+        """Returns the seconds of cp_comm_type's exchange: keys and values of all context ranks, or all-to-all over
+        heads.
+
+        The backward pass gathers keys and values again and returns their gradients. Local layers gather once and keep
+        them. A recomputed core exchanges again.
+        """
+        arch, tensor, context, latent = self.arch, self.case.layout.tensor, self.groups["context"], self.arch.latent
+        # Columns of one rank: queries and outputs, keys and values.
+        queries = arch.heads / tensor * (arch.head_dim + (arch.head_dim if latent is None else latent.value_dim))
+        keys = 2 * max(1.0, arch.query_groups / tensor) * arch.head_dim if latent is None else queries
+        at_once = tokens / micros * self.case.item_bytes
+        forward = 2 if over.backward and "core_attn" in self.train.recomputed.modules else over.forward
+        if context_exchange(self.train) == "a2a":
+            columns = at_once / context.ranks * (queries + keys)
+            return exchange(context, columns, (forward + over.backward) * micros, self.links)
+        again = over.backward if self.train.layer_spec == "local" else 2 * over.backward
+        return gather(context, at_once * keys, (forward + again) * micros, self.links)
+
+    def stage_exchange(self, over: Products, tokens: float, micros: int) -> float:
+        """Returns the seconds to send hidden states on and gradients back, for all chunks and microbatches."""
+        layout = self.case.layout
+        count = (1 + over.backward) * layout.virtual_pipeline * micros  # recomputing stays in its layer
+        at_once = tokens / micros / layout.context / layout.tensor * self.arch.hidden * self.case.item_bytes
+        return self.links.sent(self.groups["pipeline"].link, at_once) * count
+
+    def replica_exchanges(self, dense: float, experts: float) -> Seconds:
+        """Returns the seconds to sum gradients over replicas and to return new weights in one optimizer step, by item
+        and link. `dense` and `experts` are the trained elements of one rank. Without the distributed optimizer
+        gradients are all-reduced: scattered, and gathered in their own dtype."""
+        gradient_bytes = 2 if self.train.gradient_dtype == "bfloat16" else 4
+        back = self.case.item_bytes if self.train.distributed_optimizer else gradient_bytes
+        seconds = {}
+        for name, elements in (("data", dense), ("data of experts", experts)):
+            group = self.groups[name]
+            if group.ranks > 1 and elements:
+                for what, item_bytes in (("gradients", gradient_bytes), ("weights", back)):
+                    label = f"{name}: {what} communication ({group.link})"
+                    seconds[label] = gather(group, elements * item_bytes, 1, self.links)
         return seconds
 
     @cached_property
     def _step_seconds(self) -> Seconds:
         """Returns the seconds to sum gradients, run Adam, and return new weights to all replicas."""
-        machines, assumed, groups, train = self.case.speeds, self.case.assumptions, self._groups, self.train
-        dense = routed = 0
-        for stage in self._stages.values():
-            held = rank_parameters(self.arch, self.case.layout, stage, fused=True)
-            if train.lora is not None:
-                held = adapter_parameters(self.arch, self.case.layout, stage, train.lora)
-            if held.total > dense + routed:
-                dense, routed = held.total - held.experts, held.experts
-        exchanged = replica_seconds(dense, routed, train, groups, self.case.item_bytes, self._links)
+        machines, assumed, groups, train = self.case.speeds, self.case.assumptions, self.groups, self.train
+        trained = [
+            rank_parameters(self.arch, self.case.layout, stage, fused=True)
+            if train.lora is None
+            else adapter_parameters(self.arch, self.case.layout, stage, train.lora)
+            for stage in self._stages.values()
+        ]
+        fullest = max(trained, key=lambda of_stage: of_stage.total)
+        dense, routed = fullest.total - fullest.experts, fullest.experts
+        exchanged = self.replica_exchanges(dense, routed)
         seconds = {name: spent * (1 - assumed.overlap) for name, spent in exchanged.items()}
         owned = float(dense + routed)
         if train.distributed_optimizer:
-            owned = dense / groups.replicas.ranks + routed / groups.expert_replicas.ranks
+            owned = dense / groups["data"].ranks + routed / groups["data of experts"].ranks
         touched = ADAM_BYTES * owned + GRADIENT_BYTES_TOUCHED * (dense + routed)
         seconds["optimizer"] = touched / (machines.gpu.memory_bytes_per_second * assumed.optimizer_efficiency)
         return seconds
+
+
+def context_exchange(train: TrainConfig) -> str:
+    """Returns the first layer's cp_comm_type of train.megatron, p2p by default; local layers use all_gather."""
+    kind = train.megatron.get("cp_comm_type") or "p2p"
+    if train.layer_spec == "local":
+        return "all_gather"
+    return str(kind[0] if isinstance(kind, list) else kind)

@@ -13,14 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import heads
 from megagrpo.plan import activations
-from megagrpo.plan.activations import (
-    Pass,
-    forward_bytes,
-    logits_bytes,
-    passes_in_flight,
-    stage_bytes,
-    working_bytes,
-)
+from megagrpo.plan.activations import Pass, passes_in_flight
 from megagrpo.plan.parameters import stages
 from megagrpo.recipe import schema
 from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
@@ -153,12 +146,12 @@ def planned(case: Case, stage: int) -> tuple[int, int]:
         outputs_freed=case.freed,
     )
     held = stages(arch.layers, layout)[stage]
-    kept, forward = stage_bytes(work, held, stage, case.microbatches), forward_bytes(work, held)
-    working = working_bytes(work, held)
+    kept, forward = work.stage_bytes(held, stage, case.microbatches), work.forward_bytes(held)
+    working = work.working_bytes(held)
     if held.head:
         predicting = work.tokens - len(case.lengths) // layout.context
-        working = max(working, logits_bytes(work, predicting, gradients=True))
-        logits = logits_bytes(work, predicting, gradients=False, entropy=False)
+        working = max(working, work.logits_bytes(predicting, gradients=True))
+        logits = work.logits_bytes(predicting, gradients=False, entropy=False)
         forward = max(forward, work.hidden_bytes + logits)
     return kept + working, forward
 

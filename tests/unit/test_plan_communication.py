@@ -10,31 +10,24 @@ from hypothesis import strategies as st
 
 from benchmarks.weight_traffic import LinkSpeeds, topology_of, traffic_of
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.communication import (
-    Exchanged,
-    Groups,
-    Links,
-    RankGroup,
-    context_exchange,
-    exchange,
-    gather,
-    layer_seconds,
-    replica_seconds,
-    stage_seconds,
-    sync_bytes,
-)
-from megagrpo.plan.parameters import known_models
+from megagrpo.plan.assumptions import Assumptions
+from megagrpo.plan.case import Case, Gpu, Machines
+from megagrpo.plan.communication import Links, RankGroup, exchange, gather, groups_of, sync_bytes
+from megagrpo.plan.memory import mapping_processes
+from megagrpo.plan.training_time import Products, TrainingRanks, context_exchange
 from megagrpo.recipe.schema import EngineLayoutConfig, TrainConfig
 from megagrpo.weights.blocks import prepare
-from megagrpo.weights.families import architecture_of, read_architecture
+from megagrpo.weights.families import architecture_of
 from megagrpo.weights.plan import make_plan
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import TE_SPEC
-from tests.plans import DEEPSEEK, LLAMA_70B
+from tests.plans import DEEPSEEK, H100, LLAMA_70B, known_model, merged, recipe
+from tests.weight_streams import pairs
 
 FAST = Links(node=400e9, network=40e9, node_latency=0.0, network_latency=0.0)
-BYTES = Links(node=1.0, network=1.0, node_latency=0.0, network_latency=0.0)
-"""A byte a second: seconds are the bytes that leave the busiest GPU over its slowest link."""
+BYTES = Machines(Gpu("a byte a second", 2**40, 1.0, 1.0, 1.0, (9, 0), "none"), 8, 1.0)
+EXACT = Assumptions(node_efficiency=1.0, network_efficiency=1.0, collective_seconds=0.0, network_collective_seconds=0.0)
+"""With BYTES, seconds are the bytes that leave the busiest GPU over its slowest link."""
 CONFIG = {
     "model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 1024, "max_position_embeddings": 4096,
@@ -43,7 +36,7 @@ CONFIG = {
 DENSE = architecture_of(CONFIG)
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 MIXTURE = architecture_of(CONFIG | EXPERTS)
-DEEPSEEK_V3 = read_architecture(known_models()[DEEPSEEK])
+DEEPSEEK_V3 = known_model(DEEPSEEK)
 SMALL_EXPERTS = replace(DEEPSEEK_V3.experts, count=16, dense_layers=0, ffn=256)
 LATENT = replace(DEEPSEEK_V3, layers=4, vocab=16384, experts=SMALL_EXPERTS)
 """Attention is most of it."""
@@ -56,7 +49,7 @@ powers = st.sampled_from([1, 2, 4, 8])
 def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeline, expert, node):
     layout = ParallelLayout(tensor, pipeline, 1, context, min(expert, tensor * context * data), 1, data)
     grid = rank_grid(layout)
-    groups = Groups.of(layout, node)
+    groups = groups_of(layout, node)
 
     def on_node(members):
         """Ranks of the group of rank 0 on each node that it touches."""
@@ -66,11 +59,11 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered(tensor, context, data, pipeli
 
     first = [rank for rank in grid if rank.pipeline == 0]
     dense = [rank for rank in first if rank.tensor == 0]
-    assert groups.tensor == on_node([rank for rank in first if (rank.context, rank.data) == (0, 0)])
-    assert groups.context == on_node([rank for rank in dense if rank.data == 0])
-    assert groups.replicas == on_node(dense)
-    assert groups.expert == on_node([rank for rank in first if rank.expert_data == 0])
-    assert groups.expert_replicas == on_node([rank for rank in first if rank.expert == 0])
+    assert groups["tensor"] == on_node([rank for rank in first if (rank.context, rank.data) == (0, 0)])
+    assert groups["context"] == on_node([rank for rank in dense if rank.data == 0])
+    assert groups["data"] == on_node(dense)
+    assert groups["experts"] == on_node([rank for rank in first if rank.expert_data == 0])
+    assert groups["data of experts"] == on_node([rank for rank in first if rank.expert == 0])
 
 
 def test_a_ring_enters_each_node_once_and_an_exchange_sends_to_everyone_alike():
@@ -83,12 +76,15 @@ def test_a_ring_enters_each_node_once_and_an_exchange_sends_to_everyone_alike():
     assert gather(RankGroup(1, 1), 1e9, 5, slow) == exchange(RankGroup(1, 1), 1e9, 5, slow) == 0
 
 
+def ranks(arch, layout, machines=BYTES, **train):
+    of = merged(train={"total_steps": 1, "layout": layout, **train})
+    return TrainingRanks(Case(of, arch, machines, EXACT))
+
+
 def bytes_of(arch, layout, forward=1, backward=1, **train):
     """Bytes of a layer's collectives in a pass of 8,192 tokens in four microbatches of bfloat16."""
-    train = TrainConfig(layout=layout, total_steps=1, **train)
-    passed = Exchanged(8192.0, 4, 2, forward, backward)
-    sparse = arch.experts is not None
-    return layer_seconds(arch, sparse, train, Groups.of(train.layout.parallel(), 8), passed, BYTES)
+    over = Products(forward=forward, backward=backward)
+    return ranks(arch, layout, **train).layer_exchanges(arch.experts is not None, over, 8192.0, 4)
 
 
 def test_tensor_ranks_gather_and_scatter_hidden_states():
@@ -142,21 +138,21 @@ def test_tokens_go_to_their_experts_and_back():
     layout = {"tensor": 2, "data": 8, "expert": 16, "expert_tensor": 1}
     found = bytes_of(MIXTURE, layout, 1, 0)
     assert found["experts"] == pytest.approx(2 * 8192 / 2 * 4 * 256 * 2 * 8 / 16)
-    assert "experts' tensor" not in found
+    assert found["experts' tensor"] == 0
     assert "experts" not in bytes_of(DENSE, {"tensor": 2, "data": 8})
 
 
 def test_stages_send_each_microbatch_forth_and_its_gradient_back():
-    layout = ParallelLayout(tensor=2, pipeline=4, virtual_pipeline=2)
-    sent = stage_seconds(DENSE, layout, Groups.of(layout, 8), Exchanged(8192.0, 4, 2, 2, 1), BYTES)
+    of = ranks(DENSE, {"tensor": 2, "pipeline": 4, "virtual_pipeline": 2})
+    sent = of.stage_exchange(Products(forward=2, backward=1), 8192.0, 4)
     assert sent == pytest.approx(2 * 2 * 8192 / 2 * 256 * 2)
 
 
 @pytest.mark.parametrize(("distributed", "back"), [(True, 2), (False, 4)])
 def test_replicas_sum_gradients_and_get_weights_back(distributed, back):
-    groups = Groups.of(ParallelLayout(tensor=2, data=16), 8)
-    train = TrainConfig(total_steps=1, distributed_optimizer=distributed)
-    found = replica_seconds(1e9, 0.0, train, groups, 2, Links(1e30, 1.0, 0.0, 0.0))
+    machines = replace(BYTES, gpu=replace(BYTES.gpu, node_bytes_per_second=1e30))
+    of = ranks(DENSE, {"tensor": 2, "data": 16}, machines, distributed_optimizer=distributed)
+    found = of.replica_exchanges(1e9, 0.0)
     each = 15 / 16 / 4  # four of the sixteen replicas share a node's network
     assert list(found.values()) == pytest.approx([4e9 * each, back * 1e9 * each])
     assert all("(network)" in name for name in found)
@@ -179,7 +175,7 @@ def planned_traffic(arch, layout, engine, engines, *, colocated=True, quantizati
 def test_a_sync_of_70b_on_16_nodes_is_near_the_lower_bound_of_its_links():
     """yaml_recipes/grpo_70b.yaml: every node lacks half of the model, one pipeline stage. Each of its GPUs receives an
     eighth of that over its own adapter, for the engine rank on it, and nothing but norms is passed on."""
-    arch = read_architecture(known_models()[LLAMA_70B])
+    arch = known_model(LLAMA_70B)
     layout, engine = ParallelLayout(tensor=8, pipeline=2, data=8), EngineLayoutConfig(tensor=8)
     traffic = planned_traffic(arch, layout, engine, 16)
     busiest = {link: of_link.busiest for link, of_link in traffic.links.items()}
@@ -254,3 +250,33 @@ def test_bytes_of_a_sync_are_near_those_of_the_real_plan(arch, layout, engine, e
     parts = [sglang.manifest(arch, engine, rank, "bfloat16", "cuda") for rank in range(engine.ranks)]
     elements = (sum(placement.box.elements for placement in manifest.placements) for manifest in parts)
     assert found.held == pytest.approx(2 * max(elements), rel=0.02)
+
+
+def mapping(layout, engine, gpus):
+    """Engine processes that map memory of one GPU beside their own: the most in a real plan, and as planned."""
+    engines, arch = gpus // engine, replace(known_model(LLAMA_70B), layers=8)
+    sizes = EngineLayoutConfig(tensor=engine)
+    of_engine = [sglang.manifest(arch, sizes, rank, "bfloat16", "cuda") for rank in range(engine)]
+    served = [replace(each, holder=f"engine {index} {each.holder}") for index in range(engines) for each in of_engine]
+    held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
+    topology = replace(topology_of(range(gpus), range(gpus), 8), two_hops=gpus > 8)
+    straight, passed_on = pairs(make_plan(held, served, topology).transfers)
+    places, mapped = topology.destinations, Counter()
+    for sender, to in {*straight, *passed_on}:  # rank and engine rank of a number are on the same GPU
+        mapped[places[sender]] += sender != to and places[sender].node == places[to].node
+    train = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+    of = recipe(
+        {"train.layout": train, "rollout.engines": engines, "rollout.layout": {"tensor": engine}, "cluster.gpu": "H100"}
+    )
+    return max(mapped.values()), mapping_processes(Case(of, arch, H100), engines=1)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (2, 2), (4, 2)])
+def test_contexts_on_other_gpus_are_at_least_those_of_processes_that_map_their_memory(tensor, pipeline):
+    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, data=8 // tensor // pipeline)
+    for engine in (1, 2, 4, 8):
+        real, expected = mapping(layout, engine, gpus=8)
+        assert real <= expected <= 7
+        assert expected == 0 if tensor == engine and pipeline == 1 else True
+    real, expected = mapping(replace(layout, data=2 * layout.data), 8, gpus=16)
+    assert real <= expected <= 7

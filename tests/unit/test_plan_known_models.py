@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from megagrpo.cli import main
 from megagrpo.errors import PreflightError
-from megagrpo.plan.parameters import known_models, total_parameters
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.parameters import (
+    active_parameters,
+    expert_parameters,
+    known_models,
+    rank_parameters,
+    total_parameters,
+)
 from megagrpo.preflight.preflight import preflight
 from megagrpo.recipe.load import load
-from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families.architecture import critic_of
+from tests import plans
+from tests.plans import known_model
 from tests.tiny_run import make_run
 
 # As in the index files of the published checkpoints, tied embeddings once. DeepSeek-V3 without multi-token prediction.
@@ -29,8 +40,38 @@ KNOWN = "model.path=Qwen/Qwen3-8B"
 
 
 def test_known_models_have_the_published_numbers_of_parameters() -> None:
-    found = {name: total_parameters(read_architecture(directory)) for name, directory in known_models().items()}
-    assert found == PARAMETERS
+    assert {name: total_parameters(known_model(name)) for name in known_models()} == PARAMETERS
+
+
+@pytest.mark.parametrize("model", known_models())
+def test_parameters_are_those_of_the_checkpoint(model: str) -> None:
+    for arch in (known_model(model), critic_of(known_model(model))):
+        tensors = tensors_of(arch)
+        assert total_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors)
+        assert expert_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors if tensor.expert is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "active"),
+    [
+        (plans.QWEN_235B, 22.19e9),  # the model card says 22B,
+        (plans.QWEN_30B, 3.35e9),  # 3.3B,
+        (plans.DEEPSEEK, 37.55e9),  # and arXiv:2412.19437 37B
+    ],
+)
+def test_active_parameters_are_those_of_the_models_names(model: str, active: float) -> None:
+    assert active_parameters(known_model(model)) == pytest.approx(active, rel=2e-3)
+
+
+def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:
+    deepseek, llama = known_model(plans.DEEPSEEK), known_model(plans.LLAMA_70B)
+    layout = plans.recipe(plans.ON_2048).train.layout.parallel()
+    held = [rank_parameters(deepseek, layout, stage, fused=True) for stage in range(16)]
+    assert sum(rank.experts for rank in held) * layout.expert == 58 * 256 * 3 * 7168 * 2048
+    of_llama = ParallelLayout(tensor=8, pipeline=4, data=4)
+    whole = sum(rank_parameters(llama, of_llama, stage, fused=True).total for stage in range(4))
+    norms = (2 * 80 + 1) * llama.hidden * 7  # on each tensor rank
+    assert whole * 8 == total_parameters(llama) + norms
 
 
 @pytest.fixture

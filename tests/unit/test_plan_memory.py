@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,44 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.weight_traffic import topology_of
-from megagrpo.layout.parallel import ParallelLayout, rank_grid
-from megagrpo.plan.activations import Pass, layer_bytes, logits_bytes, stage_bytes, working_bytes
+from megagrpo.layout.parallel import ParallelLayout
+from megagrpo.plan.activations import Pass
 from megagrpo.plan.advice import checkpoint_bytes
 from megagrpo.plan.case import A_CPU, GPUS, Case
 from megagrpo.plan.engine import GraphSizes, cache_bytes_per_token, default_fraction, engine_memory
-from megagrpo.plan.memory import (
-    DeviceMemory,
-    PhaseMemory,
-    host_bytes,
-    mapping_processes,
-    memory,
-    model_parts,
-)
-from megagrpo.plan.parameters import (
-    active_parameters,
-    engine_rank_parameters,
-    expert_parameters,
-    known_models,
-    largest_share,
-    rank_parameters,
-    stages,
-    total_parameters,
-)
+from megagrpo.plan.memory import DeviceMemory, PhaseMemory, host_bytes, memory, model_parts
+from megagrpo.plan.parameters import engine_rank_parameters, largest_share, stages, total_parameters
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.time import step_time
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import EngineLayoutConfig, Recipe
 from megagrpo.recipe.schema.train import Recomputed
-from megagrpo.weights.families import read_architecture, tensors_of
-from megagrpo.weights.families.architecture import Architecture, critic_of
-from megagrpo.weights.plan import make_plan
+from megagrpo.weights.families import read_architecture
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides import sglang
-from megagrpo.weights.sides.megatron_rank import TE_SPEC
 from tests import plans
 from tests.plans import H100, QWEN_8B, QWEN_HALF_B, known_model, merged, sft_recipe
 from tests.tiny_models import TINY_FAMILIES, make_model
-from tests.weight_streams import pairs
 
 SAVER = {"enable_memory_saver": True, "mem_fraction_static": 0.5}
 LLAMA, DEEPSEEK, EXPERTS = map(known_model, (plans.LLAMA_70B, plans.DEEPSEEK, plans.QWEN_30B))
@@ -71,39 +50,6 @@ def phases(held: DeviceMemory) -> dict[str, dict[str, int]]:
 
 def engine_parts(phase: dict[str, int]) -> set[str]:
     return {name for name in phase if name.startswith("engine")}
-
-
-# --- parameters and models -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", known_models())
-def test_parameters_are_those_of_the_checkpoint(model: str) -> None:
-    for arch in (known_model(model), critic_of(known_model(model))):
-        tensors = tensors_of(arch)
-        assert total_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors)
-        assert expert_parameters(arch) == sum(prod(tensor.shape) for tensor in tensors if tensor.expert is not None)
-
-
-@pytest.mark.parametrize(
-    ("model", "active"),
-    [
-        (plans.QWEN_235B, 22.19e9),  # the model card says 22B,
-        (plans.QWEN_30B, 3.35e9),  # 3.3B,
-        (plans.DEEPSEEK, 37.55e9),  # and arXiv:2412.19437 37B
-    ],
-)
-def test_active_parameters_are_those_of_the_models_names(model: str, active: float) -> None:
-    assert active_parameters(known_model(model)) == pytest.approx(active, rel=2e-3)
-
-
-def test_all_ranks_of_671b_on_2048_gpus_hold_the_whole_model() -> None:
-    layout = plans.recipe(plans.ON_2048).train.layout.parallel()
-    held = [rank_parameters(DEEPSEEK, layout, stage, fused=True) for stage in range(16)]
-    assert sum(rank.experts for rank in held) * layout.expert == 58 * 256 * 3 * 7168 * 2048
-    llama = ParallelLayout(tensor=8, pipeline=4, data=4)
-    whole = sum(rank_parameters(LLAMA, llama, stage, fused=True).total for stage in range(4))
-    norms = (2 * 80 + 1) * LLAMA.hidden * 7  # on each tensor rank
-    assert whole * 8 == total_parameters(LLAMA) + norms
 
 
 def test_sft_and_recipes_without_a_penalty_have_no_reference() -> None:
@@ -140,17 +86,17 @@ def pass_of(arch: Architecture = LLAMA, **changes: Any) -> Pass:
 def test_a_layer_of_llama_70b_keeps_about_34_bytes_for_each_hidden_element() -> None:
     """34 s b h of arXiv:2205.05198 was for LayerNorm, dropout masks and a plain MLP: here they are other tensors."""
     elements = 4 * 8192 + (2 * 64 + 2 * 8) * 128 + 3 * 28672
-    assert layer_bytes(pass_of(), experts=False) == 8192 * (2 * elements + 2 * 4 + 4 * 64)
-    assert 32 < layer_bytes(pass_of(), experts=False) / (8192 * 8192) < 36
-    shared = layer_bytes(pass_of(layout=ParallelLayout(tensor=8)), experts=False)
-    assert shared == layer_bytes(pass_of(), experts=False) // 8
+    assert pass_of().layer_bytes(experts=False) == 8192 * (2 * elements + 2 * 4 + 4 * 64)
+    assert 32 < pass_of().layer_bytes(experts=False) / (8192 * 8192) < 36
+    shared = pass_of(layout=ParallelLayout(tensor=8)).layer_bytes(experts=False)
+    assert shared == pass_of().layer_bytes(experts=False) // 8
 
 
 def test_latent_attention_keeps_scores_without_transformer_engine() -> None:
     fused, local = pass_of(DEEPSEEK), pass_of(DEEPSEEK, transformer_engine=False)
     scores = 4 * 8192 * 8192 * DEEPSEEK.heads
     lost = 4 * 8192 * DEEPSEEK.heads
-    assert layer_bytes(local, experts=False) - layer_bytes(fused, experts=False) == scores - lost
+    assert local.layer_bytes(experts=False) - fused.layer_bytes(experts=False) == scores - lost
 
 
 @given(
@@ -171,29 +117,29 @@ def test_more_recomputation_keeps_less_and_more_tokens_more(
     every_norm_and_mlp = Recomputed(frozenset({"core_attn", "layernorm", "mlp", "moe"}))
     ways = [replace(work, recompute=again) for again in (Recomputed(), every_norm_and_mlp, Recomputed(layers=48))]
     of_stage = stages(arch.layers, layout)
-    held = [stage_bytes(each, of_stage[0], 0, microbatches) for each in ways]
+    held = [each.stage_bytes(of_stage[0], 0, microbatches) for each in ways]
     assert held[0] > held[1] > held[2]
-    some = [stage_bytes(replace(work, recompute=Recomputed(layers=n)), of_stage[0], 0, microbatches) for n in range(13)]
+    some = [replace(work, recompute=Recomputed(layers=n)).stage_bytes(of_stage[0], 0, microbatches) for n in range(13)]
     assert some == sorted(some, reverse=True)
     assert some[0] == held[0]
-    again = [working_bytes(each, of_stage[0]) for each in ways]
+    again = [each.working_bytes(of_stage[0]) for each in ways]
     assert again[2] > again[0]
-    assert stage_bytes(replace(work, tokens=9000), of_stage[0], 0, microbatches) > held[0]
-    assert stage_bytes(work, of_stage[0], 0, microbatches + 1) >= held[0]
-    freed = stage_bytes(replace(work, outputs_freed=True), of_stage[0], 0, microbatches)
+    assert replace(work, tokens=9000).stage_bytes(of_stage[0], 0, microbatches) > held[0]
+    assert work.stage_bytes(of_stage[0], 0, microbatches + 1) >= held[0]
+    freed = replace(work, outputs_freed=True).stage_bytes(of_stage[0], 0, microbatches)
     assert (freed < held[0]) == (pipeline > 1)
-    every = [stage_bytes(work, stage, index, 8) for index, stage in enumerate(of_stage[:-1])]
+    every = [work.stage_bytes(stage, index, 8) for index, stage in enumerate(of_stage[:-1])]
     assert every == sorted(every, reverse=True)
 
 
 def test_logits_never_take_much_more_than_a_few_chunks() -> None:
     work = pass_of(replace(LLAMA, hidden=16), tokens=16384)
     whole = 4 * 16384 * LLAMA.vocab
-    held = logits_bytes(work, 16384, gradients=True)
+    held = work.logits_bytes(16384, gradients=True)
     assert held < whole / 10
     frozen = replace(work, adapters=True)
-    assert logits_bytes(frozen, 16384, gradients=True) == held - 2 * LLAMA.vocab * 16
-    assert logits_bytes(work, 16384, gradients=False, entropy=False) < held
+    assert frozen.logits_bytes(16384, gradients=True) == held - 2 * LLAMA.vocab * 16
+    assert work.logits_bytes(16384, gradients=False, entropy=False) < held
 
 
 def test_entropy_is_planned_where_it_is_computed() -> None:
@@ -204,54 +150,6 @@ def test_entropy_is_planned_where_it_is_computed() -> None:
 
     assert update(entropy_metric=False) < update()
     assert update(entropy_metric=False, entropy_coefficient=0.01) == update()
-
-
-# --- contexts of processes that map memory ---------------------------------------------------------------------------
-
-
-def mapping(layout: ParallelLayout, engine: int, gpus: int) -> tuple[int, int]:
-    """Engine processes that map memory of one GPU beside their own: the most in a real plan, and as planned."""
-    engines, arch = gpus // engine, replace(LLAMA, layers=8)
-    sizes = EngineLayoutConfig(tensor=engine)
-    of_engine = [sglang.manifest(arch, sizes, rank, "bfloat16", "cuda") for rank in range(engine)]
-    served = [replace(each, holder=f"engine {index} {each.holder}") for index in range(engines) for each in of_engine]
-    held = [TE_SPEC.manifest(arch, layout, where, "bfloat16") for where in rank_grid(layout)]
-    topology = replace(topology_of(range(gpus), range(gpus), 8), two_hops=gpus > 8)
-    straight, passed_on = pairs(make_plan(held, served, topology).transfers)
-    places, mapped = topology.destinations, Counter[Any]()
-    for sender, to in {*straight, *passed_on}:  # rank and engine rank of a number are on the same GPU
-        mapped[places[sender]] += sender != to and places[sender].node == places[to].node
-    train = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
-    recipe = plans.recipe(
-        {"train.layout": train, "rollout.engines": engines, "rollout.layout": {"tensor": engine}, "cluster.gpu": "H100"}
-    )
-    return max(mapped.values()), mapping_processes(Case(recipe, arch, H100), engines=1)
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (2, 2), (4, 2)])
-def test_contexts_on_other_gpus_are_at_least_those_of_processes_that_map_their_memory(
-    tensor: int, pipeline: int
-) -> None:
-    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, data=8 // tensor // pipeline)
-    for engine in (1, 2, 4, 8):
-        real, expected = mapping(layout, engine, gpus=8)
-        assert real <= expected <= 7
-        assert expected == 0 if tensor == engine and pipeline == 1 else True
-    real, expected = mapping(replace(layout, data=2 * layout.data), 8, gpus=16)
-    assert real <= expected <= 7
-
-
-def test_contexts_on_other_gpus_are_planned_where_memory_is_mapped() -> None:
-    def contexts(**values: Any) -> int:
-        recipe = plans.recipe({key.replace("__", "."): value for key, value in values.items()})
-        found = phases(next(memory(Case(recipe, LLAMA, H100))))
-        of_phases = {parts.get("contexts of engines on other GPUs", 0) for parts in found.values()}
-        assert len(of_phases) == 1, "they stay until the engine ends"
-        return of_phases.pop()
-
-    assert contexts() == 7 * 2**29, "two nodes hold each a half of the model, and pass it on"
-    assert contexts(train__layout={"tensor": 8, "data": 16}) == 0, "an engine rank needs what lies on its GPU"
-    assert contexts(cluster__placement="disaggregated") == contexts(weights__transfer="disk") == 0
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -364,9 +262,7 @@ def test_offload_takes_what_it_says_from_rollouts_and_all_but_parameters_from_sy
     offload = ["parameters", "optimizer"]
     moved = merged(layout, train={"total_steps": 1, "layout": layout, "offload": offload}, algorithm=algorithm)
     away = phases(held_by(moved))
-    assert {name: here[name] for name in ("logprobs", "update")} == {
-        name: away[name] for name in ("logprobs", "update")
-    }
+    assert (here["logprobs"], here["update"]) == (away["logprobs"], away["update"])
     gone = {"optimizer", "kept by torch's allocator"}
     assert away["weight_sync"] == {name: size for name, size in here["weight_sync"].items() if name not in gone}
     gone |= {"parameters"}
@@ -390,9 +286,8 @@ def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() ->
     assert adam - one == 4 * matrices
     assert largest_share([5, 4, 3, 3, 3], 2) == 10  # the largest first, to the emptiest: 5 and 3, 4 and 3 and 3
     sizes = {"total_steps": 1, "layout": {"tensor": 8, "data": 256}}
-    few, many = (
-        model_parts(Case(merged(train=sizes | of), LLAMA, H100), 0) for of in ({}, {"optimizer": {"kind": "muon"}})
-    )
+    kinds: tuple[dict[str, Any], ...] = {}, {"optimizer": {"kind": "muon"}}
+    few, many = (model_parts(Case(merged(train=sizes | of), LLAMA, H100), 0) for of in kinds)
     largest = 2 * 8192 * 28672 // 8
     assert many["optimizer"] > 8 * largest, "a rank owns a gate and up projection whole"
     assert many["gradients"] > few["gradients"], "and every rank has room for as much from each"
@@ -401,9 +296,8 @@ def test_muon_keeps_one_moment_of_matrices_and_whole_ones_on_each_data_rank() ->
 def test_outputs_of_stages_are_free_in_updates_if_megatron_frees_them() -> None:
     layout = {"tensor": 8, "pipeline": 2, "data": 2}
     train = {"total_steps": 1, "layout": layout, "megatron": {"deallocate_pipeline_outputs": True}}
-    here, freed = (
-        phases(held_by(merged(layout, train=changes)))["update"] for changes in (train | {"megatron": {}}, train)
-    )
+    both = train | {"megatron": {}}, train
+    here, freed = (phases(held_by(merged(layout, train=changes)))["update"] for changes in both)
     assert sum(freed.values()) < sum(here.values())
 
 
@@ -442,6 +336,19 @@ def test_a_memory_saver_takes_the_engine_away_from_training() -> None:
     assert held[False]["weight_sync"].keys() - held[True]["weight_sync"].keys() == {"engine cache"}
     buckets = {name: size for name, size in held[True]["weight_sync"].items() if "buckets" in name}
     assert set(buckets.values()) == {2 * merged().weights.bucket_bytes}
+
+
+def test_contexts_on_other_gpus_are_planned_where_memory_is_mapped() -> None:
+    def contexts(**values: Any) -> int:
+        recipe = plans.recipe({key.replace("__", "."): value for key, value in values.items()})
+        found = phases(next(memory(Case(recipe, LLAMA, H100))))
+        of_phases = {parts.get("contexts of engines on other GPUs", 0) for parts in found.values()}
+        assert len(of_phases) == 1, "they stay until the engine ends"
+        return of_phases.pop()
+
+    assert contexts() == 7 * 2**29, "two nodes hold each a half of the model, and pass it on"
+    assert contexts(train__layout={"tensor": 8, "data": 16}) == 0, "an engine rank needs what lies on its GPU"
+    assert contexts(cluster__placement="disaggregated") == contexts(weights__transfer="disk") == 0
 
 
 def test_torch_keeps_the_memory_of_passes_from_an_engine_on_the_same_card() -> None:

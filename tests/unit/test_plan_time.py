@@ -202,8 +202,8 @@ def test_groups_without_signal_are_not_trained_on_unless_they_have_to_be():
 )
 def test_rounds_of_dynamic_sampling_bring_the_groups_that_are_missing(share, rounds):
     for dynamic, expected in (({"rounds_max": 4}, rounds), (None, [60])):
-        of = case(rollout={"dynamic_sampling": dynamic, "prompts_per_step": 60})
-        assert list(prompts_of_rounds(of.recipe, share)) == expected
+        rollout = {"dynamic_sampling": dynamic, "prompts_per_step": 60}
+        assert list(prompts_of_rounds(case(assumed=Assumptions(signal_share=share), rollout=rollout))) == expected
 
 
 def test_rewards_take_workers_or_the_driver():

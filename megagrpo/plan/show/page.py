@@ -30,8 +30,12 @@ GENERATOR = '<meta name="generator" content="megagrpo plan">'
 
 
 def page(plan: Plan, search: Search | None = None) -> str:
-    """Returns the whole page, in HTML."""
-    title = escape(plan.recipe.name)
+    """Returns the whole page, in HTML: the devices, and the terminal's text with its colours."""
+    title, console = escape(plan.recipe.name), Console(file=StringIO(), width=WIDTH_MAX, highlight=False, record=True)
+    draw(plan, search, console)
+    colours = [_rgb(PALETTE[place]) for place in ANSI]
+    theme = TerminalTheme(_rgb("#ffffff"), _rgb("#000000"), colours[:8], colours[8:])
+    text = console.export_html(theme=theme, code_format="{code}", inline_styles=True)
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8">{GENERATOR}<meta name="viewport" content="width=device-width"><title>Plan of {title}</title>
@@ -40,7 +44,7 @@ def page(plan: Plan, search: Search | None = None) -> str:
 <h1>{title}</h1>
 {"".join(f'<pre class="bad">This cannot run: {escape(str(problem))}</pre>' for problem in plan.problems)}
 {"".join(_devices(plan))}
-<pre>{_text(plan, search)}</pre>
+<pre>{text}</pre>
 <details><summary>The recipe, with every default</summary><pre>{escape(dump(plan.recipe))}</pre></details>
 </main></body></html>
 """
@@ -57,15 +61,6 @@ def write_page(path: Path, text: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise PreflightError(Problem(where, f"{error.strerror}".lower(), "a file that can be written")) from error
-
-
-def _text(plan: Plan, search: Search | None) -> str:
-    """Returns the terminal's text with its colours, in HTML."""
-    console = Console(file=StringIO(), width=WIDTH_MAX, highlight=False, record=True)
-    draw(plan, search, console)
-    colours = [_rgb(PALETTE[place]) for place in ANSI]
-    theme = TerminalTheme(_rgb("#ffffff"), _rgb("#000000"), colours[:8], colours[8:])
-    return console.export_html(theme=theme, code_format="{code}", inline_styles=True)
 
 
 def _rgb(colour: str) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import chain, cycle, groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
@@ -77,8 +77,11 @@ def _layout(plan: Plan) -> RenderableType:
         table.add_row(*((cells | {"layers": _held(plan.stages, row)})[name] or "-" for name in names))
     lines: list[RenderableType] = [_title("where"), table]
     for axis in plan.axes if plan.device == "cuda" else ():
+        ranks = f"0-{axis.size - 1}" if axis.stride == 1 else ", ".join(map(str, axis.example))
+        if axis.stride > 1 and axis.size > 4:
+            ranks = f"{', '.join(map(str, axis.example[:3]))}, ... {axis.example[-1]}"
         nodes = f"over {axis.nodes} nodes" if axis.nodes > 1 else "within a node"
-        lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks_text(axis.example)}, each group {nodes}"))
+        lines.append(Text(f"{axis.name} {axis.size}: ranks {ranks}, each group {nodes}"))
     return Group(*lines)
 
 
@@ -95,14 +98,6 @@ def rows(devices: Sequence[MappedDevice]) -> list[tuple[MappedDevice, ...]]:
         tuple(mapped for group in by_stage[first : first + together] for mapped in group)
         for first in range(0, len(by_stage), together)
     ]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Formats ranks like `0-7`, or `0, 8, 16, ... 120`."""
-    if ranks[1] - ranks[0] == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = [str(rank) for rank in ranks]
-    return ", ".join(shown) if len(shown) <= 4 else f"{', '.join(shown[:3])}, ... {shown[-1]}"
 
 
 def _numbers(mapped: MappedDevice) -> dict[str, Sequence[int]]:
@@ -125,9 +120,7 @@ def _held(stages: Sequence[Stage], row: Sequence[MappedDevice]) -> str:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _memory(plan: Plan, marks: _Marks) -> RenderableType | None:
-    if not plan.memory:
-        return None
+def _memory(plan: Plan, marks: _Marks) -> RenderableType:
     card, kinds = plan.card_bytes, sorted(plan.memory, key=lambda kind: kind.fullest.bytes, reverse=True)
     scale, fullest = max(card or 0, kinds[0].fullest.bytes), kinds[0]
     title, colours = f"memory of each {plan.noun}", _colours(fullest)
@@ -181,14 +174,14 @@ def _bar(phase: PhaseMemory, card: int | None, scale: int, marks: _Marks, colour
 
 def _colours(kind: DeviceMemory) -> dict[str, str]:
     names = dict.fromkeys(part.name for phase in kind.phases for part in phase.parts)
-    return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    return dict(zip(names, cycle(COLOURS), strict=False))
 
 
 def _parts(phase: PhaseMemory, colours: dict[str, str], card: int | None) -> RenderableType:
     """Returns a table of the largest items of the fullest moment, and the fields that lower them."""
     table = _table(f"largest in {phase.phase}", Column("bytes", justify="right"), "lowered by")
     for part in phase.largest[:PARTS_MAX]:
-        name = Text(part.name, style=colours.get(part.name, ""))
+        name = Text(part.name, style=colours[part.name])
         table.add_row(name, byte_text(part.bytes), ", ".join(part.lowered_by[:FIELDS_MAX]))
     if rest := phase.largest[PARTS_MAX:]:
         table.add_row(f"{len(rest)} smaller", byte_text(sum(part.bytes for part in rest)), "")
@@ -224,7 +217,7 @@ def _time(plan: Plan, marks: _Marks) -> RenderableType | None:
 
 
 def _phase_time(phase: PhaseTime, whole: float, marks: _Marks) -> RenderableType:
-    share = phase.seconds / whole if whole else 0
+    share = phase.seconds / whole
     filled = round(marks.width * share)
     parts = phase.largest[:TIME_PARTS_MAX]
     if rest := phase.largest[TIME_PARTS_MAX:]:
