@@ -149,24 +149,22 @@ def shares_of(held: Manifest, shapes: Shapes) -> Iterator[Share]:
     for placement in held.placements:
         if placement.box.tensor in shapes:
             placements[placement.box.tensor][placement.box] = placement
-    for tensor, own in placements.items():
-        for box, placement in own.items():
-            region = _blocks_that_begin_in(box, shapes[tensor])
-            if region is None:
+    for tensor, of_tensor in placements.items():
+        for box, placement in of_tensor.items():
+            # The blocks whose first elements lie in `box`. Those at the tensor's edges may be smaller.
+            start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
+            ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
+            sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shapes[tensor], strict=True))
+            if min(sizes) <= 0:
                 continue
-            parts = {part: its.part(part) for its in own.values() if (part := its.box.intersect(region)) is not None}
+            region = Box(tensor, start, sizes)
+            parts = {
+                part: its.part(part) for its in of_tensor.values() if (part := its.box.intersect(region)) is not None
+            }
             if region in parts:
                 parts = {region: parts[region]}
             dtype = held.storages[placement.storage].dtype
             yield Share(region, tuple(parts.values()), tuple(uncovered(region, parts)), dtype)
-
-
-def _blocks_that_begin_in(box: Box, shape: Sequence[int]) -> Box | None:
-    """Returns the box of all blocks whose first element lies in `box`, in a tensor of this shape; None: no block."""
-    start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
-    ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
-    sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shape, strict=True))
-    return Box(box.tensor, start, sizes) if min(sizes) > 0 else None
 
 
 def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:

@@ -45,17 +45,13 @@ def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weights.shape
     whole = pad(weights, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
-    scales = _scales(blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST))
-    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
-    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
-
-
-def _scales(largest: torch.Tensor) -> torch.Tensor:
-    """Returns the smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
-    Values that are not finite stay so."""
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST)
+    # The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
     bits = largest.view(torch.int32)
     exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
-    return torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+    scales = torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
+    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -189,7 +189,11 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     ]
     if found:
         return found
-    found += _stage_problems(arch, layout.pipeline, where)
+    if layout.pipeline > arch.layers:
+        found.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
+    if layout.pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
+        needed = "pipeline = 1: SGLang's last stage has no head for this family"
+        found.append(Problem(where, "tied embeddings", needed))
     if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
         needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
         found.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
@@ -217,13 +221,6 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     elif groups % group and group % groups:
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {group}"))
     return found
-
-
-def _stage_problems(arch: Architecture, pipeline: int, where: str) -> Iterator[Problem]:
-    if pipeline > arch.layers:
-        yield Problem(where, f"{arch.layers} layers", "a layer for each stage")
-    if pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
-        yield Problem(where, "tied embeddings", "pipeline = 1: SGLang's last stage has no head for this family")
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:

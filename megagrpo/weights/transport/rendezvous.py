@@ -28,6 +28,7 @@ BYTES_MAX = 2**26
 """The longest value is a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
 PROBLEMS = list[tuple[str, str, str, str]]
 """The four parts of each problem, as a value holds them."""
+_adapter = lru_cache(pydantic.TypeAdapter)
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,13 @@ class Member:
         self._sync = NO_SYNC
         self._deadline = time.monotonic() + rendezvous.timeout_seconds
         with self._reaching():
-            self._store = rendezvous.store.connect(rendezvous.timeout_seconds)
-
-    @property
-    def store(self) -> dist.Store:
-        """Returns the store, for torch's process groups."""
-        return self._store
+            self.store = rendezvous.store.connect(rendezvous.timeout_seconds)
 
     @contextmanager
     def attend(self, version: int) -> Iterator[Sync]:
         """Takes part in the open sync, with a deadline from here. A MegagrpoError in the block aborts it for all."""
         with self._reaching():
-            found = self._store.get("sync")
+            found = self.store.get("sync")
         attempt, opened, generation, destinations = self._checked("sync", found, tuple[int, int, int, frozenset[int]])
         self._sync = Sync(attempt, opened, generation, destinations)
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
@@ -130,7 +126,7 @@ class Member:
             yield self._sync
         except MegagrpoError as error:
             with self._reaching():
-                _abort(self._store, attempt, error.problems)
+                _abort(self.store, attempt, error.problems)
             raise
         finally:
             self._sync = NO_SYNC
@@ -142,19 +138,19 @@ class Member:
     def add(self, key: str, amount: int = 1) -> int:
         """Adds to a counter of the rendezvous and returns it."""
         with self._reaching():
-            return self._store.add(key, amount)
+            return self.store.add(key, amount)
 
     def push(self, to: str, message: Any) -> None:
         """Puts a message into the queue called `to`, for this attempt only."""
         with self._reaching():
-            self._store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
+            self.store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
 
     def pop(self, queue: str, kind: Any) -> Any | None:
         """Returns the oldest message in a queue, of the type `kind`; or None."""
         key = f"queue/{self._sync.attempt}/{queue}"
         with self._reaching():
             try:
-                found = self._store.queue_pop(key, block=False)
+                found = self.store.queue_pop(key, block=False)
             except dist.QueueEmptyError:
                 return None
         return self._checked(key, found, kind)
@@ -162,23 +158,23 @@ class Member:
     def write(self, key: str, value: Any) -> None:
         """Writes a value that any member can read, until it is deleted."""
         with self._reaching():
-            self._store.set(f"value/{key}", json.dumps(value))
+            self.store.set(f"value/{key}", json.dumps(value))
 
     def read(self, key: str, kind: Any) -> Any | None:
         """Returns the value written under `key`, of the type `kind`; or None."""
         with self._reaching():
-            found = self._store.get(f"value/{key}") if self._store.check([f"value/{key}"]) else None
+            found = self.store.get(f"value/{key}") if self.store.check([f"value/{key}"]) else None
         return None if found is None else self._checked(f"value/{key}", found, kind)
 
     def decide(self, key: str, value: str) -> str:
         """Writes a value unless another member did. Returns the first member's value, which all members read."""
         with self._reaching():
-            found = self._store.compare_set(f"value/{key}", "", json.dumps(value))
+            found = self.store.compare_set(f"value/{key}", "", json.dumps(value))
         return str(self._checked(f"value/{key}", found, str))
 
     def delete(self, key: str) -> None:
         with self._reaching():
-            self._store.delete_key(f"value/{key}")
+            self.store.delete_key(f"value/{key}")
 
     def wait(self, look: Callable[[], Any | None], missing: Callable[[], Problem]) -> Any:
         """Calls `look` until it returns something other than None. At the deadline it raises `missing()`."""
@@ -230,7 +226,7 @@ class Member:
             return
         key = f"abort/{self._sync.attempt}"
         with self._reaching():
-            found = self._store.get(key) if self._store.check([key]) else None
+            found = self.store.get(key) if self.store.check([key]) else None
         if found is not None:
             raise WeightSyncError([Problem(*parts) for parts in self._checked(key, found, PROBLEMS)])
 
@@ -257,11 +253,6 @@ class Member:
         except (dist.DistError, OSError) as error:
             given, needed = str(error).splitlines()[0], "a driver that runs and is reachable from here"
             raise WeightSyncError(Problem(self._where(), given, needed)) from error
-
-
-@lru_cache
-def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(kind)
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:
