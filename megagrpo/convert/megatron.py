@@ -22,8 +22,9 @@ from megagrpo.convert.job import Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
 from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
-from megagrpo.weights.families.architecture import Architecture, Experts
+from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.files.export import lay_out
+from megagrpo.weights.sides.megatron_rank import config_fields
 from megagrpo.weights.views import box_view, torch_dtype
 
 ITERATION = "iter_0000000"
@@ -108,14 +109,10 @@ def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
 
 # For every model, by the names of Megatron-LM's parser.
 FIXED = {
-    "normalization": "RMSNorm",
     "apply_layernorm_1p": False,
     "apply_query_key_layer_scaling": False,
     "swiglu": True,
     "squared_relu": False,
-    "add_bias_linear": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "world_size": 1,
@@ -128,6 +125,8 @@ FIXED = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
+PARSERS_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
+"""The parser's names of fields of TransformerConfig, where they differ."""
 
 
 def _arguments(arch: Architecture) -> dict[str, Any]:
@@ -135,61 +134,14 @@ def _arguments(arch: Architecture) -> dict[str, Any]:
 
     The number of rows of the embedding is left out: Megatron-LM pads it to its own layout and loads either size.
     """
-    rope, yarn, latent = arch.rope, arch.rope.yarn, arch.latent
     arguments: dict[str, Any] = FIXED | {
-        "num_layers": arch.layers,
-        "hidden_size": arch.hidden,
-        "ffn_hidden_size": arch.ffn,
-        "num_attention_heads": arch.heads,
         "group_query_attention": arch.query_groups != arch.heads,
-        "num_query_groups": arch.query_groups,
-        "kv_channels": arch.head_dim,
         "max_position_embeddings": arch.max_positions,
-        "norm_epsilon": arch.norm_epsilon,
-        "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or latent is not None,
         "untie_embeddings_and_output_weights": not arch.tied_embeddings,
-        "rotary_base": int(rope.theta),
-        "use_rope_scaling": rope.factor is not None,
-        **({} if rope.factor is None else {"rope_scaling_factor": rope.factor}),
+        "rotary_base": int(arch.rope.theta),
+        "use_rope_scaling": arch.rope.factor is not None,
+        **({} if arch.rope.factor is None else {"rope_scaling_factor": arch.rope.factor}),
     }
-    if yarn is not None:
-        arguments |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_positions,
-            **{name: getattr(yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
-        }
-    if latent is not None:
-        arguments |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": latent.query_rank,
-            "kv_lora_rank": latent.key_value_rank,
-            "qk_head_dim": latent.plain_dim,
-            "qk_pos_emb_head_dim": latent.rotary_dim,
-            "v_head_dim": latent.value_dim,
-        }
-    return arguments if arch.experts is None else arguments | _of_experts(arch.experts, arch.layers)
-
-
-def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
-    dense = experts.dense_layers
-    arguments: dict[str, Any] = {
-        "num_experts": experts.count,
-        "moe_ffn_hidden_size": experts.ffn,
-        "moe_router_topk": experts.per_token,
-        "moe_router_pre_softmax": not experts.normalize_top_k,
-        # With a list Megatron expects keys of its own for each layer, which the checkpoint has if layers differ.
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-    }
-    if experts.shared_ffn:
-        arguments["moe_shared_expert_intermediate_size"] = experts.shared_ffn
-    if (router := experts.router) is not None:
-        arguments |= {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": router.scale,
-            "moe_router_num_groups": router.groups,
-            "moe_router_group_topk": router.groups_per_token,
-        }
-    return arguments
+    if arch.experts is not None and (router := arch.experts.router) is not None:
+        arguments |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
+    return arguments | {PARSERS_NAMES.get(name, name): value for name, value in config_fields(arch).items()}

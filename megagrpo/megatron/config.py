@@ -22,7 +22,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.kernels import LayerSpec, attention_of, installed, layers_on
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS, Recomputed
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.megatron_rank import config_fields
 
 NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
@@ -98,77 +99,21 @@ def transformer_config(
 
 
 def _of_architecture(arch: Architecture) -> dict[str, Any]:
-    fields = {
-        "num_layers": arch.layers,
-        "hidden_size": arch.hidden,
-        "ffn_hidden_size": arch.ffn,
-        "num_attention_heads": arch.heads,
-        "num_query_groups": arch.query_groups,
-        "kv_channels": arch.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": arch.norm_epsilon,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    fields = config_fields(arch) | {"gated_linear_unit": True, "activation_func": F.silu}
     if arch.latent is not None:
-        fields |= _of_latent_attention(arch.latent, arch.rope)
+        fields["rotary_base"] = arch.rope.theta
+        if arch.rope.yarn is None:
+            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     if arch.experts is not None:
-        fields |= _of_experts(arch.experts, arch.layers)
-    return fields
-
-
-def _of_latent_attention(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    fields = {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-        "qk_layernorm": True,  # the norms of the latents
-        "rotary_base": rope.theta,
-    }
-    if rope.yarn is None:
-        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return fields | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.yarn.factor,
-        "original_max_position_embeddings": rope.yarn.original_max_positions,
-        **{name: getattr(rope.yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
-    }
-
-
-def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
-    fields = {
-        "num_moe_experts": experts.count,
-        "moe_router_topk": experts.per_token,
-        "moe_ffn_hidden_size": experts.ffn,
-        # Megatron stacks layers in its checkpoints unless a list says that they are not all alike.
-        "moe_layer_freq": [0] * experts.dense_layers + [1] * (layers - experts.dense_layers)
-        if experts.dense_layers
-        else 1,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
-        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
-        "moe_router_pre_softmax": not experts.normalize_top_k,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    if (router := experts.router) is None:
-        return fields
-    fields |= {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": router.scale,
-    }
-    if router.groups > router.groups_per_token:
-        fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
+        fields |= {
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+        if (router := arch.experts.router) is not None:
+            fields["moe_router_bias_update_rate"] = 0.0
+            if router.groups > router.groups_per_token:
+                fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
     return fields
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, stage_problems
@@ -110,6 +110,61 @@ TE_SPEC = MegatronSpec(
     cuts_latents=False,
 )
 """transformer-engine's layers: norms inside the linear layers, experts in grouped linear layers."""
+
+
+def config_fields(arch: Architecture) -> dict[str, Any]:
+    """Returns the fields of Megatron's TransformerConfig that describe the model. Most have the same names in
+    Megatron-LM's parser."""
+    fields: dict[str, Any] = {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "ffn_hidden_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_epsilon,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,  # of latent attention: the norms of the latents
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if (latent := arch.latent) is not None:
+        fields |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_value_rank,
+            "qk_head_dim": latent.plain_dim,
+            "qk_pos_emb_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
+        }
+    if (yarn := arch.rope.yarn) is not None:
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_positions,
+            **{name: getattr(yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+        }
+    if (experts := arch.experts) is not None:
+        dense = experts.dense_layers
+        fields |= {
+            "num_moe_experts": experts.count,
+            "moe_router_topk": experts.per_token,
+            "moe_ffn_hidden_size": experts.ffn,
+            # Megatron stacks layers in its checkpoints unless a list says that they are not all alike.
+            "moe_layer_freq": [0] * dense + [1] * (arch.layers - dense) if dense else 1,
+            # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+            "moe_router_pre_softmax": not experts.normalize_top_k,
+            **({"moe_shared_expert_intermediate_size": experts.shared_ffn} if experts.shared_ffn else {}),
+        }
+        if (router := experts.router) is not None:
+            fields |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": router.scale,
+            }
+    return fields
 
 
 def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
