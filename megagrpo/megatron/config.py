@@ -67,8 +67,8 @@ def transformer_config(
     fusions = dict.fromkeys(FUSIONS, False) if find_spec("transformer_engine") is None else {}
     if planned is None:
         needed, fix = "the package transformer_engine, which is not installed", "pip install megagrpo[te], or remove it"
-        asked = [name for name in fusions if train.megatron.get(name)]
-        problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in asked]
+        missing = [name for name in fusions if train.megatron.get(name)]
+        problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in missing]
     spec = planned or layer_spec(arch, train, dtype, device)
     if spec == "local":
         needed = "transformer_engine's layers: the local ones, which run here, ignore it or fail"
@@ -117,17 +117,23 @@ def _of_architecture(arch: Architecture) -> dict[str, Any]:
     return fields
 
 
+LAYOUT = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "last_stage_layers",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+"""Keys of train.layout, by Megatron's names."""
+
+
 def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline > 1
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
+    return {name: getattr(layout, key) for name, key in LAYOUT.items()} | {
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
         # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
         "variable_seq_lengths": True,
@@ -170,15 +176,7 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.d
 
 
 # Fields that another key of the recipe decides: train.megatron may not set them.
-OWNED = {
-    "tensor_model_parallel_size": "train.layout.tensor",
-    "pipeline_model_parallel_size": "train.layout.pipeline",
-    "virtual_pipeline_model_parallel_size": "train.layout.virtual_pipeline",
-    "num_layers_in_first_pipeline_stage": "train.layout.first_stage_layers",
-    "num_layers_in_last_pipeline_stage": "train.layout.last_stage_layers",
-    "context_parallel_size": "train.layout.context",
-    "expert_model_parallel_size": "train.layout.expert",
-    "expert_tensor_parallel_size": "train.layout.expert_tensor",
+OWNED = {name: f"train.layout.{key}" for name, key in LAYOUT.items()} | {
     "sequence_parallel": "train.layout.tensor (on with tensor > 1)",
     "recompute_granularity": "train.recompute",
     "recompute_method": "train.recompute",
@@ -339,18 +337,11 @@ def _problem(name: str, value: Any) -> Problem | None:
     if name == "attention_backend":  # an enumeration, by its members' names
         needed = "auto, flash or fused: others keep all scores, or leave no kernel"
         return None if value in ("auto", "flash", "fused") else Problem(where, given, needed)
-    return _type_problem(where, name, value)
-
-
-def _type_problem(where: str, name: str, value: Any) -> Problem | None:
     hint = get_type_hints(TransformerConfig)[name]
     try:
         TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
     except ValidationError as error:
+        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         reasons = sorted({str(detail["msg"]) for detail in error.errors()})
-        return Problem(where, given=repr(value), needed=f"{_written(hint)}: {'; '.join(reasons)}")
+        return Problem(where, given, f"{kind}: {'; '.join(reasons)}")
     return None
-
-
-def _written(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

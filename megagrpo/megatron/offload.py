@@ -79,7 +79,13 @@ class Offload:
     def restore(self, parts: Iterable[Part]) -> None:
         """Puts `parts` back on the device. Does nothing for parts that are there."""
         for part in parts:
-            _refill(self._released.pop(part, []))
+            for storage, size_bytes, content in self._released.pop(part, []):
+                storage.resize_(size_bytes)
+                if content is None:
+                    _bytes_of(storage).zero_()
+                else:
+                    _bytes_of(storage).copy_(content, non_blocking=True)
+            torch.cuda.synchronize()
 
     def require(self, parts: Iterable[Part]) -> None:
         """Raises RankError, naming the parts, if any of them is released."""
@@ -94,7 +100,10 @@ class Offload:
             case "parameters":
                 tensors: Iterable[torch.Tensor] = parameters_of(self._chunks).values()
             case "gradients":
-                self._forget_optimizer_gradients()
+                # The main weights' gradients are views of the buffers, or float32 copies that each step makes anew.
+                groups = [group for part in parts_of(self._optimizer) for group in part.optimizer.param_groups]
+                for main in (main for group in groups for main in group["params"]):
+                    main.grad = main.decoupled_grad = None
                 tensors = (
                     buffer.grad_data
                     for chunk in self._chunks
@@ -115,13 +124,6 @@ class Offload:
             for state in part.optimizer.state.values():
                 yield from (state[name] for name in (MAIN, *MOMENTS) if name in state)
 
-    def _forget_optimizer_gradients(self) -> None:
-        """Drops the main weights' gradients: views of the buffers, or float32 copies that each step makes anew."""
-        for part in parts_of(self._optimizer):
-            for group in part.optimizer.param_groups:
-                for main in group["params"]:
-                    main.grad = main.decoupled_grad = None
-
 
 def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:
     """Empties storages. Copies their contents to `host`, one after the other; without `host` they are lost."""
@@ -137,16 +139,6 @@ def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) 
     for storage in storages:
         storage.resize_(0)
     return released
-
-
-def _refill(released: Sequence[_Released]) -> None:
-    for storage, size_bytes, content in released:
-        storage.resize_(size_bytes)
-        if content is None:
-            _bytes_of(storage).zero_()
-        else:
-            _bytes_of(storage).copy_(content, non_blocking=True)
-    torch.cuda.synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -112,7 +112,11 @@ def load(state: TrainingState, directory: Path) -> None:
     _fill_padding(state)
     publish_main_weights(state.chunks, state.optimizer)
     if generators is not None:
-        _set_generators(generators)
+        torch.set_rng_state(generators["torch"])
+        torch.cuda.set_rng_state(generators["cuda"])
+        get_cuda_rng_tracker().set_states(generators["tensor_parallel"])
+        random.setstate(generators["python"])
+        numpy.random.set_state(generators["numpy"])
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
@@ -211,14 +215,6 @@ def generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
     }
-
-
-def _set_generators(saved: Mapping[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
-    torch.cuda.set_rng_state(saved["cuda"])
-    get_cuda_rng_tracker().set_states(saved["tensor_parallel"])
-    random.setstate(saved["python"])
-    numpy.random.set_state(saved["numpy"])
 
 
 def generators_key() -> str:

@@ -112,20 +112,20 @@ def prepare(
 ) -> tuple[list[Manifest], Preparation | None]:
     """Returns the manifests that training ranks with `held` send to engines that ask for `served`, and the preparation.
     The preparation is None if no engine asks for blocks. `places` are the ranks'. Raises WeightPlanError."""
-    asked = {its.box.tensor for manifest in served for its in manifest.placements}
+    wanted = {its.box.tensor for manifest in served for its in manifest.placements}
     shapes: dict[str, tuple[int, ...]] = {}
     for alike in classes_of(held):
         for box in (its.box for its in alike.manifest.placements):
-            if float8_name(box.tensor) in asked:
+            if float8_name(box.tensor) in wanted:
                 ends = tuple(low + size for low, size in zip(box.start, box.shape, strict=True))
                 shapes[box.tensor] = tuple(map(max, ends, shapes.get(box.tensor, ends)))
     if not shapes:
         return list(held), None
     sent, lacking = list(held), list(held)
     for alike in classes_of(held):
-        ours = sending_manifest(alike.manifest, shapes), lacking_manifest(alike.manifest, shapes)
+        of_class = sending_manifest(alike.manifest, shapes), lacking_manifest(alike.manifest, shapes)
         for rank in alike.members:
-            sent[rank], lacking[rank] = (replace(its, holder=held[rank].holder) for its in ours)
+            sent[rank], lacking[rank] = (replace(its, holder=held[rank].holder) for its in of_class)
     if not any(its.storages for its in lacking):
         return sent, Preparation(shapes, None)
     topology = Topology(tuple(places), tuple(places)) if places else None

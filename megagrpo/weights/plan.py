@@ -100,11 +100,11 @@ class WeightPlan:
     def _part(
         self, transfers: Sequence[Transfer], source: int | None = None, destination: int | None = None
     ) -> WeightPlan:
-        come = {(transfer.source, transfer.source_placement.storage) for transfer in transfers}
-        go = {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers}
+        read = {(transfer.source, transfer.source_placement.storage) for transfer in transfers}
+        written = {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers}
         return WeightPlan(
-            _touched(self.sources, come, source),
-            _touched(self.destinations, go, destination),
+            _touched(self.sources, read, source),
+            _touched(self.destinations, written, destination),
             self.topology,
             ListedTransfers(transfers),
         )

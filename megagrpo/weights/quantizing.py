@@ -57,8 +57,8 @@ def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the values that a matrix of blocks stands for. In bfloat16 they are exact."""
     rows, columns = values.shape[-2:]
-    each = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
-    return (values.float() * each).to(dtype)
+    factors = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
+    return (values.float() * factors).to(dtype)
 
 
 class Quantizer:
@@ -95,18 +95,18 @@ class Quantizer:
         self, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns the storages of `manifest`, from `held` and `fetched`. Raises ModelError as `tensors` does."""
-        found = {name: held[name] for name in self.manifest.storages if name in held}
+        storages = {name: held[name] for name in self.manifest.storages if name in held}
         finite = []
         for share in self._shares:
             values, scales = quantize(_assembled(share, held, fetched))
-            found[storage_name(values_of(share.region))] = values
-            found[storage_name(scales_of(share.region))] = scales
+            storages[storage_name(values_of(share.region))] = values
+            storages[storage_name(scales_of(share.region))] = scales
             finite.append(scales.isfinite().all())
         good = torch.stack(finite).tolist() if finite else []
         if wrong := {share.region.tensor for share, fine in zip(self._shares, good, strict=True) if not fine}:
             given, needed = "a value that is not finite", "finite weights: others have no scale"
             raise ModelError(Problem(tensor, given, needed, DIVERGED_FIX) for tensor in sorted(wrong))
-        return found
+        return storages
 
     @torch.no_grad()
     def _exchanged(
@@ -171,12 +171,12 @@ def _in_bounded_time(
     """Returns the result of an exchange, run in a thread because torch waits for its peers, aborted or not. Raises
     RankError if it fails, or if it does not end, which leaves the group of the training ranks unusable."""
     where = f"{member.name}: rows of cut blocks"
-    found: list[dict[str, torch.Tensor]] = []
+    results: list[dict[str, torch.Tensor]] = []
     failed: list[str] = []
 
     def run() -> None:
         try:
-            found.append(exchange())
+            results.append(exchange())
         except (RuntimeError, OSError) as error:
             failed.append(str(error).partition("\n")[0])
 
@@ -198,7 +198,7 @@ def _in_bounded_time(
     if failed:
         given = f"{failed[0]}, while {few(sorted(set(awaited))) or 'others'} should have sent them"
         raise RankError(Problem(where, given, "all training ranks alive and connected"))
-    return found[0]
+    return results[0]
 
 
 def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -133,19 +133,19 @@ def manifest(
 def stage_layers(layers: int, stage: int, stages: int) -> range:
     """Returns the layers of a pipeline stage: equal runs, the last ones longer by one if they do not divide
     (get_pp_indices in sglang/srt/distributed/utils.py)."""
-    each, more = divmod(layers, stages)
-    begin = stage * each + max(0, stage - (stages - more))
-    return range(begin, begin + each + (stage >= stages - more))
+    share, rest = divmod(layers, stages)
+    begin = stage * share + max(0, stage - (stages - rest))
+    return range(begin, begin + share + (stage >= stages - rest))
 
 
 def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
     """Returns the manifest in blocks, with scales of float8 keys and values, always 1: the cache has its own dtype."""
-    found = in_blocks(manifest, quantized_shapes(arch))
+    blocks = in_blocks(manifest, quantized_shapes(arch))
     layers = [name.removesuffix("o_proj.weight") for name in manifest.storages if name.endswith("o_proj.weight")]
     modules = ATTENTIONS.get(arch.family, ("attn",))
     scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
-    storages = {**found.storages, **{name: Storage(name, (), "float32") for name in scales}}
-    return replace(found, storages=storages, fills=found.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
+    storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
+    return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
 
 
 @lru_cache(maxsize=256)
@@ -172,8 +172,8 @@ def split_problems(
     arch: Architecture, layout: EngineSizes, device: str, quantization: str | None = None
 ) -> list[Problem]:
     """Returns the reasons why an engine of these sizes cannot hold the model."""
-    found = _size_problems(arch, layout, device)
-    return found if found or quantization is None else list(_block_problems(arch, layout))
+    problems = _size_problems(arch, layout, device)
+    return problems if problems or quantization is None else list(_block_problems(arch, layout))
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:

@@ -170,12 +170,12 @@ class ProcessGroup:
 
     def _greet(self, groups: tuple[Any, ...], part: Part) -> None:
         """Sends or receives a byte for each pair of this peer, one after another: by their lower rank, then higher."""
-        rank_of, own = self._rank_of, self._rank_of[self._peer]
+        rank_of, rank = self._rank_of, self._rank_of[self._peer]
         pairs = [(rank_of[sender], rank_of[receiver]) for sender, receiver in part.pairs]
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for sender, receiver in sorted(pairs, key=lambda pair: (*sorted(pair), pair)):
             group = groups[sender > receiver]
-            begin, other = (group.send, receiver) if sender == own else (group.recv, sender)
+            begin, other = (group.send, receiver) if sender == rank else (group.recv, sender)
             work = begin([byte], other, GREETING)
             work.wait(self._timeout())
             if self.device.type == "cuda":

@@ -114,8 +114,8 @@ class Member:
     def attend(self, version: int) -> Iterator[Sync]:
         """Takes part in the open sync, with a deadline from here. A MegagrpoError in the block aborts it for all."""
         with self._reaching():
-            found = self.store.get("sync")
-        attempt, opened, generation, destinations = self._checked("sync", found, tuple[int, int, int, frozenset[int]])
+            value = self.store.get("sync")
+        attempt, opened, generation, destinations = self._checked("sync", value, tuple[int, int, int, frozenset[int]])
         self._sync = Sync(attempt, opened, generation, destinations)
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
         try:
@@ -150,10 +150,10 @@ class Member:
         key = f"queue/{self._sync.attempt}/{queue}"
         with self._reaching():
             try:
-                found = self.store.queue_pop(key, block=False)
+                message = self.store.queue_pop(key, block=False)
             except dist.QueueEmptyError:
                 return None
-        return self._checked(key, found, kind)
+        return self._checked(key, message, kind)
 
     def write(self, key: str, value: Any) -> None:
         """Writes a value that any member can read, until it is deleted."""
@@ -163,14 +163,14 @@ class Member:
     def read(self, key: str, kind: Any) -> Any | None:
         """Returns the value written under `key`, of the type `kind`; or None."""
         with self._reaching():
-            found = self.store.get(f"value/{key}") if self.store.check([f"value/{key}"]) else None
-        return None if found is None else self._checked(f"value/{key}", found, kind)
+            value = self.store.get(f"value/{key}") if self.store.check([f"value/{key}"]) else None
+        return None if value is None else self._checked(f"value/{key}", value, kind)
 
     def decide(self, key: str, value: str) -> str:
         """Writes a value unless another member did. Returns the first member's value, which all members read."""
         with self._reaching():
-            found = self.store.compare_set(f"value/{key}", "", json.dumps(value))
-        return str(self._checked(f"value/{key}", found, str))
+            first = self.store.compare_set(f"value/{key}", "", json.dumps(value))
+        return str(self._checked(f"value/{key}", first, str))
 
     def delete(self, key: str) -> None:
         with self._reaching():
@@ -226,18 +226,18 @@ class Member:
             return
         key = f"abort/{self._sync.attempt}"
         with self._reaching():
-            found = self.store.get(key) if self.store.check([key]) else None
-        if found is not None:
-            raise WeightSyncError([Problem(*parts) for parts in self._checked(key, found, PROBLEMS)])
+            reasons = self.store.get(key) if self.store.check([key]) else None
+        if reasons is not None:
+            raise WeightSyncError([Problem(*parts) for parts in self._checked(key, reasons, PROBLEMS)])
 
-    def _checked(self, key: str, found: bytes, kind: Any) -> Any:
+    def _checked(self, key: str, value: bytes, kind: Any) -> Any:
         """Returns the value found under `key`, checked for its length and the type `kind`. Raises WeightSyncError."""
         try:
-            if len(found) <= BYTES_MAX:
-                return _adapter(kind).validate_json(found, strict=True)
-            given = f"{len(found):,} bytes"
+            if len(value) <= BYTES_MAX:
+                return _adapter(kind).validate_json(value, strict=True)
+            given = f"{len(value):,} bytes"
         except ValueError:
-            given = brief(found[:100])
+            given = brief(value[:100])
         fix = "look what else writes there: only this run should reach that port (docs/security.md)"
         raise WeightSyncError(
             Problem(f"{self._where()}: {key}", given, f"JSON of {kind}, at most {BYTES_MAX:,} bytes", fix)

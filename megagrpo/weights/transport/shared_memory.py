@@ -118,8 +118,8 @@ def remove_abandoned() -> list[Path]:
     removed = []
     for path in DIRECTORY.glob("megagrpo-*"):
         with suppress(OSError):  # it is gone, or another user's, or locked by an owner that lives
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < YOUNG_SECONDS:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < YOUNG_SECONDS:
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
