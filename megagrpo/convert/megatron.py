@@ -18,7 +18,7 @@ import torch
 
 from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
 from megagrpo.convert import torch_dist
-from megagrpo.convert.job import Advance, Converted, Target, by_layer, convert
+from megagrpo.convert.job import PIECE_BYTES, Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
 from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
@@ -30,8 +30,6 @@ from megagrpo.weights.views import box_view, torch_dtype
 ITERATION = "iter_0000000"
 CHUNK_BYTES = 256 * 1024**2
 """Larger parameters are stored in several chunks."""
-PIECE_BYTES = 8 * 1024**2
-"""Bytes that are read at once."""
 
 
 def to_megatron(
@@ -46,10 +44,10 @@ class MegatronTarget(Target):
 
     def __init__(self, source: Source, dtype: str | None) -> None:
         super().__init__(source, dtype)
-        self._manifest = torch_dist.manifest(source.architecture, self._dtypes)
-        self._units = by_layer(torch_dist.chunks(self._manifest), lambda chunk: chunk.key)
+        self._chunks = torch_dist.written(source.architecture, self._dtypes)
+        self._units = by_layer(self._chunks, lambda chunk: chunk.stored.name)
         self.unit_bytes = [
-            sum(math.prod(chunk.shape) * self._item_bytes(chunk) for chunk in unit) for unit in self._units
+            sum(math.prod(chunk.shape) * ITEM_BYTES[chunk.stored.dtype] for chunk in unit) for unit in self._units
         ]
 
     def begin(self, directory: Path) -> None:
@@ -61,9 +59,9 @@ class MegatronTarget(Target):
         written = []
         with TorchFile(directory / ITERATION / f"__{index}_0.distcp") as file:
             for chunk in self._units[index]:
-                for part in _parts(chunk, self._item_bytes(chunk)):
+                for part in _parts(chunk):
                     values = self._assemble(part)
-                    written.append(asdict(file.add(part.key, part.start, values)))
+                    written.append(asdict(file.add(part.stored.name, part.start, values)))
                     advance(values.nbytes)
                 self._source.forget()
         return written
@@ -72,8 +70,8 @@ class MegatronTarget(Target):
         path = directory / ITERATION
         entries = [Written(**values) for of_unit in written for values in of_unit]
         with TorchFile(path / f"__{len(self._units)}_0.distcp") as file:
-            entries += [file.add_object(key, None) for key in torch_dist.extra_states(self._manifest)]
-        write_metadata(path, self._manifest.storages, entries)
+            entries += [file.add(key, None, None) for key in torch_dist.extra_states(self._chunks)]
+        write_metadata(path, {chunk.stored.name: chunk.stored for chunk in self._chunks}, entries)
         common = {
             "args": Namespace(**_arguments(self._source.architecture)),
             "checkpoint_version": 3.0,
@@ -86,7 +84,7 @@ class MegatronTarget(Target):
 
     def _assemble(self, part: Chunk) -> torch.Tensor:
         """Returns the values of a part: from the source, cast, and fused as Megatron fuses them."""
-        dtype = torch_dtype(self._manifest.storages[part.key].dtype)
+        dtype = torch_dtype(part.stored.dtype)
         values = torch.empty(part.shape, dtype=dtype)
         for placement in part.placements:
             at = tuple(a - s for a, s in zip(placement.at, part.start, strict=True))
@@ -95,13 +93,11 @@ class MegatronTarget(Target):
                 box_view(values, local.part(box)).copy_(self._source.read_as(box, dtype))
         return values
 
-    def _item_bytes(self, chunk: Chunk) -> int:
-        return ITEM_BYTES[self._manifest.storages[chunk.key].dtype]
 
-
-def _parts(chunk: Chunk, item_bytes: int) -> Iterator[Chunk]:
+def _parts(chunk: Chunk) -> Iterator[Chunk]:
     """Yields the chunk as runs of rows of at most CHUNK_BYTES."""
-    for box in Box(chunk.key, chunk.start, chunk.shape).pieces(CHUNK_BYTES // item_bytes):
+    whole = Box(chunk.stored.name, chunk.start, chunk.shape)
+    for box in whole.pieces(CHUNK_BYTES // ITEM_BYTES[chunk.stored.dtype]):
         held = (placement.within(box) for placement in chunk.placements)
         placements = tuple(part for part in held if part is not None)
         yield replace(chunk, start=box.start, shape=box.shape, placements=placements)
