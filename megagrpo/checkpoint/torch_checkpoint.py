@@ -146,13 +146,11 @@ class TorchCheckpoint:
         return kept
 
     def _torch_load(self, key: str, chunk: StoredChunk) -> Any:
-        # From damaged bytes torch raises whatever reading them comes to.
-        unreadable = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
         try:
             with (self.directory / chunk.file).open("rb") as file:
                 view: IO[bytes] = _create_file_view(file, chunk.offset, chunk.length)
                 return torch.load(view, map_location="cpu", weights_only=True)
-        except (*unreadable, pickle.UnpicklingError) as error:
+        except (OSError, *UNPICKLING) as error:
             where = f"{self.directory / chunk.file}: {key}"
             given = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(Problem(where, given, "a stored tensor, without code to run")) from error

@@ -180,20 +180,15 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
     """Runs a pass without gradients. On the last stage `loss` is called with every microbatch's output."""
-    if not microbatches:  # Megatron's schedules need one
-        return
-    with torch.no_grad():
-        _run(chunks, microbatches, loss, forward_only=True)
+    if microbatches:  # Megatron's schedules need one
+        with torch.no_grad():
+            forward_backward(chunks, microbatches, loss, forward_only=True)
 
 
-def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
-    _run(chunks, microbatches, loss, forward_only=False)
-
-
-def _run(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool
+def forward_backward(
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool = False
 ) -> None:
+    """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
     sizes = {packed.tokens.shape[-1] for packed in microbatches}
     config = unwrapped(chunks[0]).config
     config.variable_seq_lengths = len(sizes) > 1  # stages then tell each other the size of each

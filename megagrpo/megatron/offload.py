@@ -66,14 +66,25 @@ class Offload:
 
     def release(self, parts: Iterable[Part]) -> None:
         """Moves `parts` to host memory and frees their device memory. Does nothing for parts that are released."""
-        for part in parts:
-            if part not in self._released:
-                storages = self._storages(part)
-                total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
-                # The optimizer has no moments before its first step: its part grows once.
-                if total and (part not in self._host or len(self._host[part].bytes) < total):
-                    self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
-                self._released[part] = _empty(storages, self._host[part].bytes if total else None)
+        for part in (part for part in parts if part not in self._released):
+            storages = self._storages(part)
+            total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
+            # The optimizer has no moments before its first step: its part grows once.
+            if total and (part not in self._host or len(self._host[part].bytes) < total):
+                self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
+            released: list[_Released] = []
+            start = 0
+            for storage in storages:
+                content = None
+                if total:
+                    content = self._host[part].bytes[start : start + storage.nbytes()]
+                    start += storage.nbytes()
+                    content.copy_(_bytes_of(storage), non_blocking=True)
+                released.append((storage, storage.nbytes(), content))
+            torch.cuda.synchronize()  # until the copies are made
+            for storage in storages:
+                storage.resize_(0)
+            self._released[part] = released
         torch.cuda.empty_cache()  # the engine is another process
 
     def restore(self, parts: Iterable[Part]) -> None:
@@ -123,22 +134,6 @@ class Offload:
                 yield from (main for main in group["params"] if main.untyped_storage() not in parameters)
             for state in part.optimizer.state.values():
                 yield from (state[name] for name in (MAIN, *MOMENTS) if name in state)
-
-
-def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:
-    """Empties storages. Copies their contents to `host`, one after the other; without `host` they are lost."""
-    released, start = [], 0
-    for storage in storages:
-        content = None
-        if host is not None:
-            content = host[start : start + storage.nbytes()]
-            start += storage.nbytes()
-            content.copy_(_bytes_of(storage), non_blocking=True)
-        released.append((storage, storage.nbytes(), content))
-    torch.cuda.synchronize()  # until the copies are made
-    for storage in storages:
-        storage.resize_(0)
-    return released
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -127,7 +127,15 @@ def manifest(
             holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
     elif last or arch.family in HEAD_ON_EVERY_STAGE:
         holder.add_vocabulary(model.roles["head"])
-    return builder.build() if quantization is None else _quantized(builder.build(), arch)
+    if quantization is None:
+        return builder.build()
+    # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
+    blocks = in_blocks(builder.build(), quantized_shapes(arch))
+    layers = [name.removesuffix("o_proj.weight") for name in blocks.storages if name.endswith("o_proj.weight")]
+    modules = ATTENTIONS.get(arch.family, ("attn",))
+    scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
+    storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
+    return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
@@ -136,16 +144,6 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     share, rest = divmod(layers, stages)
     begin = stage * share + max(0, stage - (stages - rest))
     return range(begin, begin + share + (stage >= stages - rest))
-
-
-def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
-    """Returns the manifest in blocks, with scales of float8 keys and values, always 1: the cache has its own dtype."""
-    blocks = in_blocks(manifest, quantized_shapes(arch))
-    layers = [name.removesuffix("o_proj.weight") for name in manifest.storages if name.endswith("o_proj.weight")]
-    modules = ATTENTIONS.get(arch.family, ("attn",))
-    scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
-    storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
-    return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
 
 
 @lru_cache(maxsize=256)
