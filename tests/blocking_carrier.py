@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from megagrpo.errors import Problem, WeightSyncError
-from megagrpo.weights.transport.process_group import PeerGroup
+from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Sync
 
 
@@ -195,8 +195,8 @@ class BlockingMember:
         return 1.0
 
 
-class BlockingPeerGroup(PeerGroup):
-    """The group of one peer, with operations of a BlockingCluster in the place of NCCL's."""
+class BlockingProcessGroup(ProcessGroup):
+    """The transport of one peer, with operations of a BlockingCluster in the place of NCCL's."""
 
     @property
     def _in_order(self) -> bool:

@@ -29,10 +29,10 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_357,
-    ("megatron",): 3_969,
-    ("layout", "batching", "algorithm"): 2_789,
-    ("checkpoint", "convert"): 2_570,
+    ("weights",): 6_245,
+    ("megatron",): 3_803,
+    ("layout", "batching", "algorithm"): 2_770,
+    ("checkpoint", "convert"): 2_426,
     ("rollout",): 3_087,
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
@@ -47,8 +47,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
-    "tests": Limits(lines=51_736, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=349),
+    "tests": Limits(lines=51_740, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

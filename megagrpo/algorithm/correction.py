@@ -218,12 +218,12 @@ def correct(
     weights = outside = None
     if settings.weights is not None:
         weights, outside = _bounded_weights(log_ratio, sequences, settings.weights)
-    each = torch.ones_like(log_ratio, dtype=torch.float64)
+    ones = torch.ones_like(log_ratio, dtype=torch.float64)
     sums = torch.stack(
         [
-            each,
-            each if weights is None else weights.double(),
-            torch.zeros_like(each) if outside is None else outside.double(),
+            ones,
+            ones if weights is None else weights.double(),
+            torch.zeros_like(ones) if outside is None else outside.double(),
             (~kept).double(),
             sequences.shares(),
             vetoed * sequences.shares(),

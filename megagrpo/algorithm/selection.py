@@ -57,19 +57,14 @@ def choose_by_covariance(
 
 def _first(values: Tensor, draws: Tensor, wanted: int, sum_over_ranks: Callable[[Tensor], None]) -> Tensor:
     """Selects the `wanted` largest of all ranks' values, of equal ones those with the smallest draws; bool [values]."""
-    descending = _descending_bits(values)
+    # int64 in [0, 2**32) that fall where the float32 values rise.
+    bits = (values + 0.0).view(torch.int32).long()  # -0.0 + 0.0 is 0.0: both zeros are one value
+    descending = (1 << (FLOAT32_BITS - 1)) - 1 - torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)
     last, ties = kth_smallest(descending, wanted, FLOAT32_BITS, sum_over_ranks)
     tied = descending == last
     draw_bits = (draws * 2.0**DRAW_BITS).long()
     last_draw, _ = kth_smallest(draw_bits[tied], ties, DRAW_BITS, sum_over_ranks)
     return (descending < last) | (tied & (draw_bits <= last_draw))
-
-
-def _descending_bits(values: Tensor) -> Tensor:
-    """Returns int64 [values] in [0, 2**32) that fall where the float32 values rise."""
-    bits = (values + 0.0).view(torch.int32).long()  # -0.0 + 0.0 is 0.0: both zeros are one value
-    ascending = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)
-    return (1 << (FLOAT32_BITS - 1)) - 1 - ascending
 
 
 def token_draws(seed: int, rows: Tensor, places: Tensor) -> Tensor:

@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 
-def _here(sums: Tensor) -> Tensor:
-    return sums
-
-
 @dataclass(frozen=True)
 class Sequences:
     """The response of each token of a microbatch. Every token belongs to one.
@@ -25,7 +21,7 @@ class Sequences:
 
     index: Tensor  # int64 [tokens], from 0 to count - 1
     tokens: Tensor  # float32 [count], response tokens of each sequence on all ranks together
-    over_ranks: Callable[[Tensor], Tensor] = _here  # float64 [count] -> [count]
+    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums  # float64 [count] -> [count]
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums [tokens] of any type by sequence: float64 [count]."""

@@ -46,20 +46,23 @@ class LayerWork:
 
 def layer_work(arch: Architecture, layer: int) -> LayerWork:
     """Returns the work of layer `layer`, counted from 0."""
-    experts = arch.experts
-    mlp, routed, shared, up = 3 * arch.hidden * arch.ffn, 0, 0, 0
+    experts, latent = arch.experts, arch.latent
+    mlp, routed, shared = 3 * arch.hidden * arch.ffn, 0, 0
     if experts is not None and layer >= experts.dense_layers:
         shared = 3 * arch.hidden * experts.shared_ffn
         mlp = shared + arch.hidden * experts.count
         routed = 3 * arch.hidden * experts.per_token * experts.ffn
-    value_dim = arch.head_dim
-    if (latent := arch.latent) is not None:
+    if latent is None:
+        value_dim, up = arch.head_dim, 0
+        projections = 2 * arch.hidden * arch.head_dim * (arch.heads + arch.query_groups)
+    else:
         value_dim = latent.value_dim
-        up = latent.key_value_rank * arch.heads * (latent.plain_dim + latent.value_dim)
+        up = latent.key_value_rank * arch.heads * (latent.plain_dim + value_dim)
         up += (latent.query_rank or arch.hidden) * arch.heads * arch.head_dim
+        down = arch.hidden * (latent.key_value_rank + latent.rotary_dim + (latent.query_rank or 0))
+        projections = down + up + arch.heads * value_dim * arch.hidden
     pairs = arch.heads * (arch.head_dim + value_dim)
-    projections = 2.0 * _attention_weights(arch)
-    return LayerWork(projections, 2.0 * mlp, 2.0 * routed, float(pairs), up=2.0 * up, shared=2.0 * shared)
+    return LayerWork(2.0 * projections, 2.0 * mlp, 2.0 * routed, float(pairs), up=2.0 * up, shared=2.0 * shared)
 
 
 def head_work(arch: Architecture) -> float:
@@ -71,16 +74,3 @@ def work_of(arch: Architecture) -> Work:
     """Returns the work of the whole model, with the output layer at every token."""
     layers = [layer_work(arch, layer) for layer in range(arch.layers)]
     return Work(sum(layer.linear for layer in layers) + head_work(arch), sum(layer.pairs for layer in layers))
-
-
-def _attention_weights(arch: Architecture) -> int:
-    """Returns the number of weights of one layer's projections."""
-    latent = arch.latent
-    if latent is None:
-        return 2 * arch.hidden * arch.head_dim * (arch.heads + arch.query_groups)
-    queries = arch.heads * arch.head_dim
-    rank = latent.query_rank
-    query = arch.hidden * queries if rank is None else rank * (arch.hidden + queries)
-    down = arch.hidden * (latent.key_value_rank + latent.rotary_dim)
-    up = latent.key_value_rank * arch.heads * (latent.plain_dim + latent.value_dim)
-    return query + down + up + arch.heads * latent.value_dim * arch.hidden

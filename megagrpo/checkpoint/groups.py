@@ -196,7 +196,8 @@ def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
         iter(_parts(arrays, name, "offsets", len(whole))) for name in ("tokens", "logprobs", "versions")
     )
     count = sum(sample.agent.branches for sample in whole if sample.agent)
-    branches = iter(_branches(arrays, count))
+    of_branches = (_parts(arrays, name, "branch_offsets", count) for name in ("branch_tokens", "branch_trained"))
+    branches = (Branch(tokens, trained.astype(bool)) for tokens, trained in zip(*of_branches, strict=True))
 
     def made(prompt_id: str, sample: _SavedSample) -> Sample:
         arrays_of = next(tokens), next(logprobs), next(versions)
@@ -263,21 +264,17 @@ def _saved(group: Group) -> dict[str, Any]:
 
 
 def _saved_sample(sample: Sample) -> dict[str, Any]:
-    agent = sample.agent and _saved_agent(sample.agent, sample)
-    return {"index": sample.index, "finish": sample.finish, "text": sample.text, "agent": agent}
-
-
-def _saved_agent(agent: AgentRun, sample: Sample) -> dict[str, Any]:
-    where = f"sample {sample.index} of prompt {sample.prompt_id}"
-    return {
-        "branches": len(agent.branches),
-        "turns": [asdict(turn) for turn in agent.turns],
-        "messages": [_packed(dict(message), f"a message of {where}") for message in agent.messages],
-        "reward": None if agent.reward is None else dict(agent.reward),
-        "error": agent.error,
-        "counts": dict(agent.counts),
-        "events": [_packed(dict(event), f"an event of {where}") for event in agent.events],
+    run, where = sample.agent, f"sample {sample.index} of prompt {sample.prompt_id}"
+    agent = run and {
+        "branches": len(run.branches),
+        "turns": [asdict(turn) for turn in run.turns],
+        "messages": [_packed(dict(message), f"a message of {where}") for message in run.messages],
+        "reward": None if run.reward is None else dict(run.reward),
+        "error": run.error,
+        "counts": dict(run.counts),
+        "events": [_packed(dict(event), f"an event of {where}") for event in run.events],
     }
+    return {"index": sample.index, "finish": sample.finish, "text": sample.text, "agent": agent}
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
@@ -298,11 +295,6 @@ def _parts(arrays: Mapping[str, np.ndarray], name: str, offsets: str, count: int
     if len(cuts) != count + 1 or cuts[0] != 0 or cuts[-1] != len(array) or (np.diff(cuts) < 0).any():
         raise ValueError(f"{offsets} that do not cut {len(array)} {name} into {count} parts")
     return [array[start:end].copy() for start, end in pairwise(cuts)]
-
-
-def _branches(arrays: Mapping[str, np.ndarray], count: int) -> list[Branch]:
-    tokens, trained = (_parts(arrays, name, "branch_offsets", count) for name in ("branch_tokens", "branch_trained"))
-    return [Branch(*pair) for pair in zip(tokens, (part.astype(bool) for part in trained), strict=True)]
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:

@@ -8,19 +8,12 @@ checkpoint tensors, and a checkpoint made of them does not depend on the layout 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from megagrpo.weights.boxes import Box, Fill, Placement
 
-
-@dataclass(frozen=True, slots=True)
-class Strided:
-    """A part of a flat range, in elements: torch.as_strided(flat, shape, strides, flat.storage_offset() + offset)."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+Strided = tuple[tuple[int, ...], tuple[int, ...], int]
+"""A part of a flat range as shape, strides and offset, in elements, for torch.as_strided."""
 
 
 def boxes_in_range(
@@ -32,9 +25,9 @@ def boxes_in_range(
     """
     for region in _regions(tuple(storage_shape), start, stop):
         if (part := placement.within(region)) is not None:
-            view = _strided(part.at, part.local_shape, storage_shape, start)
-            axes = [part.axes.index(axis) for axis in range(len(part.box.shape))]
-            yield part.box, Strided(part.box.shape, tuple(view.strides[axis] for axis in axes), view.offset)
+            _, strides, offset = _strided(part.at, part.local_shape, storage_shape, start)
+            of_box = (strides[part.axes.index(axis)] for axis in range(len(part.box.shape)))
+            yield part.box, (part.box.shape, tuple(of_box), offset)
 
 
 def fills_in_range(fill: Fill, storage_shape: Sequence[int], start: int, stop: int) -> list[Strided]:
@@ -72,4 +65,4 @@ def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
 
 def _strided(at: tuple[int, ...], shape: tuple[int, ...], storage_shape: Sequence[int], start: int) -> Strided:
     strides = tuple(prod(storage_shape[axis + 1 :]) for axis in range(len(storage_shape)))
-    return Strided(shape, strides, sum(a * s for a, s in zip(at, strides, strict=True)) - start)
+    return shape, strides, sum(a * s for a, s in zip(at, strides, strict=True)) - start

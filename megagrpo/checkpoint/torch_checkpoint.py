@@ -90,7 +90,18 @@ class TorchCheckpoint:
                 self._chunks[key] = tuple(self._stored_chunks(metadata, key, stored))
             elif info := (metadata.storage_data or {}).get(MetadataIndex(key)):
                 self._objects[key] = StoredChunk(Box(key, (), ()), info.relative_path, info.offset, info.length)
-        self._check_files()
+        sizes: dict[str, int] = {}
+        for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
+            sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+        problems = []
+        for name, size in sorted(sizes.items()):
+            path = directory / name
+            given = path.stat().st_size if path.is_file() else None
+            if given is None or given < size:
+                shown = "no such file" if given is None else f"{given} bytes"
+                problems.append(Problem(str(path), shown, f"{size} bytes"))
+        if problems:
+            raise CheckpointError(problems)
 
     @property
     def files(self) -> list[Path]:
@@ -135,13 +146,11 @@ class TorchCheckpoint:
         return kept
 
     def _torch_load(self, key: str, chunk: StoredChunk) -> Any:
-        # From damaged bytes torch raises whatever reading them comes to.
-        unreadable = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
         try:
             with (self.directory / chunk.file).open("rb") as file:
                 view: IO[bytes] = _create_file_view(file, chunk.offset, chunk.length)
                 return torch.load(view, map_location="cpu", weights_only=True)
-        except (*unreadable, pickle.UnpicklingError) as error:
+        except (OSError, *UNPICKLING) as error:
             where = f"{self.directory / chunk.file}: {key}"
             given = f"{type(error).__name__}: {error}".splitlines()[0]
             raise CheckpointError(Problem(where, given, "a stored tensor, without code to run")) from error
@@ -160,21 +169,6 @@ class TorchCheckpoint:
                 box = Box(key, tuple(chunk.offsets), tuple(chunk.sizes))
                 chunks.append(StoredChunk(box, info.relative_path, info.offset, info.length))
         return chunks
-
-    def _check_files(self) -> None:
-        needed: dict[str, int] = {}
-        for chunks in self._chunks.values():
-            for chunk in chunks:
-                needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.offset + chunk.length)
-        problems = []
-        for name, size in sorted(needed.items()):
-            path = self.directory / name
-            given = path.stat().st_size if path.is_file() else None
-            if given is None or given < size:
-                shown = "no such file" if given is None else f"{given} bytes"
-                problems.append(Problem(str(path), shown, f"{size} bytes"))
-        if problems:
-            raise CheckpointError(problems)
 
 
 def part_of(values: torch.Tensor, start: tuple[int, ...], box: Box) -> torch.Tensor:
@@ -270,18 +264,12 @@ class TorchFile(io.RawIOBase):
             self._failure = error
             raise
 
-    def add(self, key: str, start: tuple[int, ...], values: torch.Tensor) -> Written:
-        """Appends a part of a tensor, contiguous and alone in its memory. Raises OSError."""
-        return self._append(key, start, tuple(values.shape), values)
-
-    def add_object(self, key: str, value: Any) -> Written:
-        """Appends an object, in a list as Megatron stores its ShardedObjects. Raises OSError."""
-        return self._append(key, None, (), [value])
-
-    def _append(self, key: str, start: tuple[int, ...] | None, shape: tuple[int, ...], value: Any) -> Written:
-        offset = self._file.tell()
+    def add(self, key: str, start: tuple[int, ...] | None, value: Any) -> Written:
+        """Appends a part of a tensor, contiguous and alone in its memory; without `start` an object, in a list as
+        Megatron stores its ShardedObjects. Raises OSError."""
+        offset, shape = self._file.tell(), () if start is None else tuple(value.shape)
         try:
-            torch.save(value, self)
+            torch.save([value] if start is None else value, self)
         except RuntimeError:
             if self._failure is not None:  # torch's own error does not say why
                 raise self._failure from None

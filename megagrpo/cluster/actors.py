@@ -104,8 +104,8 @@ class RankActor:
     def start(self, recipe: AnyRecipe, rank: int, store: StoreAddress, model_directory: str, device: str) -> None:
         self.prepare(device, recipe)
         with importing():
+            from megagrpo.megatron.model_rank import SftRank
             from megagrpo.megatron.rank import TrainRank
-            from megagrpo.megatron.sft_rank import SftRank
 
         self.model_directory = model_directory
         if isinstance(recipe, SftRecipe):

@@ -7,16 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from megagrpo.convert.job import Advance, Converted, Target, by_layer, convert
+from megagrpo.convert.job import PIECE_BYTES, Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import Source, open_source
 from megagrpo.weights.boxes import ITEM_BYTES
-from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files.export import lay_out, write_box
 from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.views import torch_dtype
-
-PIECE_BYTES = 8 * 1024**2
-"""Bytes that are read, cast and written at once."""
 
 
 def to_hugging_face(
@@ -63,13 +59,10 @@ class HuggingFaceTarget(Target):
                 file, entry = self._entries[tensor.name]
                 if file not in opened:
                     opened[file] = closing.enter_context((directory / file).open("r+b", buffering=0))
-                self._write_tensor(opened[file].fileno(), entry, tensor, advance)
+                dtype = self._dtypes[tensor.name]
+                for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
+                    values = self._source.read_as(box, torch_dtype(dtype))
+                    write_box(opened[file].fileno(), entry, box.start, values)
+                    advance(values.nbytes)
             for stream in opened.values():
                 os.fsync(stream.fileno())
-
-    def _write_tensor(self, descriptor: int, entry: checkpoint.Entry, tensor: Tensor, advance: Advance) -> None:
-        dtype = self._dtypes[tensor.name]
-        for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
-            values = self._source.read_as(box, torch_dtype(dtype))
-            write_box(descriptor, entry, box.start, values)
-            advance(values.nbytes)

@@ -14,8 +14,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -32,6 +31,8 @@ from megagrpo.weights.files import publish, sync_directories
 FORMAT = 2
 """The format of a conversion under way. A conversion that another version has begun is not continued."""
 MARK = "converted.json"
+PIECE_BYTES = 8 * 1024**2
+"""Bytes that are read, cast and written at once."""
 CONTINUES = "what is done is kept: the same command again continues from there"
 
 Part = TypeVar("Part", Tensor, Chunk)
@@ -59,7 +60,9 @@ class Target(ABC):
 
     def __init__(self, source: Source, dtype: str | None) -> None:
         """Plans the files. `dtype` is that of the model; None keeps each tensor's own."""
-        self._source, self._dtypes = source, source.dtypes_as(dtype)
+        self._source, self._dtypes = source, dict(source.dtypes)
+        if dtype is not None:
+            self._dtypes = {tensor.name: tensor.stored_as(dtype) for tensor in source.tensors}
 
     @abstractmethod
     def begin(self, directory: Path) -> None:
@@ -94,7 +97,11 @@ def convert(
     sizes = writer.unit_bytes
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial / "journal", output) as journal:
+        with (partial / "journal").open("a+", encoding="utf-8", errors="replace") as journal:
+            try:
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(Problem(f"output {output}", "another process is making it")) from None
             making = partial / "output"
             written = _entries(journal, identity) if making.is_dir() else []
             if not written:
@@ -152,16 +159,6 @@ def by_layer(parts: Iterable[Part], name_of: Callable[[Part], str]) -> list[list
     for part in parts:
         units.setdefault(name_of(part) if part.layer is None else part.layer, []).append(part)
     return list(units.values())
-
-
-@contextmanager
-def _locked(path: Path, directory: Path) -> Iterator[IO[str]]:
-    with path.open("a+", encoding="utf-8", errors="replace") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(Problem(f"output {directory}", "another process is making it")) from None
-        yield journal
 
 
 def _entries(journal: IO[str], identity: str) -> list[Any]:

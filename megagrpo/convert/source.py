@@ -54,12 +54,6 @@ class Source:
     def tensors(self) -> tuple[Tensor, ...]:
         return tensors_of(self.architecture)
 
-    def dtypes_as(self, dtype: str | None) -> dict[str, str]:
-        """Returns the dtype of each tensor in a model of `dtype`; None: as stored."""
-        if dtype is None:
-            return dict(self.dtypes)
-        return {tensor.name: tensor.stored_as(dtype) for tensor in self.tensors}
-
     def main_dtype(self, dtypes: Mapping[str, str]) -> str:
         """Returns the dtype of most bytes of a model whose tensors have these dtypes."""
         sizes: Counter[str] = Counter()
@@ -183,7 +177,7 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
     directory = _model_of(path, model, root / COMPANION_MODEL, otherwise)
     arch = read_architecture(directory)
     manifest = torch_dist.stored_manifest(arch, stored.tensors, str(path))
-    known = torch_dist.other_names(arch)
+    known = torch_dist.known_keys(arch)
     left_out = [key for key in stored.tensors if key not in known]
     held = [(manifest, stored.read)]
     return _make_source(path, directory, arch, held, left_out, stored.files, stored.forget)
@@ -219,15 +213,13 @@ def _main_weights_source(path: Path, stored: TorchCheckpoint, model: Path) -> So
     if untrained := {tensor.name for tensor in tensors if MAIN_WEIGHTS + tensor.name not in storages}:
         # Training does not change or save them: they are those of the model that it began with.
         began = ModelFiles(model)
-        held += [(_only(untrained, file), began.read) for file in began.manifests]
+        for file in began.manifests:
+            kept = tuple(placement for placement in file.placements if placement.box.tensor in untrained)
+            held.append((replace(file, placements=kept), began.read))
         paths += began.paths
     names = {MAIN_WEIGHTS + tensor.name for tensor in tensors}
     left_out = [key for key in stored.tensors if key.startswith(MAIN_WEIGHTS) and key not in names]
     return _make_source(path, model, arch, held, left_out, paths, stored.forget)
-
-
-def _only(tensors: set[str], file: Manifest) -> Manifest:
-    return replace(file, placements=tuple(held for held in file.placements if held.box.tensor in tensors))
 
 
 def _model_of(path: Path, model: Path | None, *defaults: Path | None) -> Path:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
@@ -34,47 +35,38 @@ WITHOUT_EXTRA_STATE = ("embedding.word_embeddings", "output_layer", "router")
 class Chunk:
     """The part of a stored tensor that is one parameter of one layer, or of one expert."""
 
-    key: str
+    stored: Storage
     start: tuple[int, ...]
     shape: tuple[int, ...]
     layer: int | None
     placements: tuple[Placement, ...]
 
 
-def manifest(arch: Architecture, dtypes: Mapping[str, str]) -> Manifest:
-    """Returns the manifest of the tensors to be written, by key. `dtypes` are those of the checkpoint tensors.
+def written(arch: Architecture, dtypes: Mapping[str, str]) -> list[Chunk]:
+    """Returns the parts of the tensors to be written, in the order of the model. `dtypes` are those of the checkpoint
+    tensors.
 
     A fused tensor of parts in different dtypes has the smallest dtype that holds all of them exactly.
     """
-    storages: dict[str, Storage] = {}
-    placements: dict[Placement, None] = {}
-    for parameters in _specs(arch):
-        stacked = _alike(parameters)
-        for parameter in parameters:
-            stored = parameter.stored(arch, stacked)
-            storages[stored.name] = stored
-            placements.update(dict.fromkeys(parameter.placed(stacked)))
+    chunks = dict.fromkeys(chunk for of_spec in _ways(arch) for chunk in of_spec[0])
     parts: dict[str, set[str]] = defaultdict(set)
-    for placement in placements:
-        parts[placement.storage].add(dtypes[placement.box.tensor])
-    in_dtype = {name: replace(storage, dtype=common_dtype(parts[name])) for name, storage in storages.items()}
-    return Manifest("torch_dist", in_dtype, tuple(placements))
+    for chunk in chunks:
+        parts[chunk.stored.name] |= {dtypes[placement.box.tensor] for placement in chunk.placements}
+    return [
+        replace(chunk, stored=replace(chunk.stored, dtype=common_dtype(parts[chunk.stored.name]))) for chunk in chunks
+    ]
 
 
 def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: str) -> Manifest:
     """Returns the model's manifest in a checkpoint with these tensors. Rows of padding are fills. Raises ModelError."""
-    candidates = [
-        (parameters, stacked)
-        for parameters in _specs(arch)
-        for stacked in ((True, False) if _alike(parameters) else (False,))
-    ]
-    parameters, stacked = min(
-        candidates, key=lambda candidate: sum(p.key(candidate[1]) not in stored for p in candidate[0])
-    )
+    ways = [chunks for of_spec in _ways(arch) for chunks in of_spec]
+    nearest = min(ways, key=lambda chunks: sum(chunk.stored.name not in stored for chunk in chunks))
     problems: dict[Problem, None] = {}
-    storages, placements, fills = {}, [], []
-    for parameter in parameters:
-        wanted = parameter.stored(arch, stacked)
+    storages: dict[str, Storage] = {}
+    placements: list[Placement] = []
+    fills: list[Fill] = []
+    for chunk in nearest:
+        wanted = chunk.stored
         storage = stored.get(wanted.name)
         padding = 0
         if storage is not None and wanted.name in VOCABULARY and len(storage.shape) == 2:
@@ -85,7 +77,7 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
             problems[Problem(f"{holder}: {wanted.name}", given, f"{list(wanted.shape)} by config.json", fix)] = None
             continue
         storages[wanted.name] = storage
-        placements += parameter.placed(stacked)
+        placements += chunk.placements
         if padding:
             fills.append(Fill(wanted.name, (wanted.shape[0], 0), (padding, wanted.shape[1])))
     if problems:
@@ -93,45 +85,25 @@ def stored_manifest(arch: Architecture, stored: Mapping[str, Storage], holder: s
     return Manifest(holder, storages, tuple(placements), tuple(fills))
 
 
-def other_names(arch: Architecture) -> frozenset[str]:
+def known_keys(arch: Architecture) -> frozenset[str]:
     """Returns every key that a tensor of this model may have, under any of its names."""
-    return frozenset(p.key(stacked) for parameters in _specs(arch) for p in parameters for stacked in (True, False))
+    names = {chunk.stored.name for of_spec in _ways(arch) for chunks in of_spec for chunk in chunks}
+    return frozenset(names | {re.sub(r"(?<=^decoder\.layers\.)\d+\.", "", name) for name in names})
 
 
-def chunks(written: Manifest) -> list[Chunk]:
-    """Returns the parts of `written` (from `manifest`) in the order of the model."""
-    parts: dict[tuple[str, tuple[int, ...]], list[Placement]] = defaultdict(list)
-    for placement in written.placements:
-        parts[placement.storage, placement.at[: _indices(placement)]].append(placement)
-    result = []
-    for (key, index), placements in parts.items():
-        shape = written.storages[key].shape
-        layer = re.match(r"decoder\.layers\.(\d+)\.", key)
-        result.append(
-            Chunk(
-                key,
-                (*index, *(0,) * (len(shape) - len(index))),
-                (*(1,) * len(index), *shape[len(index) :]),
-                int(layer[1]) if layer else index[0] if key.startswith("decoder.layers.") else None,
-                tuple(placements),
-            )
-        )
-    return result
-
-
-def extra_states(written: Manifest) -> list[str]:
+def extra_states(chunks: Iterable[Chunk]) -> list[str]:
     """Returns the keys of the empty objects beside the tensors, one per module, which Megatron asks for.
 
     transformer_engine would keep fp8 scales in them.
     """
     keys: dict[str, None] = {}
-    for chunk in chunks(written):
-        module = chunk.key.rpartition(".")[0]
+    for chunk in chunks:
+        module = chunk.stored.name.rpartition(".")[0]
         if module.endswith(WITHOUT_EXTRA_STATE):
             continue
-        count = _indices(chunk.placements[0])
+        count = sum(axis is None for axis in chunk.placements[0].axes)  # axes of the layer and the expert
         index = ".".join(map(str, chunk.start[:count] or (0,)))
-        sizes = ".".join(map(str, written.storages[chunk.key].shape[:count] or (1,)))
+        sizes = ".".join(map(str, chunk.stored.shape[:count] or (1,)))
         for name in (module, module.replace("linear_proj", "core_attention")):
             keys[f"{name}._extra_state/shard_{index}_{sizes}"] = None
     return list(keys)
@@ -144,48 +116,25 @@ def common_dtype(dtypes: set[str]) -> str:
     return "float64" if "float64" in dtypes else "float32"
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One parameter of the model on a single rank. `name` is within its layer, if it has one."""
-
-    name: str
-    shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    layer: int | None = None
-    expert: int | None = None
-    experts: int = 0
-
-    def key(self, stacked: bool) -> str:
-        if self.layer is None:
-            return self.name
-        return f"decoder.layers.{self.name}" if stacked else f"decoder.layers.{self.layer}.{self.name}"
-
-    def stored(self, arch: Architecture, stacked: bool) -> Storage:
-        layers = () if self.layer is None or not stacked else (arch.layers,)
-        experts = () if self.expert is None else (self.experts,)
-        return Storage(self.key(stacked), (*layers, *experts, *self.shape), "float32")
-
-    def placed(self, stacked: bool) -> list[Placement]:
-        key = self.key(stacked)
-        index = [number for number in (self.layer if stacked else None, self.expert) if number is not None]
-        return [
-            Placement(key, (*index, *held.at), (*(None for _ in index), *held.axes), held.box)
-            for held in self.placements
-        ]
-
-
-def _specs(arch: Architecture) -> Iterator[tuple[_Parameter, ...]]:
-    """Yields the model's parameters with transformer-engine's names, then with the local layer's."""
+@lru_cache(maxsize=1)
+def _ways(arch: Architecture) -> list[list[tuple[Chunk, ...]]]:
+    """Returns the ways in which a checkpoint may store the model: with transformer-engine's names, then with the local
+    layer's; each with stacked layers, if they are alike, then with keys for each layer. Cached: they take seconds."""
     layout, rank = ParallelLayout(), rank_grid(ParallelLayout())[0]
-    yield tuple(_parameters(TE_SPEC.manifest(arch, layout, rank, "float32"), {}))
-    yield tuple(_parameters(LOCAL_SPEC.manifest(arch, layout, rank, "float32"), LOCAL_NORMS))
+    ways = []
+    for spec, renamed in ((TE_SPEC, dict[str, str]()), (LOCAL_SPEC, LOCAL_NORMS)):
+        held = spec.manifest(arch, layout, rank, "float32")
+        apart = tuple(_chunks(held, renamed, 0))
+        ways.append([tuple(_chunks(held, renamed, arch.layers)), apart] if _alike(apart) else [apart])
+    return ways
 
 
-def _parameters(rank: Manifest, renamed: Mapping[str, str]) -> Iterator[_Parameter]:
+def _chunks(rank: Manifest, renamed: Mapping[str, str], layers: int) -> Iterator[Chunk]:
+    """Yields a single rank's parameters as they are stored. `layers` is the number of stacked layers; 0: none are."""
     placements: dict[str, list[Placement]] = defaultdict(list)
     for placement in rank.placements:
         placements[placement.storage].append(placement)
-    experts: dict[int, int] = defaultdict(int)
+    experts: dict[int | None, int] = defaultdict(int)
     for name in rank.storages:
         if (match := IN_LAYER.fullmatch(name)) and (expert := EXPERT.fullmatch(match[2])):
             experts[int(match[1])] = max(experts[int(match[1])], 1 + int(expert[1] or expert[3]))
@@ -193,30 +142,34 @@ def _parameters(rank: Manifest, renamed: Mapping[str, str]) -> Iterator[_Paramet
         renamed = {}
     for name, storage in rank.storages.items():
         match = IN_LAYER.fullmatch(name)
-        held = tuple(placements[name])
-        if match is None:
-            yield _Parameter(name.removeprefix("chunk0."), storage.shape, held)
-            continue
-        layer, within = int(match[1]), match[2]
-        if expert := EXPERT.fullmatch(within):
-            common = f"mlp.experts.experts.{expert[2]}.weight"
-            yield _Parameter(common, storage.shape, held, layer, int(expert[1] or expert[3]), experts[layer])
-            continue
+        layer, key = (int(match[1]), match[2]) if match else (None, name.removeprefix("chunk0."))
+        stack = [(layer, layers)] if layer is not None and layers else []
+        if expert := EXPERT.fullmatch(key):
+            key = f"mlp.experts.experts.{expert[2]}.weight"
+            stack.append((int(expert[1] or expert[3]), experts[layer]))
         for local, saved in renamed.items():
-            if within.startswith(local):
-                within = saved + within.removeprefix(local)
-        yield _Parameter(within, storage.shape, held, layer)
+            if key.startswith(local):
+                key = saved + key.removeprefix(local)
+        if layer is not None:
+            key = f"decoder.layers.{key}" if layers else f"decoder.layers.{layer}.{key}"
+        index, sizes = [number for number, _ in stack], [size for _, size in stack]
+        yield Chunk(
+            Storage(key, (*sizes, *storage.shape), storage.dtype),
+            (*index, *(0 for _ in storage.shape)),
+            (*(1 for _ in index), *storage.shape),
+            layer,
+            tuple(
+                Placement(key, (*index, *held.at), (*(None for _ in index), *held.axes), held.box)
+                for held in placements[name]
+            ),
+        )
 
 
-def _alike(parameters: tuple[_Parameter, ...]) -> bool:
-    """Returns whether all layers have the same parameters."""
-    layers: dict[int, set[tuple[str, tuple[int, ...], int | None]]] = defaultdict(set)
-    for parameter in parameters:
-        if parameter.layer is not None:
-            layers[parameter.layer].add((parameter.name, parameter.shape, parameter.expert))
+def _alike(apart: Iterable[Chunk]) -> bool:
+    """Returns whether all layers, each with its own keys, have the same parameters."""
+    layers: dict[int, set[tuple[str, tuple[int, ...], tuple[int, ...]]]] = defaultdict(set)
+    for chunk in apart:
+        if chunk.layer is not None:
+            key = chunk.stored.name.removeprefix(f"decoder.layers.{chunk.layer}.")
+            layers[chunk.layer].add((key, chunk.shape, chunk.start))
     return len({frozenset(names) for names in layers.values()}) == 1
-
-
-def _indices(placement: Placement) -> int:
-    """Returns the number of leading axes for the layer and the expert, which the box does not have."""
-    return sum(axis is None for axis in placement.axes)

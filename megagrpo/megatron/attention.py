@@ -234,7 +234,12 @@ def plan_attention(
     index = np.arange(len(sequence)) - (np.cumsum(lengths) - lengths)[sequence]
     buckets: list[LengthBucket] = []
     queries = 0
-    for members in _split(order, lengths):
+    cuts, longest = [], int(lengths[order[0]])
+    for at, length in enumerate(lengths[order].tolist()):
+        if 5 * length < 4 * longest and longest - length > PADDING_ALWAYS_ALLOWED:
+            cuts.append(at)
+            longest = length
+    for members in np.split(order, cuts):
         longest = int(lengths[members[0]])
         row = np.arange(len(members)) * longest
         query_base[members] = queries + row
@@ -260,17 +265,6 @@ def plan_attention(
         queries,
         queries * context,
     )
-
-
-def _split(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Cuts `order` (longest first) into buckets."""
-    cuts = []
-    longest = int(lengths[order[0]])
-    for at, length in enumerate(lengths[order].tolist()):
-        if 5 * length < 4 * longest and longest - length > PADDING_ALWAYS_ALLOWED:
-            cuts.append(at)
-            longest = length
-    return np.split(order, cuts)
 
 
 def _slots(slots: np.ndarray, size: int, device: torch.device | str) -> torch.Tensor | None:

@@ -22,7 +22,8 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.recipe.kernels import LayerSpec, attention_of, installed, layers_on
 from megagrpo.recipe.schema import TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS, Recomputed
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, Rope
+from megagrpo.weights.families.architecture import Architecture
+from megagrpo.weights.sides.megatron_rank import config_fields
 
 NEWEST_LIKELY = (9, 0)
 """The compute capability that is assumed where no GPU is seen: a driver's machine, a test."""
@@ -66,8 +67,8 @@ def transformer_config(
     fusions = dict.fromkeys(FUSIONS, False) if find_spec("transformer_engine") is None else {}
     if planned is None:
         needed, fix = "the package transformer_engine, which is not installed", "pip install megagrpo[te], or remove it"
-        asked = [name for name in fusions if train.megatron.get(name)]
-        problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in asked]
+        missing = [name for name in fusions if train.megatron.get(name)]
+        problems += [Problem(f"train.megatron.{name}", "true", needed, fix) for name in missing]
     spec = planned or layer_spec(arch, train, dtype, device)
     if spec == "local":
         needed = "transformer_engine's layers: the local ones, which run here, ignore it or fail"
@@ -98,91 +99,41 @@ def transformer_config(
 
 
 def _of_architecture(arch: Architecture) -> dict[str, Any]:
-    fields = {
-        "num_layers": arch.layers,
-        "hidden_size": arch.hidden,
-        "ffn_hidden_size": arch.ffn,
-        "num_attention_heads": arch.heads,
-        "num_query_groups": arch.query_groups,
-        "kv_channels": arch.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": arch.norm_epsilon,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    fields = config_fields(arch) | {"gated_linear_unit": True, "activation_func": F.silu}
     if arch.latent is not None:
-        fields |= _of_latent_attention(arch.latent, arch.rope)
+        fields["rotary_base"] = arch.rope.theta
+        if arch.rope.yarn is None:
+            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     if arch.experts is not None:
-        fields |= _of_experts(arch.experts, arch.layers)
+        fields |= {
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+        if (router := arch.experts.router) is not None:
+            fields["moe_router_bias_update_rate"] = 0.0
+            if router.groups > router.groups_per_token:
+                fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
     return fields
 
 
-def _of_latent_attention(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
-    fields = {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.key_value_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-        "qk_layernorm": True,  # the norms of the latents
-        "rotary_base": rope.theta,
-    }
-    if rope.yarn is None:
-        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return fields | {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope.yarn.factor,
-        "original_max_position_embeddings": rope.yarn.original_max_positions,
-        **{name: getattr(rope.yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
-    }
-
-
-def _of_experts(experts: Experts, layers: int) -> dict[str, Any]:
-    fields = {
-        "num_moe_experts": experts.count,
-        "moe_router_topk": experts.per_token,
-        "moe_ffn_hidden_size": experts.ffn,
-        # Megatron stacks layers in its checkpoints unless a list says that they are not all alike.
-        "moe_layer_freq": [0] * experts.dense_layers + [1] * (layers - experts.dense_layers)
-        if experts.dense_layers
-        else 1,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
-        # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
-        "moe_router_pre_softmax": not experts.normalize_top_k,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    if (router := experts.router) is None:
-        return fields
-    fields |= {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": router.scale,
-    }
-    if router.groups > router.groups_per_token:
-        fields |= {"moe_router_num_groups": router.groups, "moe_router_group_topk": router.groups_per_token}
-    return fields
+LAYOUT = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "last_stage_layers",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+"""Keys of train.layout, by Megatron's names."""
 
 
 def _of_layout(layout: ParallelLayout) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline > 1
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
+    return {name: getattr(layout, key) for name, key in LAYOUT.items()} | {
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
         # Microbatches differ in length. Megatron then wants this dispatcher, even without experts.
         "variable_seq_lengths": True,
@@ -225,15 +176,7 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.d
 
 
 # Fields that another key of the recipe decides: train.megatron may not set them.
-OWNED = {
-    "tensor_model_parallel_size": "train.layout.tensor",
-    "pipeline_model_parallel_size": "train.layout.pipeline",
-    "virtual_pipeline_model_parallel_size": "train.layout.virtual_pipeline",
-    "num_layers_in_first_pipeline_stage": "train.layout.first_stage_layers",
-    "num_layers_in_last_pipeline_stage": "train.layout.last_stage_layers",
-    "context_parallel_size": "train.layout.context",
-    "expert_model_parallel_size": "train.layout.expert",
-    "expert_tensor_parallel_size": "train.layout.expert_tensor",
+OWNED = {name: f"train.layout.{key}" for name, key in LAYOUT.items()} | {
     "sequence_parallel": "train.layout.tensor (on with tensor > 1)",
     "recompute_granularity": "train.recompute",
     "recompute_method": "train.recompute",
@@ -394,18 +337,11 @@ def _problem(name: str, value: Any) -> Problem | None:
     if name == "attention_backend":  # an enumeration, by its members' names
         needed = "auto, flash or fused: others keep all scores, or leave no kernel"
         return None if value in ("auto", "flash", "fused") else Problem(where, given, needed)
-    return _type_problem(where, name, value)
-
-
-def _type_problem(where: str, name: str, value: Any) -> Problem | None:
     hint = get_type_hints(TransformerConfig)[name]
     try:
         TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
     except ValidationError as error:
+        kind = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         reasons = sorted({str(detail["msg"]) for detail in error.errors()})
-        return Problem(where, given=repr(value), needed=f"{_written(hint)}: {'; '.join(reasons)}")
+        return Problem(where, given, f"{kind}: {'; '.join(reasons)}")
     return None
-
-
-def _written(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -40,7 +40,10 @@ def enable() -> None:
         # emerging_optimizers (Muon), which megatron.core.optimizer imports where it is installed, takes it from typing.
         typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]
     if find_spec("triton") is None:
-        _define_paged_stash()
+        # Megatron imports these kernels of Triton unasked. A recipe cannot choose them (moe_paged_stash).
+        kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.GLOBAL_BLOCK_SIZE, kernels.paged_stash_copy_kernel, kernels.paged_stash_pop_kernel = 1024, None, None
+        sys.modules[kernels.__name__] = kernels
     load_from_bytes = torch.storage._load_from_bytes
     with warnings.catch_warnings(), _absent("wandb", "torch.utils.tensorboard"):
         # Warned about many times at import: Apex has kernels for CUDA only.
@@ -52,10 +55,8 @@ def enable() -> None:
     # Every model says that GPTModel gets no new features any more, and every wrapper that it computes its own layout.
     for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
-    if find_spec("transformer_engine") is None:
-        _define_names_of_transformer_engine()
+    _patch_random(without_cuda)
     if without_cuda:
-        _patch_random()
         _patch_expert_dispatch()
 
 
@@ -69,14 +70,6 @@ def _absent(*modules: str) -> Iterator[None]:
     finally:
         for name in missing:
             del sys.modules[name]
-
-
-def _define_paged_stash() -> None:
-    """Defines a module of kernels that Megatron imports unasked: they are Triton's, which torch's CPU build lacks. A
-    recipe cannot choose them (moe_paged_stash)."""
-    kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-    kernels.GLOBAL_BLOCK_SIZE, kernels.paged_stash_copy_kernel, kernels.paged_stash_pop_kernel = 1024, None, None
-    sys.modules[kernels.__name__] = kernels
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -105,7 +98,17 @@ def _patch_torch() -> None:
     tensor_class: Any = torch.Tensor
     # Tied embeddings over pipeline stages, expert token counts, and loading a checkpoint move tensors to the device.
     tensor_class.cuda = lambda self, *_, **__: self
-    tensor_class.type = _type_as_if_on_cuda(torch.Tensor.type)
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Answers 'torch.cuda.FloatTensor' to Megatron's optimizers, which refuse any other type."""
+        answer = original(self, *args, **kwargs)
+        asked_for_name = not args and not kwargs
+        if asked_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    tensor_class.type = type_
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -117,19 +120,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return create
-
-
-def _type_as_if_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Tensor.type() answer 'torch.cuda.FloatTensor' to Megatron's optimizers, which refuse any other type."""
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, *args, **kwargs)
-        asked_for_name = not args and not kwargs
-        if asked_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
-
-    return type_
 
 
 class _Stream:
@@ -150,29 +140,27 @@ class _Stream:
 # --- megatron.core ----------------------------------------------------------------------------------------------------
 
 
-def _define_names_of_transformer_engine() -> None:
-    """Defines names that one module uses and only transformer-engine defines: without it they are an error."""
+def _patch_random(without_cuda: bool) -> None:
+    """Patches the module of random states and of recomputation."""
     from megatron.core.tensor_parallel import random
 
-    # CheckpointWithoutOutput (selective recomputation of norms and activations) asks whether fp8 is on.
-    random.FP8GlobalStateManager = type("FP8GlobalStateManager", (), {"is_fp8_enabled": staticmethod(lambda: False)})
-    random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
-    random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    if find_spec("transformer_engine") is None:
+        # Names that only transformer-engine defines: without it they are an error. CheckpointWithoutOutput (selective
+        # recomputation of norms and activations) asks whether fp8 is on.
+        off = {"is_fp8_enabled": staticmethod(lambda: False)}
+        random.FP8GlobalStateManager = type("FP8GlobalStateManager", (), off)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    if without_cuda:
+        # These two call torch's CUDA generators by their full names.
+        random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
+        def copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
+            to.untyped_storage().resize_(source.untyped_storage().nbytes())
+            to.untyped_storage().copy_(source.untyped_storage())
 
-def _patch_random() -> None:
-    from megatron.core.tensor_parallel import random
-
-    # These two call torch's CUDA generators by their full names.
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # A module that is recomputed shares its storage by a function in C++, which Megatron compiles. CPUs copy.
-    random._get_share_storage = lambda: _copy_storage
-
-
-def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.untyped_storage().resize_(source.untyped_storage().nbytes())
-    to.untyped_storage().copy_(source.untyped_storage())
+        # A module that is recomputed shares its storage by a function in C++, which Megatron compiles. CPUs copy.
+        random._get_share_storage = lambda: copy_storage
 
 
 def _patch_expert_dispatch() -> None:

@@ -152,7 +152,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         local = labels - shard.first
         of_label, total, weighted = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
         top = torch.full_like(total, torch.finfo(torch.float32).min)
-        sums = _on(hidden, _sums)
+        sums = _compiled(_sums, hidden.is_cuda)
         for part in _parts(rows, columns):
             logits = _product(hidden, weight[part].t())
             here, column = _labels_in(part, local)
@@ -188,7 +188,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         rows, scale, columns = ctx.constants
         hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        gradient_of = _on(hidden, _gradient)
+        gradient_of = _compiled(_gradient, hidden.is_cuda)
         if logprob_grad is None:
             logprob_grad = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for part in _parts(rows, columns):
@@ -206,14 +206,10 @@ class _VocabularyLogprobs(torch.autograd.Function):
         return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None
 
 
-def _on(tensor: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles elementwise operations to a kernel on CUDA. They run op by op elsewhere or if TORCHDYNAMO_DISABLE=1."""
-    return _compiled(function) if tensor.is_cuda else function
-
-
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], on_cuda: bool) -> Callable[..., Any]:
+    """Compiles elementwise operations to a kernel on CUDA. They run op by op elsewhere or if TORCHDYNAMO_DISABLE=1."""
+    return torch.compile(function, dynamic=True) if on_cuda else function
 
 
 def _sums(logits: Tensor, top: Tensor, scale: float, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:

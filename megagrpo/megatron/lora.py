@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,14 +108,22 @@ class Adapters:
                 # Megatron recomputes a layer's gradients only if its input asks for one.
                 chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
             if chunk.post_process:
-                chunk.decoder.register_forward_hook(lambda _module, _inputs, output: _row_by_row(output))
+                # Megatron transposes the output to [1, tokens, hidden], and the gradient comes back with other strides:
+                # torch would multiply it by frozen weights token by token, which takes hundreds of times as long.
+                chunk.decoder.register_forward_hook(lambda _module, _inputs, output: output.flatten(0, 1)[:, None])
         linears = adapters.adapted_linears(arch, base, lora.targets)
         matrices = adapters.adapted_matrices(arch, lora.targets)
         self.checkpoint_tensors = adapters.adapter_tensors(matrices, lora.rank)
         self.manifest = adapters.adapter_manifest(base, linears, lora.rank)
-        self._layers = {held.weight: _attach(chunks, held, lora) for held in linears}
-        for layer in self._layers.values():
-            layer.begin(seed)
+        self._layers: dict[str, LoraLinear] = {}
+        for held in linears:
+            number, _, module = held.weight.removeprefix("chunk").removesuffix(".weight").partition(".")
+            linear = chunks[int(number)].get_submodule(module)
+            linear.adapter = self._layers[held.weight] = LoraLinear(linear, held, lora)
+            linear.adapter.begin(seed)
+            linear.register_forward_hook(
+                lambda linear, inputs, output: (output[0] + linear.adapter(inputs[0]), output[1])
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the storages of `manifest`: the adapters' weights themselves, not copies."""
@@ -132,24 +139,3 @@ class Adapters:
             name: self._layers[name].merged(weight) if name in self._layers else weight
             for name, weight in weights.items()
         }
-
-
-def _row_by_row(hidden: Tensor) -> Tensor:
-    """Returns `hidden`, [tokens, 1, hidden], and gives its gradient the strides of such a tensor.
-
-    Megatron transposes the output to [1, tokens, hidden], and the gradient comes back with other strides. torch would
-    then multiply it by frozen weights token by token, which takes hundreds of times as long.
-    """
-    return hidden.flatten(0, 1)[:, None]
-
-
-def _attach(chunks: Sequence[GPTModel], held: FusedLinear, lora: LoraConfig) -> LoraLinear:
-    chunk, _, module = held.weight.removesuffix(".weight").partition(".")
-    linear = chunks[int(chunk.removeprefix("chunk"))].get_submodule(module)
-    linear.adapter = LoraLinear(linear, held, lora)
-
-    def add(_linear: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        return output[0] + linear.adapter(inputs[0]), output[1]
-
-    linear.register_forward_hook(add)
-    return linear.adapter

@@ -37,53 +37,31 @@ def build_chunks(arch: Architecture, config: TransformerConfig, layout: Parallel
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine reads it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
         torch.use_deterministic_algorithms(True)
-    interleaved = layout.virtual_pipeline > 1
+    fused, device = config.transformer_impl == "transformer_engine", torch.cuda.current_device()
     chunks = []
-    for stage in range(layout.virtual_pipeline):
-        vp_stage = stage if interleaved else None
-        if interleaved:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        chunks.append(_build_chunk(arch, config, layout, vp_stage))
+    for vp_stage in range(layout.virtual_pipeline) if layout.virtual_pipeline > 1 else (None,):
+        if vp_stage is not None:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = GPTModel(
+            config,
+            block_spec(config, arch, vp_stage),
+            vocab_size=arch.padded_vocab(layout.tensor),
+            max_sequence_length=arch.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=arch.tied_embeddings,
+            position_embedding_type="rope" if fused else "none",  # our attention and latent attention rotate themselves
+            vp_stage=vp_stage,
+        )
+        if fused and arch.latent is None:
+            # GPTModel's arguments cannot express all of Llama 3's scaling.
+            chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(device)
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
+        chunk.to(device)  # Megatron makes routers' weights on the CPU
+        chunks.append(chunk)
     return chunks
-
-
-def _build_chunk(
-    arch: Architecture, config: TransformerConfig, layout: ParallelLayout, vp_stage: int | None
-) -> GPTModel:
-    fused = config.transformer_impl == "transformer_engine"
-    chunk = GPTModel(
-        config,
-        block_spec(config, arch, vp_stage),
-        vocab_size=arch.padded_vocab(layout.tensor),
-        max_sequence_length=arch.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=arch.tied_embeddings,
-        position_embedding_type="rope" if fused else "none",  # PackedAttention and latent attention rotate themselves
-        vp_stage=vp_stage,
-    )
-    if fused and arch.latent is None:
-        # GPTModel's arguments cannot express all of Llama 3's scaling.
-        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(torch.cuda.current_device())
-    if chunk.post_process:
-        chunk.output_layer = ValueHead(config) if arch.value_head else OutputLayer(chunk.output_layer)
-    chunk.to(torch.cuda.current_device())  # Megatron makes routers' weights on the CPU
-    return chunk
-
-
-def output_of(chunk: torch.nn.Module, packed: PackedTensors) -> torch.Tensor:
-    """Returns hidden states [tokens, hidden] if `chunk` (wrapped or not) is the last, else the next chunk's input.
-
-    The hidden states are in the model's dtype, after the last norm, for all tokens of this context rank, also with
-    sequence parallelism. A critic's last chunk returns values instead: float32 [tokens, 1].
-    """
-    output = chunk(
-        input_ids=packed.tokens,
-        position_ids=packed.sequences.positions[None],
-        attention_mask=None,
-        packed_seq_params=packed.sequences,
-    )
-    return output[0] if unwrapped(chunk).post_process else output
 
 
 def unwrapped(chunk: torch.nn.Module) -> GPTModel:
@@ -106,18 +84,14 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def hide_flash_attn_4() -> None:
-    """Hides flash-attn 4, which SGLang installs, from Transformer Engine (TE). Called as TE 2.17.1 does, its 4.0.0b36
-    returns zeros for causal attention, without an error (TE's issue 3528). It has no backward pass before sm90."""
-    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
-
-    FlashAttentionUtils.v4_is_installed, FlashAttentionUtils.v4_warning_printed = False, True
-
-
 def block_spec(config: TransformerConfig, arch: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Returns the modules of one model chunk's layers, by config.transformer_impl."""
     if config.transformer_impl == "transformer_engine":
-        hide_flash_attn_4()
+        # flash-attn 4, which SGLang installs, has no backward pass before sm90. Its 4.0.0b36 returns zeros for causal
+        # attention, without an error, called as Transformer Engine 2.17.1 does (Transformer Engine's issue 3528).
+        from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
+
+        FlashAttentionUtils.v4_is_installed, FlashAttentionUtils.v4_warning_printed = False, True
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         if arch.latent is not None:
             for layer in block.layer_specs:
@@ -186,7 +160,10 @@ class RMSNorm(torch.nn.Module):
 
 
 Loss = Callable[[int, Tensor], Tensor]
-"""(index of the microbatch, the last chunk's output for it) -> the microbatch's part of the loss, a scalar."""
+"""(index of the microbatch, the last chunk's output for it) -> the microbatch's part of the loss, a scalar.
+
+The output is hidden states [tokens, hidden] in the model's dtype, after the last norm, for all tokens of this context
+rank, also with sequence parallelism. A critic's are values: float32 [tokens, 1]."""
 
 
 def sum_gradients(config: TransformerConfig) -> None:
@@ -203,20 +180,15 @@ def sum_gradients(config: TransformerConfig) -> None:
 
 def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
     """Runs a pass without gradients. On the last stage `loss` is called with every microbatch's output."""
-    if not microbatches:  # Megatron's schedules need one
-        return
-    with torch.no_grad():
-        _run(chunks, microbatches, loss, forward_only=True)
+    if microbatches:  # Megatron's schedules need one
+        with torch.no_grad():
+            forward_backward(chunks, microbatches, loss, forward_only=True)
 
 
-def forward_backward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
-    """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
-    _run(chunks, microbatches, loss, forward_only=False)
-
-
-def _run(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool
+def forward_backward(
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool = False
 ) -> None:
+    """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
     sizes = {packed.tokens.shape[-1] for packed in microbatches}
     config = unwrapped(chunks[0]).config
     config.variable_seq_lengths = len(sizes) > 1  # stages then tell each other the size of each
@@ -229,7 +201,14 @@ def _run(
         """
         index, packed = next(iterator)
         none = torch.zeros((), dtype=torch.int, device=packed.tokens.device)
-        return output_of(chunk, packed), lambda output: (loss(index, output), none, None)
+        output = chunk(
+            input_ids=packed.tokens,
+            position_ids=packed.sequences.positions[None],
+            attention_mask=None,
+            packed_seq_params=packed.sequences,
+        )
+        output = output[0] if unwrapped(chunk).post_process else output
+        return output, lambda output: (loss(index, output), none, None)
 
     get_forward_backward_func()(
         forward_step_func=step,

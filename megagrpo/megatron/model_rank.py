@@ -1,4 +1,4 @@
-"""The base of every training rank: its process in the group, the policy, and the policy's weights.
+"""The base of every training rank: its process in the group, the policy and its weights; and the rank of fine-tuning.
 
 Every method is collective: all ranks call the same ones in the same order. It knows neither Ray nor torchrun.
 """
@@ -17,13 +17,14 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.batch import Batch, ResponseTokens, as_tensors
+from megagrpo.megatron.batch import Batch, Minibatch, ResponseTokens, as_tensors, sum_over_ranks
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.model import unwrapped
 from megagrpo.megatron.offload import Offload, Part
 from megagrpo.megatron.snapshot import Contents
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.processes.store import StoreAddress
+from megagrpo.rank_results import SftUpdate, TokenLoss
 from megagrpo.recipe.defaults import dtype_name, train_config
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.train import COMPILED
@@ -201,3 +202,57 @@ class ModelRank:
 
     def close(self) -> None:
         process.stop()
+
+
+class SftRank(ModelRank):
+    """A training rank of supervised fine-tuning, which loads a step's batch as one minibatch."""
+
+    def update(self, lr: float) -> SftUpdate | None:
+        """Takes one optimizer step on the loaded batch. One rank returns loss and gradient norm, the others None.
+
+        Raises RankError as TrainedModel.optimizer_step does.
+        """
+        nats = self.compute_gradients()
+        grad_norm = self.policy.optimizer_step(lr)
+        loss = self._over_ranks(nats)
+        return None if loss is None else SftUpdate(loss, grad_norm)
+
+    def evaluate(self) -> TokenLoss | None:
+        """Returns the loss of the loaded batch on one rank, None on the others."""
+        total = self._zero()
+        for nats in self.policy.read_tokens(self.batch, self._nats):
+            total += nats.sum()
+        return self._over_ranks(total)
+
+    def compute_gradients(self) -> Tensor:
+        """Computes the gradients of the mean loss of the batch's tokens, summed over all ranks and not clipped.
+
+        Returns the sum of this rank's tokens' losses.
+        """
+        batch, total = self._minibatch, self._zero()
+
+        def loss(index: int, output: Tensor) -> Tensor:
+            nats = self._nats(output, batch.responses[index])
+            total.add_(nats.detach().sum())
+            return nats.sum() / max(batch.tokens, 1)  # of all ranks and microbatches
+
+        self.policy.compute_gradients(batch.packed, loss)
+        return total
+
+    def _nats(self, output: Tensor, response: ResponseTokens) -> Tensor:
+        """Returns -log p of each of the assistant's tokens of one microbatch, float32 [tokens]."""
+        return -self.logprobs(output, response, entropy=False)[0]
+
+    @property
+    def _minibatch(self) -> Minibatch:
+        (minibatch,) = self.batch.minibatches
+        return minibatch
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _over_ranks(self, total: Tensor) -> TokenLoss | None:
+        """Returns the loss of all ranks' tokens on the rank that answers, None on the others."""
+        if self.has_logits:
+            sum_over_ranks(total)
+        return TokenLoss(total.item(), self._minibatch.tokens) if self.answers else None

@@ -66,20 +66,37 @@ class Offload:
 
     def release(self, parts: Iterable[Part]) -> None:
         """Moves `parts` to host memory and frees their device memory. Does nothing for parts that are released."""
-        for part in parts:
-            if part not in self._released:
-                storages = self._storages(part)
-                total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
-                # The optimizer has no moments before its first step: its part grows once.
-                if total and (part not in self._host or len(self._host[part].bytes) < total):
-                    self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
-                self._released[part] = _empty(storages, self._host[part].bytes if total else None)
+        for part in (part for part in parts if part not in self._released):
+            storages = self._storages(part)
+            total = 0 if part == "gradients" else sum(storage.nbytes() for storage in storages)
+            # The optimizer has no moments before its first step: its part grows once.
+            if total and (part not in self._host or len(self._host[part].bytes) < total):
+                self._host[part] = HostMemory(total, pinned=storages[0].device.type == "cuda")
+            released: list[_Released] = []
+            start = 0
+            for storage in storages:
+                content = None
+                if total:
+                    content = self._host[part].bytes[start : start + storage.nbytes()]
+                    start += storage.nbytes()
+                    content.copy_(_bytes_of(storage), non_blocking=True)
+                released.append((storage, storage.nbytes(), content))
+            torch.cuda.synchronize()  # until the copies are made
+            for storage in storages:
+                storage.resize_(0)
+            self._released[part] = released
         torch.cuda.empty_cache()  # the engine is another process
 
     def restore(self, parts: Iterable[Part]) -> None:
         """Puts `parts` back on the device. Does nothing for parts that are there."""
         for part in parts:
-            _refill(self._released.pop(part, []))
+            for storage, size_bytes, content in self._released.pop(part, []):
+                storage.resize_(size_bytes)
+                if content is None:
+                    _bytes_of(storage).zero_()
+                else:
+                    _bytes_of(storage).copy_(content, non_blocking=True)
+            torch.cuda.synchronize()
 
     def require(self, parts: Iterable[Part]) -> None:
         """Raises RankError, naming the parts, if any of them is released."""
@@ -94,7 +111,10 @@ class Offload:
             case "parameters":
                 tensors: Iterable[torch.Tensor] = parameters_of(self._chunks).values()
             case "gradients":
-                self._forget_optimizer_gradients()
+                # The main weights' gradients are views of the buffers, or float32 copies that each step makes anew.
+                groups = [group for part in parts_of(self._optimizer) for group in part.optimizer.param_groups]
+                for main in (main for group in groups for main in group["params"]):
+                    main.grad = main.decoupled_grad = None
                 tensors = (
                     buffer.grad_data
                     for chunk in self._chunks
@@ -114,39 +134,6 @@ class Offload:
                 yield from (main for main in group["params"] if main.untyped_storage() not in parameters)
             for state in part.optimizer.state.values():
                 yield from (state[name] for name in (MAIN, *MOMENTS) if name in state)
-
-    def _forget_optimizer_gradients(self) -> None:
-        """Drops the main weights' gradients: views of the buffers, or float32 copies that each step makes anew."""
-        for part in parts_of(self._optimizer):
-            for group in part.optimizer.param_groups:
-                for main in group["params"]:
-                    main.grad = main.decoupled_grad = None
-
-
-def _empty(storages: Sequence[torch.UntypedStorage], host: torch.Tensor | None) -> list[_Released]:
-    """Empties storages. Copies their contents to `host`, one after the other; without `host` they are lost."""
-    released, start = [], 0
-    for storage in storages:
-        content = None
-        if host is not None:
-            content = host[start : start + storage.nbytes()]
-            start += storage.nbytes()
-            content.copy_(_bytes_of(storage), non_blocking=True)
-        released.append((storage, storage.nbytes(), content))
-    torch.cuda.synchronize()  # until the copies are made
-    for storage in storages:
-        storage.resize_(0)
-    return released
-
-
-def _refill(released: Sequence[_Released]) -> None:
-    for storage, size_bytes, content in released:
-        storage.resize_(size_bytes)
-        if content is None:
-            _bytes_of(storage).zero_()
-        else:
-            _bytes_of(storage).copy_(content, non_blocking=True)
-    torch.cuda.synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

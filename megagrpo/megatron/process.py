@@ -31,10 +31,18 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
     `device` is cpu (gloo), or cuda (the first visible) or cuda:N (NCCL). `timeout_seconds` is the deadline of this
     call and, until start_parallel, of every collective operation. Raises RankError if the other ranks do not join.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    _silence_harmless_warnings()
+    # Megatron calls collectives by their names of older torch.
+    warnings.filterwarnings("ignore", message=".*deprecated. Please use `torch.distributed", category=FutureWarning)
+    # Megatron warns about experts with expert_tensor 1 in a model with tensor > 1, for which the setting is right.
+    with_experts = "`sequence_parallel` is set to `True`, but tensor model parallel size is 1"
+    warnings.filterwarnings("ignore", message=with_experts)
     if device == "cpu":
-        _use_loopback_if_local(meeting)
+        # gloo looks up its host name, which may not resolve: a local meeting is on the loopback interface.
+        host = urlparse(meeting).hostname if isinstance(meeting, str) else meeting.host
+        if host in (None, "localhost", LOOPBACK):
+            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+            if loopback:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     else:
         torch.cuda.set_device(torch.device(device).index or 0)  # it needs an index
     try:
@@ -44,7 +52,7 @@ def start(rank: int, ranks: int, meeting: StoreAddress | str, device: str, timeo
             store=None if isinstance(meeting, str) else meeting.connect(timeout_seconds),
             rank=rank,
             world_size=ranks,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_seconds),
             # No device_id: with it, every later group splits the communicator of all ranks, on all of them.
         )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
@@ -109,24 +117,6 @@ def stop() -> None:
     stop_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _silence_harmless_warnings() -> None:
-    # Megatron calls collectives by their names of older torch.
-    warnings.filterwarnings("ignore", message=".*deprecated. Please use `torch.distributed", category=FutureWarning)
-    # Megatron warns about experts with expert_tensor 1 in a model with tensor > 1, for which the setting is right.
-    warnings.filterwarnings(
-        "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1"
-    )
-
-
-def _use_loopback_if_local(meeting: StoreAddress | str) -> None:
-    """Sets gloo's loopback interface for a local meeting: gloo looks up its host name, which may not resolve."""
-    host = urlparse(meeting).hostname if isinstance(meeting, str) else meeting.host
-    if host in (None, "localhost", LOOPBACK):
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 MEMORY_EVENTS_MAX = 200_000

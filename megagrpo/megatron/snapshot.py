@@ -113,7 +113,7 @@ class Snapshot:
             with self._writing:
                 directory.mkdir(exist_ok=True)
                 with TorchFile(path) as file:
-                    written = [file.add_object(generators_key(), self._generators)]
+                    written = [file.add(generators_key(), None, self._generators)]
                     for (key, start), copy in self._copies:
                         written.append(file.add(key, start, copy.clone()))  # torch saves all memory that a view is of
                 return describe(root, path), Contents(self._tensors, written)

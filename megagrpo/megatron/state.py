@@ -13,7 +13,6 @@ padding, and the model's own bfloat16 weights (the main weights, rounded).
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megagrpo.checkpoint.state_boxes import Strided, boxes_in_range, fills_in_range
-from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
+from megagrpo.checkpoint.torch_checkpoint import UNPICKLING, TorchCheckpoint
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
@@ -112,7 +111,11 @@ def load(state: TrainingState, directory: Path) -> None:
     _fill_padding(state)
     publish_main_weights(state.chunks, state.optimizer)
     if generators is not None:
-        _set_generators(generators)
+        torch.set_rng_state(generators["torch"])
+        torch.cuda.set_rng_state(generators["cuda"])
+        get_cuda_rng_tracker().set_states(generators["tensor_parallel"])
+        random.setstate(generators["python"])
+        numpy.random.set_state(generators["numpy"])
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
@@ -145,7 +148,8 @@ def views(state: TrainingState) -> Iterator[tuple[str, Box, torch.Tensor]]:
 
 
 def _strided(flat: torch.Tensor, view: Strided) -> torch.Tensor:
-    return torch.as_strided(flat, view.shape, view.strides, flat.storage_offset() + view.offset)
+    shape, strides, offset = view
+    return torch.as_strided(flat, shape, strides, flat.storage_offset() + offset)
 
 
 def _fill_padding(state: TrainingState) -> None:
@@ -172,7 +176,7 @@ def _open(state: TrainingState, directory: Path) -> tuple[dict[str, Any], TorchC
         stored = TorchCheckpoint(directory)
     except CheckpointError as error:
         problems += error.problems
-    except (OSError, RuntimeError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, *UNPICKLING) as error:
         given = f"{type(error).__name__}: {error}".splitlines()[0]
         problems = [Problem(f"{directory / COMMON_STATE_FNAME} cannot be read", given)]
     else:
@@ -211,14 +215,6 @@ def generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
     }
-
-
-def _set_generators(saved: Mapping[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
-    torch.cuda.set_rng_state(saved["cuda"])
-    get_cuda_rng_tracker().set_states(saved["tensor_parallel"])
-    random.setstate(saved["python"])
-    numpy.random.set_state(saved["numpy"])
 
 
 def generators_key() -> str:

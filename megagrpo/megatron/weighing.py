@@ -93,10 +93,10 @@ def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], d
     sequence = torch.cat([rows[0], *index])
     if not split:
         return Sequences(sequence, tokens, over_context_ranks)
-    ordered = sorted(split, key=lambda each: each.row)
-    known = torch.tensor([each.row for each in ordered], device=device)
+    ordered = sorted(split, key=lambda split_row: split_row.row)
+    split_rows = torch.tensor([split_row.row for split_row in ordered], device=device)
     row = torch.cat(rows)
-    at = torch.searchsorted(known, row).clamp(max=len(known) - 1)
+    at = torch.searchsorted(split_rows, row).clamp(max=len(split_rows) - 1)
 
     def over_ranks(sums: Tensor) -> Tensor:
         """Sums over ranks: sequences (whose slots are empty if their row is split), then split rows."""
@@ -104,5 +104,6 @@ def whole_rows(responses: Sequence[ResponseTokens], split: Sequence[SplitRow], d
         sum_over_ranks(of_split)
         return torch.cat([over_context_ranks(sums[:count]), of_split])
 
-    of_split = torch.tensor([float(each.tokens) for each in ordered], device=device)
-    return Sequences(torch.where(known[at] == row, count + at, sequence), torch.cat([tokens, of_split]), over_ranks)
+    of_split = torch.tensor([float(split_row.tokens) for split_row in ordered], device=device)
+    sequence = torch.where(split_rows[at] == row, count + at, sequence)
+    return Sequences(sequence, torch.cat([tokens, of_split]), over_ranks)

@@ -112,20 +112,20 @@ def prepare(
 ) -> tuple[list[Manifest], Preparation | None]:
     """Returns the manifests that training ranks with `held` send to engines that ask for `served`, and the preparation.
     The preparation is None if no engine asks for blocks. `places` are the ranks'. Raises WeightPlanError."""
-    asked = {its.box.tensor for manifest in served for its in manifest.placements}
+    wanted = {its.box.tensor for manifest in served for its in manifest.placements}
     shapes: dict[str, tuple[int, ...]] = {}
     for alike in classes_of(held):
         for box in (its.box for its in alike.manifest.placements):
-            if float8_name(box.tensor) in asked:
+            if float8_name(box.tensor) in wanted:
                 ends = tuple(low + size for low, size in zip(box.start, box.shape, strict=True))
                 shapes[box.tensor] = tuple(map(max, ends, shapes.get(box.tensor, ends)))
     if not shapes:
         return list(held), None
     sent, lacking = list(held), list(held)
     for alike in classes_of(held):
-        ours = sending_manifest(alike.manifest, shapes), lacking_manifest(alike.manifest, shapes)
+        of_class = sending_manifest(alike.manifest, shapes), lacking_manifest(alike.manifest, shapes)
         for rank in alike.members:
-            sent[rank], lacking[rank] = (replace(its, holder=held[rank].holder) for its in ours)
+            sent[rank], lacking[rank] = (replace(its, holder=held[rank].holder) for its in of_class)
     if not any(its.storages for its in lacking):
         return sent, Preparation(shapes, None)
     topology = Topology(tuple(places), tuple(places)) if places else None
@@ -149,24 +149,22 @@ def shares_of(held: Manifest, shapes: Shapes) -> Iterator[Share]:
     for placement in held.placements:
         if placement.box.tensor in shapes:
             placements[placement.box.tensor][placement.box] = placement
-    for tensor, own in placements.items():
-        for box, placement in own.items():
-            region = _blocks_that_begin_in(box, shapes[tensor])
-            if region is None:
+    for tensor, of_tensor in placements.items():
+        for box, placement in of_tensor.items():
+            # The blocks whose first elements lie in `box`. Those at the tensor's edges may be smaller.
+            start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
+            ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
+            sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shapes[tensor], strict=True))
+            if min(sizes) <= 0:
                 continue
-            parts = {part: its.part(part) for its in own.values() if (part := its.box.intersect(region)) is not None}
+            region = Box(tensor, start, sizes)
+            parts = {
+                part: its.part(part) for its in of_tensor.values() if (part := its.box.intersect(region)) is not None
+            }
             if region in parts:
                 parts = {region: parts[region]}
             dtype = held.storages[placement.storage].dtype
             yield Share(region, tuple(parts.values()), tuple(uncovered(region, parts)), dtype)
-
-
-def _blocks_that_begin_in(box: Box, shape: Sequence[int]) -> Box | None:
-    """Returns the box of all blocks whose first element lies in `box`, in a tensor of this shape; None: no block."""
-    start = tuple(-(-low // BLOCK) * BLOCK for low in box.start)
-    ends = (-(-(low + size) // BLOCK) * BLOCK for low, size in zip(box.start, box.shape, strict=True))
-    sizes = tuple(min(end, whole) - low for low, end, whole in zip(start, ends, shape, strict=True))
-    return Box(box.tensor, start, sizes) if min(sizes) > 0 else None
 
 
 def sending_manifest(held: Manifest, shapes: Shapes) -> Manifest:

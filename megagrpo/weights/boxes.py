@@ -216,12 +216,12 @@ class Topology:
         for source, place in enumerate(self.sources):
             on[place].append(source)
         turns: dict[Place, int] = defaultdict(int)
-        found: list[int | None] = []
+        nearby: list[int | None] = []
         for place in self.destinations:
-            there = on.get(place, [])
-            found.append(there[turns[place] % len(there)] if there else None)
+            candidates = on.get(place, [])
+            nearby.append(candidates[turns[place] % len(candidates)] if candidates else None)
             turns[place] += 1
-        return tuple(found)
+        return tuple(nearby)
 
     @property
     def shared_devices(self) -> set[Place]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 
 import torch
@@ -39,6 +38,8 @@ MODULUS = 1 << 64
 DIGIT_BITS, DIGITS = 7, 10
 DIGIT_COLUMNS = 16
 """Products are as fast with 16 columns as with 10, or faster."""
+POWERS = 1 << (DIGIT_BITS * torch.arange(DIGIT_COLUMNS, device="cpu")).clamp(max=63)
+"""The power of 128 of each column of digits, int64 on the CPU."""
 PRODUCT_BYTES_MAX = 1 << 17
 """Bytes of a row in one product, so that their sum fits int32."""
 CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 24}
@@ -126,44 +127,30 @@ def _digest(view: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> t
     spans = (_weights(axis, start[axis], view.shape[axis], device) for axis in others)
     rows = reduce(lambda left, right: (left[:, None] * right).flatten(), spans, one)
     if view.dim() == 0:  # no index, no weight
-        columns, block = _columns(None, dtype.itemsize, device), view.reshape(1, 1)
+        span, block = None, view.reshape(1, 1)
     else:
-        columns = _columns((last, start[last], view.shape[last]), dtype.itemsize, device)
-        block = view.permute(*others, last).reshape(len(rows), -1)
-    total = rows.sum() * columns.constant
-    step = max(1, CHUNK_BYTES[device.type] // len(columns.weights))
+        span, block = (last, start[last], view.shape[last]), view.permute(*others, last).reshape(len(rows), -1)
+    columns, digits, constant = _columns(span, dtype.itemsize, device)
+    total = rows.sum() * constant
+    step = max(1, CHUNK_BYTES[device.type] // len(columns))
     for low in range(0, len(rows), step):
-        values = block[low : low + step].to(dtype)
-        values = values if values.stride(1) == 1 else values.contiguous()
-        total += columns.sums(values.view(torch.int8), rows[low : low + step])
+        values, weights = block[low : low + step].to(dtype), rows[low : low + step]
+        data = (values if values.stride(1) == 1 else values.contiguous()).view(torch.int8)
+        if data.is_cuda or len(weights) == 1:
+            total += ((data * columns).sum(1) * weights).sum()
+            continue
+        for part, of_part in zip(data.split(PRODUCT_BYTES_MAX, 1), digits.split(PRODUCT_BYTES_MAX), strict=True):
+            total += ((torch._int_mm(part, of_part) * weights[:, None]).sum(0) * POWERS).sum()
     return total
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The weights of all bytes of a row."""
-
-    weights: torch.Tensor
-    """int64 [bytes]"""
-    digits: torch.Tensor
-    """The weights in base 128, int8 [bytes, DIGIT_COLUMNS]."""
-    constant: torch.Tensor
-    """The weighted sum of a row of zeros, int64."""
-
-    def sums(self, data: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the bytes, int8 [rows, bytes], times the weights of their rows and columns, int64."""
-        if data.is_cuda or len(rows) == 1:
-            return ((data * self.weights).sum(1) * rows).sum()
-        total = torch.zeros((), dtype=torch.int64)
-        for part, digits in zip(data.split(PRODUCT_BYTES_MAX, 1), self.digits.split(PRODUCT_BYTES_MAX), strict=True):
-            products = torch._int_mm(part, digits)
-            total += ((products * rows[:, None]).sum(0) * _powers()).sum()
-        return total
-
-
 @lru_cache(maxsize=64)
-def _columns(span: tuple[int, int, int] | None, itemsize: int, device: torch.device) -> _Columns:
-    """Returns the columns of an axis, by its number, start and count; None: one element without an index."""
+def _columns(
+    span: tuple[int, int, int] | None, itemsize: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the weights of all bytes of a row, int64 [bytes]; the same in base 128, int8 [bytes, DIGIT_COLUMNS]; and
+    the weighted sum of a row of zeros, int64. `span` is an axis's number, start and count; None: one element without
+    an index."""
     weights = _weights(*span, device) if span else torch.ones(1, dtype=torch.int64, device=device)
     constant = weights.sum() * splitmix64.GAMMA
     weights = (weights[:, None] * torch.tensor([511**place for place in range(itemsize)], device=device)).flatten()
@@ -172,13 +159,7 @@ def _columns(span: tuple[int, int, int] | None, itemsize: int, device: torch.dev
     for place in range(DIGITS):
         digits[:, place] = ((rest + 64) & 127) - 64
         rest = (rest - digits[:, place]) >> DIGIT_BITS
-    return _Columns(weights, digits, constant)
-
-
-@lru_cache(maxsize=1)
-def _powers() -> torch.Tensor:
-    """Returns the power of 128 of each column of digits, int64."""
-    return 1 << (DIGIT_BITS * torch.arange(DIGIT_COLUMNS)).clamp(max=63)
+    return weights, digits, constant
 
 
 def _weights(axis: int, start: int, count: int, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,6 @@ from megagrpo.errors import Problem, WeightPlanError, WeightSyncError
 from megagrpo.weights.boxes import (
     ITEM_BYTES,
     Box,
-    HolderClass,
     Manifest,
     Place,
     Placement,
@@ -101,11 +100,11 @@ class WeightPlan:
     def _part(
         self, transfers: Sequence[Transfer], source: int | None = None, destination: int | None = None
     ) -> WeightPlan:
-        come = {(transfer.source, transfer.source_placement.storage) for transfer in transfers}
-        go = {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers}
+        read = {(transfer.source, transfer.source_placement.storage) for transfer in transfers}
+        written = {(transfer.destination, transfer.destination_placement.storage) for transfer in transfers}
         return WeightPlan(
-            _touched(self.sources, come, source),
-            _touched(self.destinations, go, destination),
+            _touched(self.sources, read, source),
+            _touched(self.destinations, written, destination),
             self.topology,
             ListedTransfers(transfers),
         )
@@ -139,7 +138,10 @@ def make_plan(
     if problems := [problem for of_class in classes[1] for problem in storage_problems(of_class.manifest)]:
         raise WeightPlanError(problems)
     plan = WeightPlan(tuple(sources), tuple(destinations), topology, routes_between(*classes, topology))
-    if problems := plan_problems(plan, _to_check(classes[1])):
+    # One destination of each class, up to CHECKED_PLACEMENTS. Each rank checks its part when it takes it.
+    before = accumulate((len(of_class.manifest.placements) for of_class in classes[1]), initial=0)
+    checked = [c.members[0] for c, count in zip(classes[1], before, strict=False) if count < CHECKED_PLACEMENTS]
+    if problems := plan_problems(plan, checked):
         raise WeightPlanError(problems)
     return plan
 
@@ -153,15 +155,6 @@ def require_own(planned: Manifest, own: Manifest) -> None:
     if planned != own:
         given = f"the manifest of {planned.holder}" + (", with other boxes" if planned.holder == own.holder else "")
         raise WeightSyncError(Problem(f"{own.holder}: its place in the plan", given, f"the manifest of {own.holder}"))
-
-
-def _to_check(destinations: Sequence[HolderClass]) -> Iterator[int]:
-    """Yields one destination of each class, up to CHECKED_PLACEMENTS. Each rank checks its part when it takes it."""
-    placements = accumulate(len(of_class.manifest.placements) for of_class in destinations)
-    for upto, of_class in zip(placements, destinations, strict=True):
-        yield of_class.members[0]
-        if upto >= CHECKED_PLACEMENTS:
-            break
 
 
 def _touched(manifests: Sequence[Manifest], used: set[tuple[int, str]], whole: int | None) -> tuple[Manifest, ...]:

@@ -45,24 +45,20 @@ def quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weights.shape
     whole = pad(weights, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
-    scales = _scales(blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST))
-    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
-    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
-
-
-def _scales(largest: torch.Tensor) -> torch.Tensor:
-    """Returns the smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
-    Values that are not finite stay so."""
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(min=SMALLEST)
+    # The smallest power of two that is not below largest / 448, by the bits of float32: 448 is 1.75 x 2^8.
     bits = largest.view(torch.int32)
     exponents = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)
-    return torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+    scales = torch.where(largest.isfinite(), (exponents << 23).view(torch.float32), largest)
+    values = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn)
+    return values.view(whole.shape)[:rows, :columns], scales[:, 0, :, 0]
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the values that a matrix of blocks stands for. In bfloat16 they are exact."""
     rows, columns = values.shape[-2:]
-    each = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
-    return (values.float() * each).to(dtype)
+    factors = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
+    return (values.float() * factors).to(dtype)
 
 
 class Quantizer:
@@ -99,18 +95,18 @@ class Quantizer:
         self, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Returns the storages of `manifest`, from `held` and `fetched`. Raises ModelError as `tensors` does."""
-        found = {name: held[name] for name in self.manifest.storages if name in held}
+        storages = {name: held[name] for name in self.manifest.storages if name in held}
         finite = []
         for share in self._shares:
             values, scales = quantize(_assembled(share, held, fetched))
-            found[storage_name(values_of(share.region))] = values
-            found[storage_name(scales_of(share.region))] = scales
+            storages[storage_name(values_of(share.region))] = values
+            storages[storage_name(scales_of(share.region))] = scales
             finite.append(scales.isfinite().all())
         good = torch.stack(finite).tolist() if finite else []
         if wrong := {share.region.tensor for share, fine in zip(self._shares, good, strict=True) if not fine}:
             given, needed = "a value that is not finite", "finite weights: others have no scale"
             raise ModelError(Problem(tensor, given, needed, DIVERGED_FIX) for tensor in sorted(wrong))
-        return found
+        return storages
 
     @torch.no_grad()
     def _exchanged(
@@ -175,12 +171,12 @@ def _in_bounded_time(
     """Returns the result of an exchange, run in a thread because torch waits for its peers, aborted or not. Raises
     RankError if it fails, or if it does not end, which leaves the group of the training ranks unusable."""
     where = f"{member.name}: rows of cut blocks"
-    found: list[dict[str, torch.Tensor]] = []
+    results: list[dict[str, torch.Tensor]] = []
     failed: list[str] = []
 
     def run() -> None:
         try:
-            found.append(exchange())
+            results.append(exchange())
         except (RuntimeError, OSError) as error:
             failed.append(str(error).partition("\n")[0])
 
@@ -202,7 +198,7 @@ def _in_bounded_time(
     if failed:
         given = f"{failed[0]}, while {few(sorted(set(awaited))) or 'others'} should have sent them"
         raise RankError(Problem(where, given, "all training ranks alive and connected"))
-    return found[0]
+    return results[0]
 
 
 def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -40,8 +40,8 @@ def fill_padding(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Non
 
 def model_tensors(model: torch.nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Returns a model's parameters by name, and the buffers that are weights: those that the manifest names."""
-    found = {name: parameter.data for name, parameter in model.named_parameters()}
-    return found | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in manifest.storages}
 
 
 def stored_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

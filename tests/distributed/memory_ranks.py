@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.reference import Reference
 from megagrpo.megatron.state import MOMENTS, parameters_of, parts_of
-from megagrpo.megatron.trained_model import TrainedModel
+from megagrpo.megatron.trained_model import Reference, TrainedModel
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import critic_of

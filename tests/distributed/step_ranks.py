@@ -16,9 +16,8 @@ from megagrpo.batching.rank_batches import RankBatch, make_rank_batches
 from megagrpo.checkpoint.store import SavedFile
 from megagrpo.megatron.batch import Passes
 from megagrpo.megatron.model import named_tensors
-from megagrpo.megatron.model_rank import ModelRank
+from megagrpo.megatron.model_rank import ModelRank, SftRank
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.megatron.sft_rank import SftRank
 from megagrpo.megatron.state import parameters_of, shards_of
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.rank_results import TokenNumbers

@@ -18,7 +18,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.sft_rank import SftRank
+from megagrpo.megatron.model_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.step_case import Case, conversations, make_sft_recipe
 from tests.distributed.step_ranks import on_ranks, sft_steps, with_noise, write

@@ -20,7 +20,7 @@ from megagrpo.checkpoint.store import SavedFile, describe
 from megagrpo.errors import CheckpointError
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import snapshot
-from megagrpo.megatron.sft_rank import SftRank
+from megagrpo.megatron.model_rank import SftRank
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS, Row, soak
 from tests.distributed.step_case import conversations, make_sft_recipe

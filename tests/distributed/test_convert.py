@@ -20,7 +20,7 @@ from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.model import build_chunks, named_tensors, unwrapped
-from megagrpo.megatron.sft_rank import SftRank
+from megagrpo.megatron.model_rank import SftRank
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.export import begin_export

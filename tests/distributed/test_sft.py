@@ -13,7 +13,7 @@ from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors
-from megagrpo.megatron.sft_rank import SftRank
+from megagrpo.megatron.model_rank import SftRank
 from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.adapters import adapted_matrices

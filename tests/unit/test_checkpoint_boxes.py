@@ -44,7 +44,7 @@ def test_the_ranges_of_a_storage_hold_each_element_of_its_box_once_and_in_place(
     for start, stop in itertools.pairwise(cuts):
         flat = local[start:stop].clone()
         for part, view in boxes_in_range(placement, shape, start, stop):
-            values = torch.as_strided(flat, view.shape, view.strides, view.offset)
+            values = torch.as_strided(flat, *view)
             into = tuple(slice(a - o, a - o + n) for a, n, o in zip(part.start, part.shape, box.start, strict=True))
             rebuilt[into] = values
             times[into] += 1
@@ -61,5 +61,5 @@ def test_a_range_of_a_matrix_is_at_most_three_boxes() -> None:
 def test_padding_is_found_in_the_range_that_holds_it() -> None:
     fill = Fill("s", (4, 0), (2, 3))
     flat = torch.arange(8, 16)
-    values = [torch.as_strided(flat, v.shape, v.strides, v.offset) for v in fills_in_range(fill, (6, 3), 8, 16)]
+    values = [torch.as_strided(flat, *view) for view in fills_in_range(fill, (6, 3), 8, 16)]
     assert torch.cat([value.flatten() for value in values]).tolist() == [12, 13, 14, 15]

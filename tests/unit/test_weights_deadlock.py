@@ -17,13 +17,13 @@ from benchmarks.weight_traffic import topology_of
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Place, Topology
-from megagrpo.weights.transport import process_group, shared_memory, two_hops
+from megagrpo.weights.transport import choice, shared_memory, two_hops
 from megagrpo.weights.transport.buckets import Bucket
 from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport, open_receiver, open_sender
-from megagrpo.weights.transport.ends import Part, _Flow
-from megagrpo.weights.transport.process_group import PeerGroup
+from megagrpo.weights.transport.ends import SLOTS, Part, _Flow
+from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Sync
-from tests.blocking_carrier import BlockingCluster, BlockingMember, BlockingPeerGroup, DeadlockError, Memory
+from tests.blocking_carrier import BlockingCluster, BlockingMember, BlockingProcessGroup, DeadlockError, Memory
 from tests.unit.test_weights_plan import layouts
 from tests.weight_streams import Case, empty
 from tests.weights_oracle import architecture, moe_architecture, random_checkpoint
@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def _within_one_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "PeerGroup", BlockingPeerGroup)
-        patch.setattr(two_hops, "PeerGroup", BlockingPeerGroup)
+        patch.setattr(choice, "ProcessGroup", BlockingProcessGroup)
+        patch.setattr(two_hops, "ProcessGroup", BlockingProcessGroup)
         patch.setattr(shared_memory, "FileArea", Memory)
         patch.setattr(shared_memory, "map_file", Memory.map)
         yield
@@ -132,7 +132,7 @@ BESIDE = replace(
 @pytest.fixture
 def lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     """Communicators are made by the first bucket of their pair."""
-    monkeypatch.setattr(PeerGroup, "_greet", lambda group, groups, part: None)
+    monkeypatch.setattr(ProcessGroup, "_greet", lambda group, groups, part: None)
 
 
 @pytest.mark.usefixtures("lazily")
@@ -171,15 +171,15 @@ def test_a_circle_deadlocks_if_a_bucket_lies_behind_another(*, at_once: int, end
     def run(rank: int) -> None:
         member: Any = BlockingMember(cluster)
         after, before = (rank + 1) % 3, (rank - 1) % 3
-        group = BlockingPeerGroup(rank)
-        group.join(cluster.sync, member, Part(dict.fromkeys(ranks, ""), ((rank, after), (before, rank)), 1, 1), CPU)
+        group = BlockingProcessGroup(rank, lambda index: byte)
+        group.connect(cluster.sync, member, Part(dict.fromkeys(ranks, ""), ((rank, after), (before, rank)), 1, 1), CPU)
         for index in range(at_once):
             assert group.may_send(after) == (index == 0)
-            group.send(byte, index, after)
+            group.send(index, 1, after)
         member.push(str(after), ["sent"])
         member.wait(lambda: member.pop(str(rank), tuple), lambda: Problem("no message"))
         for index in range(at_once):
-            group.receive(torch.zeros(1, dtype=torch.uint8), before, index, "")()
+            group.receive(before, 1, index, SLOTS + index, "")()
         for index in range(at_once):
             group.sent(index, "")
         assert group.may_send(after)

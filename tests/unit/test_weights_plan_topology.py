@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import networkx as nx
 import numpy as np
@@ -18,12 +19,13 @@ from hypothesis import strategies as st
 from benchmarks.weight_traffic import LinkSpeeds, gather_everything, topology_of, traffic_of
 from megagrpo.errors import WeightPlanError
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.weights.boxes import Box, Manifest, Place, Placement, Storage, Topology, Transfer
+from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Place, Placement, Storage, Topology, Transfer
 from megagrpo.weights.coverage import Located
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
 from megagrpo.weights.planning.routes import Holders, even_shares, least_load
+from megagrpo.weights.transport.buckets import Bucket, destination_peer, incoming, label_of, outgoing
 from megagrpo.weights.views import torch_dtype
 from tests.unit.test_weights_plan import architectures, inside, layouts
 from tests.weight_streams import Case, all_transfers, carry_out
@@ -421,3 +423,39 @@ def test_a_rank_takes_a_part_that_is_its_share() -> None:
     for part in (plan.part_for_source(3), plan.part_for_destination(5)):
         assert len(pickle.dumps(part)) < whole / 8
     assert plan.part_for_source(3).sources[3] == plan.sources[3]
+
+
+# --- buckets: no process, no bytes ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(case=clusters(), bucket_bytes=st.sampled_from([139, 4001, 1 << 20]), data=st.data())
+def test_both_ends_see_the_same_buckets_and_every_element_travels_once(
+    case: Case, bucket_bytes: int, data: st.DataObject
+) -> None:
+    """Each end from its own part of the plan, with any of the engine ranks taking part."""
+    plan = case.plan()
+    everyone = range(len(plan.destinations))
+    active = frozenset(data.draw(st.sets(st.sampled_from(everyone), min_size=1)))
+    sent: dict[int, dict[tuple[int, int], Bucket]] = defaultdict(dict)
+    peers = [(source, plan.part_for_source(source)) for source in range(len(plan.sources))]
+    peers += [(len(plan.sources) + index, plan.part_for_destination(index)) for index in sorted(active)]
+    for peer, part in peers:
+        for bucket in outgoing(part, peer, active, bucket_bytes):
+            assert bucket.sender == peer
+            assert bucket.bytes <= max(bucket_bytes, ITEM_BYTES[case.dtype])
+            assert (peer, bucket.number) not in sent[bucket.receiver]
+            sent[bucket.receiver][peer, bucket.number] = bucket
+    for index in active:
+        peer = destination_peer(plan, index)
+        part = plan.part_for_destination(index)
+        awaited = {(b.sender, b.number): b for b in incoming(part, index, active, bucket_bytes)}
+        assert awaited.keys() == sent[peer].keys()
+        written = 0
+        for key, bucket in awaited.items():
+            ours, theirs = bucket.pieces, sent[peer][key].pieces
+            assert [(p.destination, p.begin, p.end) for p in ours] == [(p.destination, p.begin, p.end) for p in theirs]
+            assert all(one.end <= other.begin for one, other in pairwise(ours))
+            assert label_of(part, bucket) == label_of(plan, sent[peer][key])
+            written += sum(piece.destination.box.elements for piece in ours)
+        assert written == sum(placement.box.elements for placement in plan.destinations[index].placements)

@@ -70,7 +70,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a check runs. `directory` is the same for all ranks; `device` is cpu or cuda."""
+    """The place of a check. `directory` is the same for all ranks; `device` is cpu or cuda."""
 
     device: str
     directory: Path
@@ -84,7 +84,7 @@ class Setting:
 
     @cached_property
     def specs(self) -> tuple[str, ...]:
-        """Layer specs whose attention over packed sequences is fused here."""
+        """Returns the layer specs whose attention over packed sequences is fused here."""
         if not self.cuda:
             return ("local",)
         chosen = layers_on(torch.cuda.get_device_capability(), installed(), Attention(64, 64, half=True))
@@ -92,11 +92,11 @@ class Setting:
 
     @property
     def half(self) -> str:
-        """The dtype of training here."""
+        """Returns the dtype of training here."""
         return "bfloat16" if self.cuda else "float32"
 
     def model(self, kind: str = "Qwen2Config", sizes: dict[str, Any] | None = None) -> Path:
-        """The directory of a random float32 model, made once. Norms and biases are random too."""
+        """Returns the directory of a random float32 model, made once. Norms and biases are random too."""
         import transformers
 
         directory = self.directory / kind
@@ -115,7 +115,7 @@ class Setting:
 
     @contextmanager
     def train_rank(self, model: Path, tokens_at_once: int, **train: Any) -> Iterator[TrainRank]:
-        """A training rank of this process; all ranks make theirs at the same time."""
+        """Yields a training rank of this process; all ranks make theirs at the same time."""
         store = self.directory / f"store{next(self.numbers)}"
         device = f"cuda:{self.rank}" if self.cuda else "cpu"
         rank = TrainRank(self.recipe(tokens_at_once, **train), self.rank, f"file://{store}", str(model), device)
@@ -161,43 +161,34 @@ class Setting:
             for row, length in enumerate(lengths)
         ]
 
-    def batch(self, vocab: int) -> list[TrainSequence]:
-        """16 sequences of a long tail, at most `longest` tokens."""
+    def dense(self) -> tuple[Path, list[TrainSequence]]:
+        """Returns the dense model, and 16 sequences of a long tail, at most `longest` tokens."""
         random = np.random.default_rng(1)
         lengths = np.clip(random.lognormal(np.log(self.longest / 4), 0.8, 16).astype(int), 4, self.longest)
-        return self.sequences(lengths.tolist(), vocab)
+        return self.model(), self.sequences(lengths.tolist(), DENSE[self.device]["vocab_size"])
 
     @property
     def longest(self) -> int:
         return 2048 if self.cuda else 48
 
 
-def load(rank: TrainRank, recipe: Recipe, sequences: Sequence[TrainSequence]) -> None:
-    batches = make_rank_batches(
-        sequences,
-        layout=recipe.train.layout.parallel(),
-        minibatches=1,
-        tokens_per_microbatch=recipe.train.tokens_per_microbatch,
-        seed=0,
-    )
+def load(rank: TrainRank, sequences: Sequence[TrainSequence]) -> None:
+    size = rank.recipe.train.tokens_per_microbatch
+    batches = make_rank_batches(sequences, layout=rank.layout, minibatches=1, tokens_per_microbatch=size, seed=0)
     rank.load_batch(batches[rank.where.data])
 
 
 def logprobs_of(rank: TrainRank, sequences: Sequence[TrainSequence]) -> dict[tuple[int, int], float]:
-    """By row and index of each response token of this rank."""
-    load(rank, rank.recipe, sequences)
+    """Computes logprobs by row and index of each response token of this rank."""
+    load(rank, sequences)
     rank.compute_old_logprobs()
-    found = rank.token_numbers(rank.passes.old_logprobs or ())
-    if found is None:
-        return {}
-    return {
-        (int(row), int(index)): float(value)
-        for row, index, value in zip(found.rows, found.index, found.values, strict=True)
-    }
+    tokens = rank.token_numbers(rank.passes.old_logprobs or ())
+    by_token = zip(tokens.rows, tokens.index, tokens.values, strict=True) if tokens else ()
+    return {(int(row), int(index)): float(value) for row, index, value in by_token}
 
 
 def step(rank: TrainRank, sequences: Sequence[TrainSequence], number: int) -> StepMetrics | None:
-    load(rank, rank.recipe, sequences)
+    load(rank, sequences)
     rank.compute_old_logprobs()
     advantages = np.random.default_rng(2).normal(size=len(sequences)).astype(np.float32)
     return rank.update(advantages, 1e-5, 0.0, number)
@@ -205,7 +196,7 @@ def step(rank: TrainRank, sequences: Sequence[TrainSequence], number: int) -> St
 
 @torch.no_grad()
 def transformers_logprobs(model: Path, sequences: Sequence[TrainSequence], device: str) -> dict[tuple[int, int], float]:
-    """In float32, one sequence at a time."""
+    """Computes them in float32, one sequence at a time."""
     import transformers
 
     whole: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
@@ -220,12 +211,12 @@ def transformers_logprobs(model: Path, sequences: Sequence[TrainSequence], devic
 
 
 def apart(got: dict[tuple[int, int], float], wanted: dict[tuple[int, int], float]) -> np.ndarray:
-    """Absolute differences in nats of the tokens in `got`."""
+    """Returns the absolute differences in nats of the tokens in `got`."""
     return np.abs([got[token] - wanted[token] for token in got])
 
 
 def bits(rank: TrainRank) -> int:
-    """A sum of this rank's weights as integers: equal weights have equal sums."""
+    """Returns a sum of this rank's weights as integers: equal weights have equal sums."""
     total = 0
     for tensor in named_tensors(rank.policy.chunks).values():
         flat = tensor.detach().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).flatten()
@@ -264,13 +255,12 @@ def attention(setting: Setting) -> Iterator[Figure]:
     if not setting.cuda:
         yield Figure("attention kernels", 0, note="needs a GPU")
         return
-    model, vocab = setting.model(), DENSE["cuda"]["vocab_size"]
-    sequences = setting.batch(vocab)
+    model, sequences = setting.dense()
     said = _Said()
     logging.getLogger().addHandler(said)
     for spec in setting.specs:
         with setting.train_rank(model, 8192, layer_spec=spec) as rank:
-            load(rank, rank.recipe, sequences)
+            load(rank, sequences)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 rank.compute_old_logprobs()
             names = {event.key for event in profile.key_averages()}
@@ -295,8 +285,7 @@ class _Said(logging.Handler):
 
 def logprobs(setting: Setting) -> Iterator[Figure]:
     """Logprobs of each layer spec against transformers in float32."""
-    model, vocab = setting.model(), DENSE[setting.device]["vocab_size"]
-    sequences = setting.batch(vocab)
+    model, sequences = setting.dense()
     wanted = transformers_logprobs(model, sequences, setting.device)
     fix = "compare with train.layer_spec: local; if both differ, attach the JSON file to a report"
     cases = [("local", "float32", 1e-3)]
@@ -387,8 +376,7 @@ def head(setting: Setting) -> Iterator[Figure]:
 def updates(setting: Setting) -> Iterator[Figure]:
     """Five updates on policy: the first ratio is 1, nothing is clipped, gradients are finite, and it learns. By GSPO,
     whose bounds are the narrowest that recipes have: rounding alone must not reach them."""
-    model, vocab = setting.model(), DENSE[setting.device]["vocab_size"]
-    sequences = setting.batch(vocab)
+    model, sequences = setting.dense()
     advantages = np.ones(len(sequences), np.float32)
     means, ratios, clipped, norms = [], [], [], []
     with setting.train_rank(model, 4 * setting.longest, loss=NARROWEST) as rank:
@@ -411,8 +399,7 @@ def updates(setting: Setting) -> Iterator[Figure]:
 
 def offload(setting: Setting) -> Iterator[Figure]:
     """Three times out and back: device memory is free meanwhile, host memory does not grow, the next step is equal."""
-    model, vocab = setting.model(), DENSE[setting.device]["vocab_size"]
-    sequences = setting.batch(vocab)
+    model, sequences = setting.dense()
     with setting.train_rank(model, 4 * setting.longest) as rank:
         for number in (1, 2):
             step(rank, sequences, number)
@@ -439,8 +426,7 @@ def offload(setting: Setting) -> Iterator[Figure]:
 
 def checkpoints(setting: Setting) -> Iterator[Figure]:
     """Saved, loaded into a new rank, and the next step equal."""
-    model, vocab = setting.model(), DENSE[setting.device]["vocab_size"]
-    sequences = setting.batch(vocab)
+    model, sequences = setting.dense()
     saved = setting.directory / "checkpoint"
     saved.mkdir(exist_ok=True)
     with setting.train_rank(model, 4 * setting.longest) as rank:

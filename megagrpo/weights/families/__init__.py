@@ -27,13 +27,13 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(deepseek_v3.architecture_of, deepseek_v3.tensors_of),
+    "deepseek_v3": Family(deepseek_v3.architecture_of),
     "llama": Family(llama_like.llama),
     "mistral": Family(llama_like.mistral),
     "mixtral": Family(llama_like.mixtral, llama_like.mixtral_tensors),
     "qwen2": Family(llama_like.qwen2),
     "qwen3": Family(llama_like.qwen3),
-    "qwen3_moe": Family(llama_like.qwen3_moe, llama_like.qwen3_moe_tensors),
+    "qwen3_moe": Family(llama_like.qwen3_moe),
 }
 """By model_type in config.json."""
 

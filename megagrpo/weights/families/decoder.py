@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families.architecture import Architecture, LatentAttention, Tensor
 
 LayerTensors = Callable[[Architecture, int], Iterator[Tensor]]
@@ -42,14 +41,7 @@ def latent_attention(arch: Architecture, latent: LatentAttention, layer: int) ->
     yield Tensor(prefix + "o_proj.weight", (arch.hidden, arch.heads * latent.value_dim), "o", layer)
 
 
-def gated_mlp(arch: Architecture, layer: int) -> Iterator[Tensor]:
-    prefix = f"model.layers.{layer}.mlp."
-    yield Tensor(prefix + "gate_proj.weight", (arch.ffn, arch.hidden), "gate", layer)
-    yield Tensor(prefix + "up_proj.weight", (arch.ffn, arch.hidden), "up", layer)
-    yield Tensor(prefix + "down_proj.weight", (arch.hidden, arch.ffn), "down", layer)
-
-
-def routed_experts(
+def feed_forward(
     arch: Architecture,
     layer: int,
     module: str = "mlp",
@@ -57,28 +49,29 @@ def routed_experts(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> Iterator[Tensor]:
-    """Yields a router and its experts, one tensor per expert and projection. The strings are names in the keys."""
-    if arch.experts is None:
-        raise ModelError(Problem(f"{arch.family} without experts", "experts = None", "the number and size of experts"))
-    prefix, ffn = f"model.layers.{layer}.{module}.", arch.experts.ffn
-    yield Tensor(prefix + "gate.weight", (arch.experts.count, arch.hidden), "router", layer)
-    if arch.experts.router is not None:
-        yield Tensor(prefix + "gate.e_score_correction_bias", (arch.experts.count,), "router_bias", layer)
-    for expert in range(arch.experts.count):
+    """Yields a layer's MLP; or its router and experts, one tensor per expert and projection, and its shared experts.
+    The strings are names in the keys."""
+    prefix, experts = f"model.layers.{layer}.{module}.", arch.experts
+    if experts is None or layer < experts.dense_layers:
+        yield Tensor(f"{prefix}{gate}.weight", (arch.ffn, arch.hidden), "gate", layer)
+        yield Tensor(f"{prefix}{up}.weight", (arch.ffn, arch.hidden), "up", layer)
+        yield Tensor(f"{prefix}{down}.weight", (arch.hidden, arch.ffn), "down", layer)
+        return
+    yield Tensor(prefix + "gate.weight", (experts.count, arch.hidden), "router", layer)
+    if experts.router is not None:
+        yield Tensor(prefix + "gate.e_score_correction_bias", (experts.count,), "router_bias", layer)
+    for expert in range(experts.count):
         of_expert = f"{prefix}experts.{expert}."
-        yield Tensor(f"{of_expert}{gate}.weight", (ffn, arch.hidden), "expert_gate", layer, expert)
-        yield Tensor(f"{of_expert}{up}.weight", (ffn, arch.hidden), "expert_up", layer, expert)
-        yield Tensor(f"{of_expert}{down}.weight", (arch.hidden, ffn), "expert_down", layer, expert)
+        yield Tensor(f"{of_expert}{gate}.weight", (experts.ffn, arch.hidden), "expert_gate", layer, expert)
+        yield Tensor(f"{of_expert}{up}.weight", (experts.ffn, arch.hidden), "expert_up", layer, expert)
+        yield Tensor(f"{of_expert}{down}.weight", (arch.hidden, experts.ffn), "expert_down", layer, expert)
+    if ffn := experts.shared_ffn:
+        yield Tensor(f"{prefix}shared_experts.{gate}.weight", (ffn, arch.hidden), "shared_gate", layer)
+        yield Tensor(f"{prefix}shared_experts.{up}.weight", (ffn, arch.hidden), "shared_up", layer)
+        yield Tensor(f"{prefix}shared_experts.{down}.weight", (arch.hidden, ffn), "shared_down", layer)
 
 
-def shared_experts(arch: Architecture, layer: int, ffn: int) -> Iterator[Tensor]:
-    prefix = f"model.layers.{layer}.mlp.shared_experts."
-    yield Tensor(prefix + "gate_proj.weight", (ffn, arch.hidden), "shared_gate", layer)
-    yield Tensor(prefix + "up_proj.weight", (ffn, arch.hidden), "shared_up", layer)
-    yield Tensor(prefix + "down_proj.weight", (arch.hidden, ffn), "shared_down", layer)
-
-
-def decoder_tensors(arch: Architecture, mlp: LayerTensors = gated_mlp) -> tuple[Tensor, ...]:
+def decoder_tensors(arch: Architecture, mlp: LayerTensors = feed_forward) -> tuple[Tensor, ...]:
     """Returns a decoder's tensors in the order of the forward pass; `mlp` lists a layer's feed-forward tensors."""
     tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "embedding")]
     for layer in range(arch.layers):

@@ -6,11 +6,10 @@ No side holds them; `extra_tensors` in sides/checkpoint.py lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter, Tensor
-from megagrpo.weights.families.decoder import decoder_tensors, gated_mlp, routed_experts, shared_experts
+from megagrpo.weights.families.architecture import Architecture, Experts, LatentAttention, SigmoidRouter
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 NORM_EPSILON = 1e-6
@@ -51,44 +50,27 @@ def _read_experts(read: ConfigReader) -> Experts:
         read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
         dense = 0
     ffn = read.integer("moe_intermediate_size")
+    router = SigmoidRouter(
+        groups=read.integer("n_group"),
+        groups_per_token=read.integer("topk_group"),
+        scale=read.number("routed_scaling_factor", config.get("routed_scaling_factor")),
+    )
     experts = Experts(
         count=read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX),
         per_token=read.integer("num_experts_per_tok"),
         ffn=ffn,
         normalize_top_k=True,
-        router=SigmoidRouter(
-            groups=read.integer("n_group"),
-            groups_per_token=read.integer("topk_group"),
-            scale=read.number("routed_scaling_factor", config.get("routed_scaling_factor")),
-        ),
+        router=router,
         shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
         dense_layers=dense,
     )
     if experts.per_token == 1:
         read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
-    _refuse_groups(read, experts)
+    if router.groups != router.groups_per_token:
+        if experts.count % router.groups or router.groups_per_token > router.groups:
+            needed = f"a divisor of n_routed_experts = {experts.count}, at least topk_group"
+            read.refuse("n_group", router.groups, needed)
+        elif experts.per_token != 2 * router.groups_per_token:
+            # Megatron scores a group by per_token / groups_per_token of its experts, DeepSeek by 2.
+            read.refuse("topk_group", router.groups_per_token, f"num_experts_per_tok / 2 = {experts.per_token / 2:g}")
     return experts
-
-
-def _refuse_groups(read: ConfigReader, experts: Experts) -> None:
-    """Refuses groups unless per_token / groups_per_token is 2: Megatron scores by that many experts, DeepSeek by 2."""
-    router = experts.router
-    if router is None or router.groups == router.groups_per_token:
-        return
-    if experts.count % router.groups or router.groups_per_token > router.groups:
-        read.refuse("n_group", router.groups, f"a divisor of n_routed_experts = {experts.count}, at least topk_group")
-    elif experts.per_token != 2 * router.groups_per_token:
-        read.refuse("topk_group", router.groups_per_token, f"num_experts_per_tok / 2 = {experts.per_token / 2:g}")
-
-
-def tensors_of(arch: Architecture) -> tuple[Tensor, ...]:
-    return decoder_tensors(arch, _feed_forward)
-
-
-def _feed_forward(arch: Architecture, layer: int) -> Iterator[Tensor]:
-    experts = arch.experts
-    if experts is None or layer < experts.dense_layers:
-        yield from gated_mlp(arch, layer)
-        return
-    yield from routed_experts(arch, layer)
-    yield from shared_experts(arch, layer, experts.shared_ffn)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megagrpo.weights.families.architecture import Architecture, Experts
-from megagrpo.weights.families.decoder import decoder_tensors, routed_experts
+from megagrpo.weights.families.decoder import decoder_tensors, feed_forward
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 
@@ -61,9 +61,6 @@ def qwen3_moe(config: Mapping[str, Any]) -> Architecture:
     return read.architecture(qk_norm=True, experts=experts)
 
 
-qwen3_moe_tensors = partial(decoder_tensors, mlp=routed_experts)
-
-
 def mixtral(config: Mapping[str, Any]) -> Architecture:
     """Reads Mixtral (`MixtralForCausalLM`): llama's attention, and experts instead of an MLP in every layer."""
     read = ConfigReader(config, default_theta=1e6, num_key_value_heads=8, rms_norm_eps=1e-5)
@@ -78,5 +75,5 @@ def mixtral(config: Mapping[str, Any]) -> Architecture:
 
 
 mixtral_tensors = partial(
-    decoder_tensors, mlp=partial(routed_experts, module="block_sparse_moe", gate="w1", up="w3", down="w2")
+    decoder_tensors, mlp=partial(feed_forward, module="block_sparse_moe", gate="w1", up="w3", down="w2")
 )

@@ -237,8 +237,8 @@ class ConfigReader:
             self.refuse("hidden_act", activation, "silu")
         quantization = self.config.get("quantization_config")
         names = ("quant_method", "fmt", "weight_block_size")
-        found = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
-        if quantization and found not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
+        scheme = [quantization.get(name) for name in names] if isinstance(quantization, Mapping) else []
+        if quantization and scheme not in (["fp8", "e4m3", [128, 128]], ["fp8", None, [128, 128]]):
             # fp8 in these blocks is read as bfloat16 (sides/checkpoint.py).
             needed = "absent, or fp8 (e4m3) with weight_block_size [128, 128]"
             self.refuse("quantization_config", quantization, needed)

@@ -102,7 +102,7 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
     in_storage: dict[str, list[Placement]] = {}
     for placement in base.placements:
         in_storage.setdefault(placement.storage, []).append(placement)
-    found = []
+    linears = []
     for storage, placements in in_storage.items():
         first = tensors[placements[0].box.tensor]
         fused = next((roles for roles in FUSED if first.role in roles), ())
@@ -112,8 +112,8 @@ def adapted_linears(arch: Architecture, base: Manifest, targets: Collection[str]
         index = {matrix.name: number for number, matrix in enumerate(matrices)}
         runs = [MatrixRows(p.at[0], p.box.shape[0], index.get(p.box.tensor)) for p in placements]
         box = placements[0].box
-        found.append(FusedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
-    return tuple(found)
+        linears.append(FusedLinear(storage, tuple(matrices), tuple(runs), box.start[1], box.shape[1]))
+    return tuple(linears)
 
 
 def adapter_manifest(base: Manifest, linears: Sequence[FusedLinear], rank: int) -> Manifest:

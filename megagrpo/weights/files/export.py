@@ -100,11 +100,16 @@ def lay_out(directory: Path, files: tuple[Manifest, ...], model_directory: Path,
             else:
                 shutil.copyfile(companion, directory / companion.name)
     config = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
-    _write_json(directory / "config.json", _with_dtype(config, dtype))
+    config.pop("quantization_config", None)  # the files have the plain weights
+    # The key is dtype, torch_dtype in transformers 4, or both if the config has both.
+    config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or ["dtype"], dtype)
+    _write_json(directory / "config.json", config)
     for file in files:
         _write_empty(directory, file)
     if len(files) > 1:
-        _write_json(directory / checkpoint.INDEX, _index(files))
+        size = sum(storage.bytes for file in files for storage in file.storages.values())
+        weight_map = {name: file.holder for file in files for name in file.storages}
+        _write_json(directory / checkpoint.INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def _write_empty(directory: Path, file: Manifest) -> None:
@@ -164,28 +169,10 @@ def write_box(descriptor: int, entry: checkpoint.Entry, start: tuple[int, ...], 
     data = memoryview(values.view(-1).view(torch.uint8).numpy())
     run_bytes, offsets = entry.runs(start, tuple(values.shape), values.itemsize)
     for index, offset in enumerate(offsets):
-        write_all(descriptor, data[index * run_bytes : (index + 1) * run_bytes], entry.begin + offset)
-
-
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data` at `offset`; pwrite may write less than it is given. Raises OSError."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _index(files: tuple[Manifest, ...]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(storage.bytes for file in files for storage in file.storages.values())},
-        "weight_map": {name: file.holder for file in files for name in file.storages},
-    }
-
-
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the config of the unquantized model in `dtype`. Its key is dtype, torch_dtype in transformers 4, or both
-    if the config has both."""
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return plain | dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or ["dtype"], dtype)
+        run, at = data[index * run_bytes : (index + 1) * run_bytes], entry.begin + offset
+        while run:  # pwrite may write less than it is given
+            written = os.pwrite(descriptor, run, at)
+            run, at = run[written:], at + written
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -74,7 +74,14 @@ def load_files(
     storages = stored_tensors(manifest, tensors)
     files = ModelFiles(directory, arch)
     if arch is not None:
-        manifest = _without_missing(manifest, arch, files.manifests)
+        held = {placement.box.tensor for file in files.manifests for placement in file.placements}
+        missing = {tensor.name for tensor in tensors_of(arch) if tensor.optional and tensor.name not in held}
+        zeros = [placement for placement in manifest.placements if placement.box.tensor in missing]
+        manifest = replace(
+            manifest,
+            placements=tuple(placement for placement in manifest.placements if placement.box.tensor not in missing),
+            fills=(*manifest.fills, *(Fill(zero.storage, zero.at, zero.local_shape) for zero in zeros)),
+        )
     try:
         plan = make_plan(files.manifests, [manifest])
     except WeightPlanError as error:
@@ -86,18 +93,6 @@ def load_files(
             values = part.reshape(come.box.shape) if None in come.axes else part
             box_view(storages[into.storage], into).copy_(values)
     fill_padding(manifest, storages)
-
-
-def _without_missing(manifest: Manifest, arch: Architecture, files: Sequence[Manifest]) -> Manifest:
-    """Returns the manifest with zeros in place of the optional tensors that the files lack."""
-    found = {placement.box.tensor for file in files for placement in file.placements}
-    missing = {tensor.name for tensor in tensors_of(arch) if tensor.optional and tensor.name not in found}
-    new = [placement for placement in manifest.placements if placement.box.tensor in missing]
-    return replace(
-        manifest,
-        placements=tuple(placement for placement in manifest.placements if placement.box.tensor not in missing),
-        fills=(*manifest.fills, *(Fill(placement.storage, placement.at, placement.local_shape) for placement in new)),
-    )
 
 
 def read_region(path: Path, entry: Entry, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

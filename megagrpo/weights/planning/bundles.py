@@ -88,17 +88,8 @@ class Bundle:
 _Held = tuple[tuple[int, ...], tuple[int, ...], int]  # start, shape, class
 _Wanted = tuple[tuple[int, ...], tuple[int, ...], int, str]  # and dtype
 _Classes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """A box of a kind of tensor whose elements all have the same holders and the same takers, as classes."""
-
-    box: Box
-    holders: _Classes
-    wanted_by: _Classes
-    dtype: str
-    copy: int
+_Key = tuple[_Classes, _Classes, str, int]
+"""Holders, takers, dtype and copy of a bundle's elements."""
 
 
 def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClass]) -> list[Bundle]:
@@ -118,15 +109,14 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
     for tensor, wants in wanted.items():
         kinds[tuple(held.get(tensor, ())), tuple(wants)].append(tensor)
 
-    blocks: dict[tuple[_Classes, _Classes, str, int], list[Block]] = defaultdict(list)
+    blocks: dict[_Key, list[Block]] = defaultdict(list)
     problems = []
     for (holds, wishes), tensors in kinds.items():
         cells, missing = _cells(holds, wishes)
         if missing:
             problems += [_missing_source(tensor, missing, holds, sources, destinations) for tensor in tensors]
-        for cell in cells:
-            block = Block(tuple(tensors), cell.box.start, cell.box.shape)
-            blocks[cell.holders, cell.wanted_by, cell.dtype, cell.copy].append(block)
+        for box, key in cells:
+            blocks[key].append(Block(tuple(tensors), box.start, box.shape))
     if problems:
         raise WeightPlanError(problems)
     members: dict[tuple[int, _Classes], tuple[int, ...]] = {}
@@ -143,10 +133,13 @@ def bundles_of(sources: Sequence[HolderClass], destinations: Sequence[HolderClas
     ]
 
 
-def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell], list[tuple[Box, _Classes]]]:
-    """Returns the cells of one kind of tensor, and regions that no source holds, with the classes that want them."""
+def _cells(
+    holds: Sequence[_Held], wants: Sequence[_Wanted]
+) -> tuple[list[tuple[Box, _Key]], list[tuple[Box, _Classes]]]:
+    """Returns boxes of one kind of tensor, by the holders and takers of their elements; and regions that no source
+    holds, with the classes that want them."""
     sources = disjoint((start, shape, index) for start, shape, index in holds)
-    cells: list[_Cell] = []
+    cells: list[tuple[Box, _Key]] = []
     missing: list[tuple[Box, _Classes]] = []
     for dtype in dict.fromkeys(dtype for *_, dtype in wants):
         of_dtype = [(start, shape, index) for start, shape, index, its in wants if its == dtype]
@@ -164,7 +157,7 @@ def _cells(holds: Sequence[_Held], wants: Sequence[_Wanted]) -> tuple[list[_Cell
                 left = [piece for part in left for piece in subtract(part, common)]
                 for copy in range(max(times.values())):
                     classes = tuple(sorted(index for index, count in times.items() if count > copy))
-                    cells.append(_Cell(common, holders, classes, dtype, copy))
+                    cells.append((common, (holders, classes, dtype, copy)))
             missing += [(part, tuple(times)) for part in left]
     return cells, missing
 
@@ -179,9 +172,9 @@ def _missing_source(
     parts = [
         f"{as_slice(box)} for {destinations[index].manifest.holder}" for box, classes in missing for index in classes
     ]
-    known = few([sources[index].manifest.holder for index in sorted({index for *_, index in holds})])
+    holders = few([sources[index].manifest.holder for index in sorted({index for *_, index in holds})])
     given = f"no source for {few(parts)}"
-    return Problem(tensor, given, "a source for every element", f"held by: {known or 'no source at all'}")
+    return Problem(tensor, given, "a source for every element", f"held by: {holders or 'no source at all'}")
 
 
 def disjoint(held: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[tuple[Box, tuple[int, ...]]]:

@@ -95,11 +95,11 @@ class Routes:
         first, end = segments.first[segments.group[row] :][:2]
         members = segments.members[first:end].tolist() if destination is None else [destination]
         boxes = list(bundle.boxes(int(segments.begin[row]), int(segments.end[row])))
-        come = [self._sources.around(source, box)[0].part(box) for box in boxes]
+        sources = [self._sources.around(source, box)[0].part(box) for box in boxes]
         for member in members:
-            for box, placement in zip(boxes, come, strict=True):
-                into = self._destinations.around(member, box, bundle.dtype)[bundle.copy].part(box)
-                yield Transfer(source, placement, member, into, None if member == landing else landing)
+            for box, placement in zip(boxes, sources, strict=True):
+                taken = self._destinations.around(member, box, bundle.dtype)[bundle.copy].part(box)
+                yield Transfer(source, placement, member, taken, None if member == landing else landing)
 
 
 class _Placements:
@@ -174,7 +174,7 @@ def _cut(
 
 
 def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery]:
-    found = []
+    deliveries = []
     holders_on: dict[Holders, dict[str, Holders]] = {}
     wanted_on: dict[Holders, dict[str, Holders]] = {}
     for index, bundle in enumerate(bundles):
@@ -185,14 +185,14 @@ def _deliveries(bundles: Sequence[Bundle], topology: Topology) -> list[_Delivery
         for node, receivers in wanted_on[bundle.wanted_by].items():
             near = holders_on[bundle.holders].get(node)
             if near is None:
-                found.append(_Delivery(index, bundle.holders, receivers, "network"))
+                deliveries.append(_Delivery(index, bundle.holders, receivers, "network"))
                 continue
             for receiver in receivers:
                 place = topology.destinations[receiver]
-                own = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
-                senders = near if own is None else (own,)
-                found.append(_Delivery(index, senders, (receiver,), "node" if own is None else "device"))
-    return found
+                beside = next((source for source in near if topology.sources[source].link_to(place) == "device"), None)
+                senders = near if beside is None else (beside,)
+                deliveries.append(_Delivery(index, senders, (receiver,), "node" if beside is None else "device"))
+    return deliveries
 
 
 def _by_node(indices: Holders, places: Sequence[Place]) -> dict[str, Holders]:

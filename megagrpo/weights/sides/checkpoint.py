@@ -73,7 +73,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
     parts, shapes = _known(arch)
     headers = [(path, read_header(path)) for path in weight_files(directory)]
     scales = {name: entry for _, entries in headers for name, entry in entries.items() if name.endswith(SCALE_SUFFIX)}
-    problems, found = [], []
+    problems, files = [], []
     held: set[str] = set()
     unknown: set[str] = set()
     for path, entries in headers:
@@ -91,7 +91,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
                 dtype = FP8_STANDS_FOR if entry.dtype == FP8 else DTYPES[entry.dtype]
                 storages[name] = Storage(name, entry.shape, dtype)
                 placements += parts[name]
-        found.append(Manifest(path.name, storages, tuple(placements)))
+        files.append(Manifest(path.name, storages, tuple(placements)))
     missing = [tensor for tensor in tensors if tensor.name not in held and not tensor.optional]
     if renamed := _renamed(directory, [tensor.name for tensor in missing], unknown):
         raise ModelError(renamed)
@@ -113,7 +113,7 @@ def manifests(directory: str | Path, arch: Architecture | None = None) -> tuple[
         ]
     if problems:
         raise ModelError(problems)
-    return tuple(found)
+    return tuple(files)
 
 
 def extra_tensors(directory: str | Path) -> list[str]:
@@ -126,8 +126,8 @@ def extra_tensors(directory: str | Path) -> list[str]:
 
 def _layer_of(name: str) -> int:
     """Returns the number of a tensor's layer; -1 for a tensor outside the layers, and for constants of old files."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found and not name.endswith("rotary_emb.inv_freq") else -1
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(match[1]) if match and not name.endswith("rotary_emb.inv_freq") else -1
 
 
 def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) -> Problem | None:
@@ -204,11 +204,11 @@ def _left_over(single: Path, given: str) -> Problem:
 
 def _no_weights(directory: Path) -> Problem:
     """Returns the problem of a directory without SINGLE and INDEX, naming a file that it has instead."""
-    found = {path.name for path in directory.glob("*")}
+    names = {path.name for path in directory.glob("*")}
     needed = "the model's weights as safetensors"
-    if shards := sorted(name for name in found if name.endswith(".safetensors")):
+    if shards := sorted(name for name in names if name.endswith(".safetensors")):
         return Problem(str(directory / INDEX), f"no such file, beside {shards[0]}", "the index of its files")
-    if others := sorted(name for name in found if re.search(r"\.(bin|pth?|gguf|h5|msgpack)$", name)):
+    if others := sorted(name for name in names if re.search(r"\.(bin|pth?|gguf|h5|msgpack)$", name)):
         fix = "load it with AutoModelForCausalLM.from_pretrained, and save_pretrained to another directory"
         return Problem(str(directory / SINGLE), f"no such file, but {others[0]}", needed, fix)
     return Problem(str(directory / SINGLE), "no such file", needed)

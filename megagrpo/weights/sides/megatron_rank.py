@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_chunk, stage_problems
@@ -19,8 +19,8 @@ from megagrpo.weights.sides.assembly import (
     ManifestBuilder,
     Roles,
     Rows,
-    all_rows,
     cut,
+    padded_shard,
     role_problems,
     shard,
     tensors_by_role,
@@ -40,18 +40,16 @@ Axis = Literal["tensor", "expert", "expert_tensor"]
 
 @dataclass(frozen=True)
 class MegatronSpec:
-    """The parameter names of one of Megatron's layer specs; `{expert}` is the index of an expert on its rank."""
+    """The parameter names of one of Megatron's layer specs. In `expert`, {expert} is an index on the rank, and {linear}
+    is linear_fc1 or linear_fc2."""
 
     input_norm: str
     query_latent_norm: str
     key_value_latent_norm: str
     post_attention_norm: str
-    expert_fc1: str
-    expert_fc2: str
+    expert: str
     cuts_latents: bool
     """True: tensor ranks cut the projections down to the latents. False: each rank holds them whole."""
-    latent_input_norm: str = "input_layernorm.weight"
-    pre_experts_norm: str = "pre_mlp_layernorm.weight"
 
     def manifest(self, arch: Architecture, layout: ParallelLayout, where: RankCoordinates, dtype: str) -> Manifest:
         """Returns a manifest with storages `chunk{c}.{parameter name}` for each model chunk c of this rank. Raises
@@ -73,20 +71,20 @@ class MegatronSpec:
             rules.append(("tensor", "kv_lora_rank + qk_rope_head_dim", latent.key_value_rank + latent.rotary_dim))
             rules.append(("tensor", "q_lora_rank", latent.query_rank or 0))
         sizes = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
-        found = [
+        problems = [
             Problem(f"{arch.family} over {axis} = {sizes[axis]}", f"{what}: {size}", f"a multiple of {sizes[axis]}")
             for axis, what, size in rules
             if size % sizes[axis]
         ]
-        found += [
+        problems += [
             Problem(f"{arch.family} over {layout}", f"layers: {arch.layers}", f"layers for every stage: {problem}")
             for problem in stage_problems(arch.layers, layout)
         ]
         if arch.query_groups % layout.tensor and layout.tensor % arch.query_groups:
             given = f"query groups (key-value heads): {arch.query_groups}"
             needed = f"a multiple or a divisor of {layout.tensor}"
-            found.append(Problem(f"{arch.family} over tensor = {layout.tensor}", given, needed))
-        return found + role_problems(arch, HELD, "Megatron")
+            problems.append(Problem(f"{arch.family} over tensor = {layout.tensor}", given, needed))
+        return problems + role_problems(arch, HELD, "Megatron")
 
 
 LOCAL_SPEC = MegatronSpec(
@@ -94,8 +92,7 @@ LOCAL_SPEC = MegatronSpec(
     query_latent_norm="q_layernorm.weight",
     key_value_latent_norm="kv_layernorm.weight",
     post_attention_norm="pre_mlp_layernorm.weight",
-    expert_fc1="mlp.experts.local_experts.{expert}.linear_fc1.weight",
-    expert_fc2="mlp.experts.local_experts.{expert}.linear_fc2.weight",
+    expert="mlp.experts.local_experts.{expert}.{linear}.weight",
     cuts_latents=True,
 )
 """Megatron's local layers: norms apart from the linear layers, experts one by one (SequentialMLP)."""
@@ -105,23 +102,77 @@ TE_SPEC = MegatronSpec(
     query_latent_norm="linear_q_up_proj.layer_norm_weight",
     key_value_latent_norm="linear_kv_up_proj.layer_norm_weight",
     post_attention_norm="mlp.linear_fc1.layer_norm_weight",
-    expert_fc1="mlp.experts.linear_fc1.weight{expert}",
-    expert_fc2="mlp.experts.linear_fc2.weight{expert}",
+    expert="mlp.experts.{linear}.weight{expert}",
     cuts_latents=False,
 )
 """transformer-engine's layers: norms inside the linear layers, experts in grouped linear layers."""
 
 
+def config_fields(arch: Architecture) -> dict[str, Any]:
+    """Returns the fields of Megatron's TransformerConfig that describe the model. Most have the same names in
+    Megatron-LM's parser."""
+    fields: dict[str, Any] = {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "ffn_hidden_size": arch.ffn,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_epsilon,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm or arch.latent is not None,  # of latent attention: the norms of the latents
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if (latent := arch.latent) is not None:
+        fields |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_value_rank,
+            "qk_head_dim": latent.plain_dim,
+            "qk_pos_emb_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
+        }
+    if (yarn := arch.rope.yarn) is not None:
+        fields |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_positions,
+            **{name: getattr(yarn, name) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+        }
+    if (experts := arch.experts) is not None:
+        dense = experts.dense_layers
+        fields |= {
+            "num_moe_experts": experts.count,
+            "moe_router_topk": experts.per_token,
+            "moe_ffn_hidden_size": experts.ffn,
+            # Megatron stacks layers in its checkpoints unless a list says that they are not all alike.
+            "moe_layer_freq": [0] * dense + [1] * (arch.layers - dense) if dense else 1,
+            # Softmax over the chosen experts is softmax over all of them, normalised over the chosen.
+            "moe_router_pre_softmax": not experts.normalize_top_k,
+            **({"moe_shared_expert_intermediate_size": experts.shared_ffn} if experts.shared_ffn else {}),
+        }
+        if (router := experts.router) is not None:
+            fields |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": router.scale,
+            }
+    return fields
+
+
 def divided_sizes(arch: Architecture) -> list[tuple[Axis, str, int]]:
     """Returns the sizes of the model that a parallel size must divide, with either layer spec: (axis, name, size)."""
-    found: list[tuple[Axis, str, int]] = [("tensor", "attention heads (num_attention_heads)", arch.heads)]
+    sizes: list[tuple[Axis, str, int]] = [("tensor", "attention heads (num_attention_heads)", arch.heads)]
     if arch.has_dense_layers:
-        found.append(("tensor", "MLP columns (intermediate_size)", arch.ffn))
+        sizes.append(("tensor", "MLP columns (intermediate_size)", arch.ffn))
     if arch.experts is not None:
-        found.append(("expert", "experts in a layer", arch.experts.count))
-        found.append(("expert_tensor", "columns in each expert (moe_intermediate_size)", arch.experts.ffn))
-        found.append(("tensor", "columns of the shared experts", arch.experts.shared_ffn))
-    return found
+        sizes.append(("expert", "experts in a layer", arch.experts.count))
+        sizes.append(("expert_tensor", "columns in each expert (moe_intermediate_size)", arch.experts.ffn))
+        sizes.append(("tensor", "columns of the shared experts", arch.experts.shared_ffn))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -151,7 +202,8 @@ class _Rank:
             if held.experts:
                 self.add_experts(in_layer, held)
             else:
-                self.add_mlp(in_layer, held.roles)
+                self.builder.whole(in_layer + self.spec.post_attention_norm, held.roles["post_attention_norm"])
+                self.add_gated(in_layer + "mlp.", held.roles["gate"], held.roles["up"], held.roles["down"])
         if last:
             self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
             if arch.value_head:
@@ -162,10 +214,8 @@ class _Rank:
                 self.add_vocabulary(prefix + "output_layer.weight", model.roles["embedding"])
 
     def add_vocabulary(self, storage: str, tensor: Tensor) -> None:
-        padded = self.arch.padded_vocab(self.layout.tensor)
-        count = padded // self.layout.tensor
-        rows = [all_rows(tensor), Rows(None, 0, padded - self.arch.vocab)]
-        self.builder.rows(storage, cut(rows, self.where.tensor * count, count), (self.arch.hidden,))
+        padded, shards = self.arch.padded_vocab(self.layout.tensor), self.layout.tensor
+        self.builder.rows(storage, padded_shard(tensor, padded, self.where.tensor, shards), (self.arch.hidden,))
 
     def add_attention(self, prefix: str, layer: Roles) -> None:
         build = self.builder
@@ -181,7 +231,7 @@ class _Rank:
         build.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
 
     def add_latent_attention(self, prefix: str, layer: Roles) -> None:
-        self.builder.whole(prefix + self.spec.latent_input_norm, layer["input_norm"])
+        self.builder.whole(prefix + "input_layernorm.weight", layer["input_norm"])
         attention = prefix + "self_attention."
         if "q" in layer:
             self.add_rows(attention + "linear_q_proj.weight", layer["q"])
@@ -220,10 +270,6 @@ class _Rank:
         count = arch.query_groups * (queries + 2 * arch.head_dim) // self.layout.tensor
         return cut(fused, self.where.tensor * count, count)
 
-    def add_mlp(self, prefix: str, layer: Roles) -> None:
-        self.builder.whole(prefix + self.spec.post_attention_norm, layer["post_attention_norm"])
-        self.add_gated(prefix + "mlp.", layer["gate"], layer["up"], layer["down"])
-
     def add_gated(self, prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> None:
         index, shards = self.where.tensor, self.layout.tensor
         fc1 = [shard(gate, index, shards), shard(up, index, shards)]
@@ -233,7 +279,7 @@ class _Rank:
     def add_experts(self, prefix: str, layer: LayerTensors) -> None:
         index, shards = self.where.expert_tensor, self.layout.expert_tensor
         here = len(layer.experts) // self.layout.expert
-        self.builder.whole(prefix + self.spec.pre_experts_norm, layer.roles["post_attention_norm"])
+        self.builder.whole(prefix + "pre_mlp_layernorm.weight", layer.roles["post_attention_norm"])
         self.builder.whole(prefix + "mlp.router.weight", layer.roles["router"])
         if "router_bias" in layer.roles:
             self.builder.whole(prefix + "mlp.router.expert_bias", layer.roles["router_bias"])
@@ -243,7 +289,7 @@ class _Rank:
         for local in range(here):
             expert = layer.experts[self.where.expert * here + local]
             fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]
-            self.builder.rows(prefix + self.spec.expert_fc1.format(expert=local), fc1, (self.arch.hidden,))
-            self.builder.columns(
-                prefix + self.spec.expert_fc2.format(expert=local), expert["expert_down"], index, shards
-            )
+            name = prefix + self.spec.expert
+            self.builder.rows(name.format(expert=local, linear="linear_fc1"), fc1, (self.arch.hidden,))
+            fc2 = name.format(expert=local, linear="linear_fc2")
+            self.builder.columns(fc2, expert["expert_down"], index, shards)

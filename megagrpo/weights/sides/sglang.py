@@ -127,25 +127,23 @@ def manifest(
             holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
     elif last or arch.family in HEAD_ON_EVERY_STAGE:
         holder.add_vocabulary(model.roles["head"])
-    return builder.build() if quantization is None else _quantized(builder.build(), arch)
+    if quantization is None:
+        return builder.build()
+    # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
+    blocks = in_blocks(builder.build(), quantized_shapes(arch))
+    layers = [name.removesuffix("o_proj.weight") for name in blocks.storages if name.endswith("o_proj.weight")]
+    modules = ATTENTIONS.get(arch.family, ("attn",))
+    scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
+    storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
+    return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
     """Returns the layers of a pipeline stage: equal runs, the last ones longer by one if they do not divide
     (get_pp_indices in sglang/srt/distributed/utils.py)."""
-    each, more = divmod(layers, stages)
-    begin = stage * each + max(0, stage - (stages - more))
-    return range(begin, begin + each + (stage >= stages - more))
-
-
-def _quantized(manifest: Manifest, arch: Architecture) -> Manifest:
-    """Returns the manifest in blocks, with scales of float8 keys and values, always 1: the cache has its own dtype."""
-    found = in_blocks(manifest, quantized_shapes(arch))
-    layers = [name.removesuffix("o_proj.weight") for name in manifest.storages if name.endswith("o_proj.weight")]
-    modules = ATTENTIONS.get(arch.family, ("attn",))
-    scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
-    storages = {**found.storages, **{name: Storage(name, (), "float32") for name in scales}}
-    return replace(found, storages=storages, fills=found.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
+    share, rest = divmod(layers, stages)
+    begin = stage * share + max(0, stage - (stages - rest))
+    return range(begin, begin + share + (stage >= stages - rest))
 
 
 @lru_cache(maxsize=256)
@@ -172,8 +170,8 @@ def split_problems(
     arch: Architecture, layout: EngineSizes, device: str, quantization: str | None = None
 ) -> list[Problem]:
     """Returns the reasons why an engine of these sizes cannot hold the model."""
-    found = _size_problems(arch, layout, device)
-    return found if found or quantization is None else list(_block_problems(arch, layout))
+    problems = _size_problems(arch, layout, device)
+    return problems if problems or quantization is None else list(_block_problems(arch, layout))
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
@@ -189,7 +187,11 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     ]
     if found:
         return found
-    found += _stage_problems(arch, layout.pipeline, where)
+    if layout.pipeline > arch.layers:
+        found.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
+    if layout.pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
+        needed = "pipeline = 1: SGLang's last stage has no head for this family"
+        found.append(Problem(where, "tied embeddings", needed))
     if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
         needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
         found.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
@@ -217,13 +219,6 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     elif groups % group and group % groups:
         found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {group}"))
     return found
-
-
-def _stage_problems(arch: Architecture, pipeline: int, where: str) -> Iterator[Problem]:
-    if pipeline > arch.layers:
-        yield Problem(where, f"{arch.layers} layers", "a layer for each stage")
-    if pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
-        yield Problem(where, "tied embeddings", "pipeline = 1: SGLang's last stage has no head for this family")
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:

@@ -72,14 +72,19 @@ class DiskSender:
     def send(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes this rank's part of the checkpoint, under the contract of BucketSender.send."""
         export = Export(self._files.version(version), self._plan.destinations)
-        with self._member.attend(version) as sync, _as_sync_error():
-            if self._source == LEADER:
-                self._lead(sync, export, tensors)
-            else:
-                missing = self._missing("the files to be laid out", [LEADER])
-                self._member.next_message(f"source {self._source}", tuple[str, int], lambda: missing)
-                write_part(export, self._plan, self._source, tensors)
-                self._member.push(f"source {LEADER}", ["written", self._source])
+        needed, fix = "room for one more checkpoint of the model", "free some, or set another weights.directory"
+        with self._member.attend(version) as sync:
+            try:
+                if self._source == LEADER:
+                    self._lead(sync, export, tensors)
+                else:
+                    missing = self._missing("the files to be laid out", [LEADER])
+                    self._member.next_message(f"source {self._source}", tuple[str, int], lambda: missing)
+                    write_part(export, self._plan, self._source, tensors)
+                    self._member.push(f"source {LEADER}", ["written", self._source])
+            except CheckpointError as error:
+                problems = [Problem(p.where, p.given, p.needed or needed, p.fix or fix) for p in error.problems]
+                raise WeightSyncError(problems) from error
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """Returns this rank's part of the digests expected at each of the `active` destinations."""
@@ -199,14 +204,3 @@ def _remove(entry: Path) -> None:
             if inside.name != MARKER:
                 shutil.rmtree(inside) if inside.is_dir() and not inside.is_symlink() else inside.unlink()
         shutil.rmtree(entry)
-
-
-@contextmanager
-def _as_sync_error() -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        needed, fix = "room for one more checkpoint of the model", "free some, or set another weights.directory"
-        raise WeightSyncError(
-            [Problem(p.where, p.given, p.needed or needed, p.fix or fix) for p in error.problems]
-        ) from error

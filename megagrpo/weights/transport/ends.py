@@ -123,9 +123,6 @@ class _BucketEnd:
                 raise
             failing.pop_all()
 
-    def _flow(self, sync: Sync, storages: Mapping[str, torch.Tensor]) -> _Flow:
-        return _Flow(self._plan, self._peer, self._member, self._transport, sync, storages)
-
     def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
         return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
 
@@ -147,7 +144,7 @@ class BucketSender(_BucketEnd):
         with self._taking_part(version) as sync:
             storages = stored_tensors(self._plan.sources[self._peer], tensors)
             forwarding = list(forwarded(self._plan, self._peer, sync.destinations, self._bucket_bytes))
-            self._flow(sync, storages).run(self._outgoing(sync.destinations), forwarding)
+            _Flow(self, sync, storages).run(self._outgoing(sync.destinations), forwarding)
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """Returns this rank's part of the digests expected at each of the `active` destinations."""
@@ -185,7 +182,7 @@ class BucketReceiver(_BucketEnd):
             if self._destination not in sync.destinations:
                 where = f"{self._member.name}: weight sync to version {version}"
                 raise WeightSyncError(Problem(where, "it takes no part"))
-            flow = self._flow(sync, self._storages)
+            flow = _Flow(self, sync, self._storages)
             flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
             fill_padding(self._plan.destinations[self._destination], self._storages)
 
@@ -205,16 +202,8 @@ class BucketReceiver(_BucketEnd):
 class _Flow:
     """One peer's part in one sync."""
 
-    def __init__(
-        self,
-        plan: WeightPlan,
-        peer: Peer,
-        member: Member,
-        transport: Transport,
-        sync: Sync,
-        storages: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._plan, self._peer, self._member, self._transport = plan, peer, member, transport
+    def __init__(self, end: _BucketEnd, sync: Sync, storages: Mapping[str, torch.Tensor]) -> None:
+        self._plan, self._peer, self._member, self._transport = end._plan, end._peer, end._member, end._transport
         self._sync, self._storages = sync, storages
         self._unsent: deque[Bucket] = deque()
         self._free = list(range(SLOTS))

@@ -33,11 +33,13 @@ GREETING = 2 * SLOTS
 """The tag of the byte with which a pair connects; buckets have the numbers of their slots."""
 
 
-class PeerGroup:
-    """The group, and the operations of one peer in it. Each slot is a send of its own, matched by the slot's number."""
+class ProcessGroup:
+    """A Transport (ends.py) for one peer, by a group of all peers. Each slot is a send of its own, matched by the
+    slot's number. `memory` returns a slot's memory; None: slots are made here."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, peer: Peer, memory: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._peer, self._memory = peer, memory
+        self._slots = [torch.empty(0, dtype=torch.uint8)] * 2 * SLOTS
         self._generation = -1
         self._groups: tuple[Any, ...] = ()  # to higher ranks, and to lower ones
         self._rank_of: dict[Peer, int] = {}
@@ -45,15 +47,30 @@ class PeerGroup:
         self._sends: dict[int, tuple[Any, Peer]] = {}
         self.device = torch.device("cpu")
 
-    def join(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
         """Makes the group of part.peers and connects part.pairs, unless they are those of the sync before."""
         self.device, self._member = device, member
         if self._generation != sync.generation:
             self.close()
             self._names, self._rank_of = part.peers, {peer: rank for rank, peer in enumerate(part.peers)}
-            self._call_roll(sync, member)
+            # All peers join before any of them connects: a peer that is missing is named, and an abort ends the wait.
+            key = f"group/{sync.generation}/{{}}"
+            member.write(key.format(self._peer), True)
+            for peer in self._rank_of:
+                missing = partial(member.late, self._where(member), f"{self._names[peer]} did not join")
+                member.wait(partial(member.read, key.format(peer), bool), missing)
             self._groups = self._connected(sync, member, part)
             self._generation = sync.generation
+        if self._memory is None:
+            for index, needed in enumerate([part.sent_bytes] * SLOTS + [part.received_bytes] * SLOTS):
+                if needed > self._slots[index].numel():
+                    self._slots[index] = torch.empty(needed, dtype=torch.uint8, device=device)
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._memory(index) if self._memory else self._slots[index]
+
+    def ticket(self, index: int, receiver: Peer) -> int:
+        return index
 
     @property
     def _in_order(self) -> bool:
@@ -63,18 +80,22 @@ class PeerGroup:
     def may_send(self, receiver: Peer) -> bool:
         return not self._in_order or all(receiver != to for _, to in self._sends.values())
 
-    def send(self, flat: torch.Tensor, index: int, receiver: Peer) -> None:
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
         with _errors(f"sending to {self._names[receiver]}"):
-            self._sends[index] = self._begin_to_send(flat, receiver, index), receiver
+            group, flat = self._group(self._peer, receiver), self.slot(index)[:bucket_bytes]
+            self._sends[index] = group.send([flat], self._rank_of[receiver], index), receiver
 
     def sent(self, index: int, label: str) -> None:
         self._finish(self._sends.pop(index)[0], label)
 
-    def receive(self, flat: torch.Tensor, sender: Peer, ticket: Ticket, label: str) -> Callable[[], torch.Tensor]:
+    def receive(
+        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
+    ) -> Callable[[], torch.Tensor]:
         if not isinstance(ticket, int) or ticket not in range(SLOTS):
             raise WeightSyncError(Problem(label, f"a ticket {brief(ticket)}", "the same weights.transfer at both ends"))
+        flat = self.slot(index)[:bucket_bytes]
         with _errors(label):
-            work = self._begin_to_receive(flat, sender, ticket)
+            work = self._group(sender, self._peer).recv([flat], self._rank_of[sender], ticket)
 
         def wait() -> torch.Tensor:
             self._finish(work, label)
@@ -88,12 +109,6 @@ class PeerGroup:
             group.abort()
         self._groups, self._generation = (), -1
 
-    def _begin_to_send(self, flat: torch.Tensor, receiver: Peer, tag: int) -> Any:
-        return self._group(self._peer, receiver).send([flat], self._rank_of[receiver], tag)
-
-    def _begin_to_receive(self, flat: torch.Tensor, sender: Peer, tag: int) -> Any:
-        return self._group(sender, self._peer).recv([flat], self._rank_of[sender], tag)
-
     def _group(self, sender: Peer, receiver: Peer) -> Any:
         return self._groups[self._rank_of[sender] > self._rank_of[receiver]]
 
@@ -104,14 +119,6 @@ class PeerGroup:
                 late = partial(self._member.late, label, "its bytes did not arrive")
                 self._member.wait(lambda: work.is_completed() or None, late)
             work.wait(self._timeout())
-
-    def _call_roll(self, sync: Sync, member: Member) -> None:
-        """Waits until all peers join, before any of them connects. Names a missing peer. An abort ends the wait."""
-        key = f"group/{sync.generation}/{{}}"
-        member.write(key.format(self._peer), True)
-        for peer in self._rank_of:
-            missing = partial(member.late, self._where(member), f"{self._names[peer]} did not join")
-            member.wait(partial(member.read, key.format(peer), bool), missing)
 
     def _where(self, member: Member) -> str:
         return f"{member.name}: process group of {len(self._rank_of)} ranks"
@@ -163,12 +170,12 @@ class PeerGroup:
 
     def _greet(self, groups: tuple[Any, ...], part: Part) -> None:
         """Sends or receives a byte for each pair of this peer, one after another: by their lower rank, then higher."""
-        rank_of, own = self._rank_of, self._rank_of[self._peer]
+        rank_of, rank = self._rank_of, self._rank_of[self._peer]
         pairs = [(rank_of[sender], rank_of[receiver]) for sender, receiver in part.pairs]
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for sender, receiver in sorted(pairs, key=lambda pair: (*sorted(pair), pair)):
             group = groups[sender > receiver]
-            begin, other = (group.send, receiver) if sender == own else (group.recv, sender)
+            begin, other = (group.send, receiver) if sender == rank else (group.recv, sender)
             work = begin([byte], other, GREETING)
             work.wait(self._timeout())
             if self.device.type == "cuda":
@@ -176,43 +183,6 @@ class PeerGroup:
 
     def _timeout(self) -> timedelta:
         return timedelta(seconds=max(0.001, self._member.seconds_left()))
-
-
-class ProcessGroup:
-    """A Transport (ends.py) for one peer, by a group of all peers."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._group = PeerGroup(peer)
-        self._slots = [torch.empty(0, dtype=torch.uint8)] * 2 * SLOTS
-
-    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
-        self._group.join(sync, member, part, device)
-        for index, needed in enumerate([part.sent_bytes] * SLOTS + [part.received_bytes] * SLOTS):
-            if needed > self._slots[index].numel():
-                self._slots[index] = torch.empty(needed, dtype=torch.uint8, device=device)
-
-    def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
-
-    def may_send(self, receiver: Peer) -> bool:
-        return self._group.may_send(receiver)
-
-    def ticket(self, index: int, receiver: Peer) -> int:
-        return index
-
-    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
-        self._group.send(self._slots[index][:bucket_bytes], index, receiver)
-
-    def sent(self, index: int, label: str) -> None:
-        self._group.sent(index, label)
-
-    def receive(
-        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
-    ) -> Callable[[], torch.Tensor]:
-        return self._group.receive(self._slots[index][:bucket_bytes], sender, ticket, label)
-
-    def close(self) -> None:
-        self._group.close()
 
 
 @contextmanager

@@ -28,6 +28,7 @@ BYTES_MAX = 2**26
 """The longest value is a rank's digests by tensor: about 80 bytes for each of 50,000 experts' matrices."""
 PROBLEMS = list[tuple[str, str, str, str]]
 """The four parts of each problem, as a value holds them."""
+_adapter = lru_cache(pydantic.TypeAdapter)
 
 
 @dataclass(frozen=True)
@@ -107,19 +108,14 @@ class Member:
         self._sync = NO_SYNC
         self._deadline = time.monotonic() + rendezvous.timeout_seconds
         with self._reaching():
-            self._store = rendezvous.store.connect(rendezvous.timeout_seconds)
-
-    @property
-    def store(self) -> dist.Store:
-        """Returns the store, for torch's process groups."""
-        return self._store
+            self.store = rendezvous.store.connect(rendezvous.timeout_seconds)
 
     @contextmanager
     def attend(self, version: int) -> Iterator[Sync]:
         """Takes part in the open sync, with a deadline from here. A MegagrpoError in the block aborts it for all."""
         with self._reaching():
-            found = self._store.get("sync")
-        attempt, opened, generation, destinations = self._checked("sync", found, tuple[int, int, int, frozenset[int]])
+            value = self.store.get("sync")
+        attempt, opened, generation, destinations = self._checked("sync", value, tuple[int, int, int, frozenset[int]])
         self._sync = Sync(attempt, opened, generation, destinations)
         self._deadline = time.monotonic() + self.rendezvous.timeout_seconds
         try:
@@ -130,7 +126,7 @@ class Member:
             yield self._sync
         except MegagrpoError as error:
             with self._reaching():
-                _abort(self._store, attempt, error.problems)
+                _abort(self.store, attempt, error.problems)
             raise
         finally:
             self._sync = NO_SYNC
@@ -142,43 +138,43 @@ class Member:
     def add(self, key: str, amount: int = 1) -> int:
         """Adds to a counter of the rendezvous and returns it."""
         with self._reaching():
-            return self._store.add(key, amount)
+            return self.store.add(key, amount)
 
     def push(self, to: str, message: Any) -> None:
         """Puts a message into the queue called `to`, for this attempt only."""
         with self._reaching():
-            self._store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
+            self.store.queue_push(f"queue/{self._sync.attempt}/{to}", json.dumps(message))
 
     def pop(self, queue: str, kind: Any) -> Any | None:
         """Returns the oldest message in a queue, of the type `kind`; or None."""
         key = f"queue/{self._sync.attempt}/{queue}"
         with self._reaching():
             try:
-                found = self._store.queue_pop(key, block=False)
+                message = self.store.queue_pop(key, block=False)
             except dist.QueueEmptyError:
                 return None
-        return self._checked(key, found, kind)
+        return self._checked(key, message, kind)
 
     def write(self, key: str, value: Any) -> None:
         """Writes a value that any member can read, until it is deleted."""
         with self._reaching():
-            self._store.set(f"value/{key}", json.dumps(value))
+            self.store.set(f"value/{key}", json.dumps(value))
 
     def read(self, key: str, kind: Any) -> Any | None:
         """Returns the value written under `key`, of the type `kind`; or None."""
         with self._reaching():
-            found = self._store.get(f"value/{key}") if self._store.check([f"value/{key}"]) else None
-        return None if found is None else self._checked(f"value/{key}", found, kind)
+            value = self.store.get(f"value/{key}") if self.store.check([f"value/{key}"]) else None
+        return None if value is None else self._checked(f"value/{key}", value, kind)
 
     def decide(self, key: str, value: str) -> str:
         """Writes a value unless another member did. Returns the first member's value, which all members read."""
         with self._reaching():
-            found = self._store.compare_set(f"value/{key}", "", json.dumps(value))
-        return str(self._checked(f"value/{key}", found, str))
+            first = self.store.compare_set(f"value/{key}", "", json.dumps(value))
+        return str(self._checked(f"value/{key}", first, str))
 
     def delete(self, key: str) -> None:
         with self._reaching():
-            self._store.delete_key(f"value/{key}")
+            self.store.delete_key(f"value/{key}")
 
     def wait(self, look: Callable[[], Any | None], missing: Callable[[], Problem]) -> Any:
         """Calls `look` until it returns something other than None. At the deadline it raises `missing()`."""
@@ -230,18 +226,18 @@ class Member:
             return
         key = f"abort/{self._sync.attempt}"
         with self._reaching():
-            found = self._store.get(key) if self._store.check([key]) else None
-        if found is not None:
-            raise WeightSyncError([Problem(*parts) for parts in self._checked(key, found, PROBLEMS)])
+            reasons = self.store.get(key) if self.store.check([key]) else None
+        if reasons is not None:
+            raise WeightSyncError([Problem(*parts) for parts in self._checked(key, reasons, PROBLEMS)])
 
-    def _checked(self, key: str, found: bytes, kind: Any) -> Any:
+    def _checked(self, key: str, value: bytes, kind: Any) -> Any:
         """Returns the value found under `key`, checked for its length and the type `kind`. Raises WeightSyncError."""
         try:
-            if len(found) <= BYTES_MAX:
-                return _adapter(kind).validate_json(found, strict=True)
-            given = f"{len(found):,} bytes"
+            if len(value) <= BYTES_MAX:
+                return _adapter(kind).validate_json(value, strict=True)
+            given = f"{len(value):,} bytes"
         except ValueError:
-            given = brief(found[:100])
+            given = brief(value[:100])
         fix = "look what else writes there: only this run should reach that port (docs/security.md)"
         raise WeightSyncError(
             Problem(f"{self._where()}: {key}", given, f"JSON of {kind}, at most {BYTES_MAX:,} bytes", fix)
@@ -257,11 +253,6 @@ class Member:
         except (dist.DistError, OSError) as error:
             given, needed = str(error).splitlines()[0], "a driver that runs and is reachable from here"
             raise WeightSyncError(Problem(self._where(), given, needed)) from error
-
-
-@lru_cache
-def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    return pydantic.TypeAdapter(kind)
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:

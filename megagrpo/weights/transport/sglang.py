@@ -278,7 +278,10 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     """
     stage = model.pp_group.rank_in_group if len(named_tensors) > 1 else 0
     try:
-        command = read_command(named_tensors[stage])
+        _, data = named_tensors[stage]
+        if data.dtype != torch.uint8 or data.numel() > COMMAND_BYTES_MAX:
+            raise ValueError(f"{data.numel():,} elements of {data.dtype}")
+        command = pydantic.TypeAdapter(Command).validate_json(bytes(data.cpu().numpy()), strict=True)
     except (ValueError, TypeError, IndexError) as error:  # and nowhere to answer
         logger.error("no command of megagrpo: %s", first_line(error))
         return
@@ -315,14 +318,6 @@ def _carry_out(model: torch.nn.Module, command: Command) -> None:
         state.member.write(command.answer, answer)
     except WeightSyncError as error:  # the driver is gone; another one may come
         logger.error("%s", error)
-
-
-def read_command(named_tensor: tuple[str, torch.Tensor]) -> Command:
-    """Reads a command from a tensor. Raises ValueError or TypeError for anything else."""
-    _, data = named_tensor
-    if data.dtype != torch.uint8 or data.numel() > COMMAND_BYTES_MAX:
-        raise ValueError(f"{data.numel():,} elements of {data.dtype}")
-    return pydantic.TypeAdapter(Command).validate_json(bytes(data.cpu().numpy()), strict=True)
 
 
 @dataclass

@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,8 @@ def remove_abandoned() -> list[Path]:
     removed = []
     for path in DIRECTORY.glob("megagrpo-*"):
         with suppress(OSError):  # it is gone, or another user's, or locked by an owner that lives
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < YOUNG_SECONDS:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or time.time() - status.st_mtime < YOUNG_SECONDS:
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
@@ -222,17 +221,10 @@ def require_named_gpus(where: str, named: str | None, seen: int) -> None:
 
 def map_cuda(ticket: dict[str, Any], label: str) -> torch.Tensor:
     """Returns a sender's buffer on the sender's GPU, which this process must see under any number."""
-    index = _cuda_indices().get(ticket["device"])
-    if index is None:
+    gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if ticket["device"] not in gpus:
         fix = "let the engine see the training rank's GPU, or weights.transfer: process_group"
         raise WeightSyncError(Problem(label, f"memory of GPU {ticket['device']}", "a GPU that this process sees", fix))
     shared = [base64.b64decode(its) if isinstance(its, str) else its for its in ticket["shared"]]
-    size = (ticket["bytes"],)
-    return reductions.rebuild_cuda_tensor(
-        torch.Tensor, size, (1,), 0, torch.UntypedStorage, torch.uint8, index, *shared
-    )
-
-
-@lru_cache(maxsize=1)
-def _cuda_indices() -> dict[str, int]:
-    return {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    flat = torch.Tensor, (ticket["bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8
+    return reductions.rebuild_cuda_tensor(*flat, gpus.index(ticket["device"]), *shared)

@@ -13,7 +13,7 @@ import torch
 
 from megagrpo.weights.transport.buckets import Peer
 from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
-from megagrpo.weights.transport.process_group import PeerGroup
+from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Member, Sync
 from megagrpo.weights.transport.shared_memory import SharedMemory
 
@@ -23,7 +23,8 @@ class TwoHops:
 
     def __init__(self, peer: Peer, sources: int, run: str) -> None:
         self._peer, self._sources = peer, sources
-        self._near, self._far = SharedMemory(run), PeerGroup(peer)
+        self._near = SharedMemory(run)
+        self._far = ProcessGroup(peer, self._near.slot)
         self._on_the_way: set[int] = set()  # slots whose bucket goes to another node
 
     def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class TwoHops:
             self._near.connect(sync, member, part, device)
         if self._peer < self._sources:
             ranks = {peer: name for peer, name in part.peers.items() if peer < self._sources}
-            self._far.join(sync, member, replace(part, peers=ranks, pairs=far), device)
+            self._far.connect(sync, member, replace(part, peers=ranks, pairs=far), device)
 
     def slot(self, index: int) -> torch.Tensor:
         return self._near.slot(index)
@@ -49,7 +50,7 @@ class TwoHops:
     def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
         if receiver < self._sources:
             self._on_the_way.add(index)
-            self._far.send(self.slot(index)[:bucket_bytes], index, receiver)
+            self._far.send(index, bucket_bytes, receiver)
 
     def sent(self, index: int, label: str) -> None:
         if index in self._on_the_way:
@@ -60,7 +61,7 @@ class TwoHops:
         self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
     ) -> Callable[[], torch.Tensor]:
         if self._peer < self._sources:
-            return self._far.receive(self.slot(index)[:bucket_bytes], sender, ticket, label)
+            return self._far.receive(sender, bucket_bytes, ticket, index, label)
         return self._near.receive(sender, bucket_bytes, ticket, index, label)
 
     def close(self) -> None:
