@@ -43,11 +43,6 @@ class RunStatus:
     host: str = field(default_factory=socket.gethostname)
     slurm_job: str | None = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))
 
-    @property
-    def for_trackers(self) -> Status:
-        """Returns the state in trackers' words; a process that could not report its end was interrupted."""
-        return self.state if self.state in ("finished", "failed") else "interrupted"
-
     def write(self, directory: Path) -> None:
         """Replaces status.json as a whole. Raises OSError."""
         part = directory / f".{STATUS_FILE}.part"
