@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.importing.options import OFF, NotKnownError, Options, number, picked, set_name, text, texts, truth, whole
+from megagrpo.importing.options import NotKnownError, Options, number, picked, set_name, text, texts, truth, whole
 from megagrpo.importing.rows import Answer, Missing, Nothing, Write, microbatches, ranks_of, recomputed, warmup
 
 ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
@@ -285,24 +285,17 @@ def has_overlong_penalty(options: Options) -> bool:
 
 
 def lora_targets(value: Any, options: Options) -> Answer:
-    adapters = has_adapters(options)
-    if not adapters or value == "all-linear":
-        return Nothing("all linear layers, as here" if adapters else "no adapters")
     fused = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]}
     fused |= {"linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}
     return Write({"train.lora.targets": [one for name in texts(value) for one in fused.get(name, [name])]})
 
 
 def importance(value: Any, options: Options) -> Answer:
-    if value in OFF:
-        return Nothing("no weights")
     threshold = options["algorithm.rollout_correction.rollout_is_threshold"]
     return Write({"algorithm.correction.weights": {"name": text(value), "high": number(threshold)}})
 
 
 def recompute(value: Any, options: Options) -> Answer:
-    if value in OFF:
-        return Nothing("nothing is computed again")
     return recomputed(value, options, f"{TRANSFORMER}.")
 
 

@@ -15,6 +15,7 @@ import yaml
 from megagrpo.report.embed import Columns, Part
 from megagrpo.report.rules import HELD_OUT, RULES, firings
 from megagrpo.report.run import RunRead, starts_of
+from megagrpo.track.jsonl import finite
 from megagrpo.track.metrics import metric_of
 
 KEPT = np.float32  # seven digits are more than a curve shows
@@ -74,6 +75,7 @@ def labels(runs: Sequence[RunRead]) -> list[str]:
 
 def _summary(run: RunRead, label: str) -> Mapping[str, Any]:
     """Returns the figures to read first of a run."""
+    began, last = (finite(float(run.times[at])) if len(run.times) else None for at in (0, -1))
     total = run.setting("train.total_steps")
     scores = [name for name in run.metrics if HELD_OUT.fullmatch(name)]
     heads = [("reward/mean", "reward"), ("loss/tokens", "loss"), ("eval/loss", "held-out loss")]
@@ -86,16 +88,11 @@ def _summary(run: RunRead, label: str) -> Mapping[str, Any]:
         "directory": str(run.directory),
         "step": int(run.steps[-1]) if len(run.steps) else 0,
         "total": total if isinstance(total, int) else None,
-        "began": _finite(run.times[:1]),
-        "last": _finite(run.times[-1:]),
+        "began": began,
+        "last": last,
         "starts": sorted(restarted - {None}),
         "figures": {title: [float(values[0]), float(values[-1])] for title, values in known.items() if len(values)},
     }
-
-
-def _finite(values: np.ndarray) -> float | None:
-    """Returns the first value; None if there is none or it is not finite."""
-    return float(values[0]) if len(values) and np.isfinite(values[0]) else None
 
 
 def _fired(runs: Sequence[RunRead]) -> Columns:

@@ -144,6 +144,7 @@ def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, rewar
 
 
 def _read_rules() -> dict[AlertName, Rule]:
+    """Reads rules.yaml, and puts this file's thresholds into the meanings."""
     texts = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
     rules = dict[AlertName, Rule]()
     for name, holds in HOLDS.items():
