@@ -23,7 +23,7 @@ setup(
         "megagrpo.importing": ["*.yaml"],
         "megagrpo.plan": ["configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],
-        "megagrpo.report": ["*.css", "*.js", "vendor/*"],
+        "megagrpo.report": ["*.css", "*.js", "*.yaml", "vendor/*"],
         "megagrpo.reward.verifiers.ifeval": ["words.txt"],
         "megagrpo.track": ["metrics.yaml"],
     },

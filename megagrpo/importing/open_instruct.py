@@ -6,21 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.importing.options import value_of
-from megagrpo.importing.rows import (
-    Answer,
-    Missing,
-    Nothing,
-    NotKnownError,
-    Options,
-    Write,
-    number,
-    set_name,
-    text,
-    truth,
-    warmup,
-    whole,
-)
+from megagrpo.importing.options import NotKnownError, Options, number, set_name, text, truth, value_of, whole
+from megagrpo.importing.rows import Answer, Missing, Nothing, Write, warmup
 
 VERIFIERS: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [{"function": "gsm8k", "arguments": {"method": "flexible"}}],
@@ -111,7 +98,7 @@ def clamp(value: Any, options: Options) -> Answer:
 
 def mask(value: Any, options: Options) -> Answer:
     low, high = options.number("rho_mask_lower_bound"), options.number("rho_mask_upper_bound")
-    if not options.true("use_rho_correction") or not (low or high):
+    if not (low or high):
         return Nothing("nothing is masked")
     level = {"level": "sequence", "over": "mean"} if options.true("rho_mask_sequence_level") else {"level": "token"}
     bounds = ({"low": low} if low else {}) | ({"high": high} if high else {})
@@ -140,16 +127,12 @@ def warmup_share(value: Any, options: Options) -> Answer:
 
 
 def offload(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("off, as here")
     if not colocated(options):
         return Missing("with engines elsewhere, ranks keep what they need: more data ranks share the optimizer")
     return Write({"train.offload": ["optimizer"]})
 
 
 def tracking(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("MLflow and files, as here")
     return Write({"track.wandb.project": text(options["wandb_project"])})
 
 

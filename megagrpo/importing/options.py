@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
@@ -19,7 +19,9 @@ ELSEWHERE = re.compile(UNKNOWN + r"\$\{\w+\[[@*]\]\}")
 """Arguments in an array that another file sets, or a branch that cannot be chosen here."""
 REFERENCES_MAX = 20
 """Most references to references that are followed."""
-SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm")
+OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled")
+"""Values that turn a feature off."""
+PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
 
 
 @dataclass(frozen=True)
@@ -205,3 +207,118 @@ def _referred(expression: str, name: str, tree: Mapping[str, Any], depth: int) -
             return value_of(default.strip().strip("\"'")) if comma else f"{UNKNOWN}${{{expression}}}"
         value = value[key]
     return _resolved(value, ".".join(keys), tree, depth + 1)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class NotKnownError(Exception):
+    """A value that cannot be understood: it depends on another machine or file, or has another type."""
+
+
+def whole(value: Any) -> int:
+    if type(value) is not int and not (type(value) is float and value.is_integer()):
+        raise NotKnownError(f"{value!r} is no whole number")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """Returns a number. An integer stays one, so that recipes are read as written. Raises NotKnownError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise NotKnownError(f"{value!r} is no number")
+    return value
+
+
+def truth(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no"):
+        return value.lower() in ("true", "1", "yes")
+    if value in (None, 0, 1):
+        return bool(value)
+    raise NotKnownError(f"{value!r} is neither true nor false")
+
+
+def text(value: Any) -> str:
+    if isinstance(value, list | dict | bool) or value is None:
+        raise NotKnownError(f"{value!r} is no text")
+    return str(value)
+
+
+def texts(value: Any) -> list[str]:
+    return [text(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def run_name(value: Any) -> str:
+    """Returns a name that a run may have: other characters become underscores."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip("._-")[:100] or "imported"
+
+
+def picked(choices: Mapping[Any, Any], value: Any) -> Any:
+    """Returns the choice for a value; None if the value is none of the choices, or a list or mapping."""
+    return None if isinstance(value, list | dict) else choices.get(value)
+
+
+def among(value: Any, values: Collection[Any]) -> bool:
+    """Returns whether a value is among others. True is not 1, and False is not 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
+def set_name(path: str) -> str:
+    """Returns a name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
+    file = PurePosixPath(path)
+    stem = file.name.split(".")[0]
+    named = file.parent.name if stem.lower() in PLAIN_NAMES and file.parent.name else stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", named).strip("_-") or "held_out"
+
+
+TYPES: Mapping[str, Callable[[Any], Any]] = {
+    "any": lambda value: value,
+    "whole": whole,
+    "number": number,
+    "truth": truth,
+    "text": text,
+    "texts": texts,
+    "name": run_name,
+    "items": lambda value: value if isinstance(value, list) else [value],
+    "fraction": lambda value: float(number(value)),
+    "from_0": lambda value: max(0, whole(0 if value is None else value)),
+    "up_to_1": lambda value: min(number(value), 1),
+    "minutes": lambda value: 60.0 * number(value),
+    "mebibytes": lambda value: whole(value) * 2**20,
+}
+"""The value that a field gets from an option of each type: seconds from minutes, bytes from mebibytes."""
+
+
+class Options:
+    """The options of a configuration over a framework's defaults, by name."""
+
+    def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any]) -> None:
+        self.given, self.defaults = given, defaults
+        self.read: set[str] = set()
+        """Names that were looked up."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.defaults, **self.given})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the option's value or default, else None. Raises NotKnownError if its value is not known."""
+        self.read.add(name)
+        value = self.given[name].value if name in self.given else self.defaults.get(name)
+        if unknown := unknown_in(value):
+            raise NotKnownError(
+                f"the value needs {unknown}, which is not known here: give one of both by --set NAME=VALUE"
+            )
+        if value == "???":
+            raise NotKnownError("it has no value (???)")
+        return value
+
+    def whole(self, name: str) -> int:
+        return whole(self[name])
+
+    def number(self, name: str) -> float:
+        return number(self[name])
+
+    def true(self, name: str) -> bool:
+        return truth(self[name])

@@ -8,18 +8,11 @@ from pathlib import Path
 
 from megagrpo.errors import Problem
 from megagrpo.importing import open_instruct, slime, trl, verl
-from megagrpo.importing.options import (
-    SCRIPT_SUFFIXES,
-    Given,
-    command_line,
-    flags,
-    hydra_overrides,
-    value_of,
-    yaml_options,
-)
+from megagrpo.importing.options import Given, command_line, flags, hydra_overrides, value_of, yaml_options
 from megagrpo.importing.recipe_text import recipe_problems, recipe_text
 from megagrpo.importing.translate import Framework, Translation, translate
 
+SCRIPT_SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm")
 FRAMEWORKS: dict[str, Framework] = {
     "verl": Framework(
         "verl", "verl", r"(.*/)?main_(ppo|dapo)\.py|.*\.main_(ppo|dapo)", "python3 -m verl.trainer.main_ppo ...",
@@ -49,25 +42,17 @@ class Imported:
 def import_recipe(framework: str, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]) -> Imported:
     """Translates a file. set_to: values of a script's variables, or of options by their names. Raises RecipeError if
     the file cannot be read, or has nothing of that framework."""
-    known = FRAMEWORKS[framework]
-    given, notes = _options(known, path, set_to, environment)
-    given |= {name: Given(name, value_of(value), 0) for name, value in set_to.items() if known.row(name)}
-    translation = translate(known, path, given, notes)
+    peer, notes, given = FRAMEWORKS[framework], list[str](), dict[str, Given]()
+    suffix = path.suffix if path.suffix in peer.files else ""
+    if path.suffix not in SCRIPT_SUFFIXES and suffix in peer.files:
+        given = peer.files[suffix](path)
+    else:
+        words, notes = command_line(path, peer.program, set_to, environment, peer.command)
+        for name, option in peer.words(words).items():
+            switch = name.removeprefix("no_")
+            off = peer.negates and name not in peer.table and switch in peer.table
+            given |= {switch: Given(switch, False, option.line)} if off else {name: option}
+    given |= {name: Given(name, value_of(value), 0) for name, value in set_to.items() if peer.row(name)}
+    translation = translate(peer, path, given, notes)
     problems = recipe_problems(translation)
     return Imported(translation, recipe_text(translation, problems), problems)
-
-
-def _options(
-    framework: Framework, path: Path, set_to: Mapping[str, str], environment: Mapping[str, str]
-) -> tuple[dict[str, Given], list[str]]:
-    """Returns the options of a script that runs the framework's program, or of another file, and notes."""
-    suffix = path.suffix if path.suffix in framework.files else ""
-    if path.suffix not in SCRIPT_SUFFIXES and suffix in framework.files:
-        return framework.files[suffix](path), []
-    words, notes = command_line(path, framework.program, set_to, environment, framework.command)
-    given: dict[str, Given] = {}
-    for name, option in framework.words(words).items():
-        switch = name.removeprefix("no_")
-        off = framework.negates and name not in framework.table and switch in framework.table
-        given |= {switch: Given(switch, False, option.line)} if off else {name: option}
-    return given, notes

@@ -11,8 +11,8 @@ from typing import Any
 import pydantic
 
 from megagrpo.errors import Problem
-from megagrpo.importing.options import unknown_in
-from megagrpo.importing.rows import Kind, NotKnownError
+from megagrpo.importing.options import NotKnownError, unknown_in
+from megagrpo.importing.rows import Kind
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.importing.translate import Field, Outcome, Translation
 from megagrpo.recipe.problems import schema_problems
@@ -38,7 +38,8 @@ def recipe_text(translation: Translation, problems: Sequence[Problem]) -> str:
         "#",
         f"# From {source}, a configuration of {title}. Behind each field is the option that it comes from.",
     ]
-    lines += _comment("It does not run before these are correct:", [_in_a_line(problem) for problem in problems])
+    parts = [(f"{one.where}: {one.given}", one.needed and f"needed: {one.needed}", one.fix) for one in problems]
+    lines += _comment("It does not run before these are correct:", ["; ".join(filter(None, part)) for part in parts])
     lines += _comment("Read this first:", translation.notes)
     lines += _mapping(tree_of({field.path: field for field in translation.fields}), 0)
     for kind in ("missing", "unknown"):
@@ -68,11 +69,6 @@ def _origin(path: str, translation: Translation) -> str:
     rows = [(shown(one), translation.framework.row(one.option)) for one in unknown]
     sources = sources or [name for name, row in rows if row and among(row.fields)]
     return f", from {', '.join(dict.fromkeys(sources))}" if sources else ""
-
-
-def _in_a_line(problem: Problem) -> str:
-    parts = [f"needed: {problem.needed}" if problem.needed else "", problem.fix]
-    return "; ".join([f"{problem.where}: {problem.given}", *filter(None, parts)])
 
 
 def report(translation: Translation) -> str:
@@ -136,19 +132,13 @@ def _mapping(tree: dict[str, Any], depth: int) -> Iterator[str]:
 def _field(start: str, field: Field, depth: int) -> Iterator[str]:
     if unknown_in(field.value):
         raise NotKnownError(f"{field.path} from {field.source}")
-    several = isinstance(field.value, dict) or (
-        isinstance(field.value, list) and any(isinstance(item, dict) for item in field.value)
-    )
-    if several and field.value:
-        yield _with_source(start, field.source)
-        text = to_text(field.value)
-        yield textwrap.indent(text, "  " * (depth + 1)).rstrip("\n")
-    elif isinstance(field.value, list | dict):
-        inner = ", ".join(to_text([item]).removeprefix("- ").strip() for item in field.value)
-        yield _with_source(f"{start} [{inner}]" if isinstance(field.value, list) else f"{start} {{}}", field.source)
+    value, below = field.value, ""
+    if value and (isinstance(value, dict) or (isinstance(value, list) and any(isinstance(one, dict) for one in value))):
+        text, below = "", textwrap.indent(to_text(value), "  " * (depth + 1)).rstrip("\n")
+    elif isinstance(value, list):
+        text = f" [{', '.join(to_text([item]).removeprefix('- ').strip() for item in value)}]"
     else:
-        yield _with_source(f"{start} {to_text({'x': field.value}).removeprefix('x: ').rstrip()}", field.source)
-
-
-def _with_source(start: str, source: str) -> str:
-    return f"{start.ljust(COMMENT_AT - 1)} # {source}"
+        text = " {}" if value == {} else f" {to_text({'x': value}).removeprefix('x: ').rstrip()}"
+    yield f"{start}{text}".ljust(COMMENT_AT - 1) + f" # {field.source}"
+    if below:
+        yield below

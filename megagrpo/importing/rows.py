@@ -5,24 +5,20 @@ A row that needs more than a value, a choice or a switch has the name of a funct
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.importing.options import Given, unknown_in
+from megagrpo.importing.options import OFF, TYPES, Options, among, picked, texts, truth, whole
 from megagrpo.recipe.yaml12 import parse
 
 ABSENT = object()
 """In place of a default: the option does nothing unless it is given."""
 Kind = Literal["translated", "same", "missing", "unknown"]
 """same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
-PLAIN_NAMES = ("train", "test", "val", "valid", "validation", "eval", "dev", "data")
-OFF = (None, False, 0, -1, "", "null", "none", "None", "disabled")
-"""Values that turn a feature off."""
 
 
 @dataclass(frozen=True)
@@ -67,112 +63,6 @@ class Together:
 Answer = Write | Nothing | Missing | Unknown | Together
 
 
-class NotKnownError(Exception):
-    """A value that cannot be understood: it depends on another machine or file, or has another type."""
-
-
-class Options:
-    """The options of a configuration over a framework's defaults, by name."""
-
-    def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any]) -> None:
-        self.given, self.defaults = given, defaults
-        self.read: set[str] = set()
-        """Names that were looked up."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.defaults, **self.given})
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.given
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns the option's value or default, else None. Raises NotKnownError if its value is not known."""
-        self.read.add(name)
-        value = self.given[name].value if name in self.given else self.defaults.get(name)
-        if unknown := unknown_in(value):
-            raise NotKnownError(
-                f"the value needs {unknown}, which is not known here: give one of both by --set NAME=VALUE"
-            )
-        if value == "???":
-            raise NotKnownError("it has no value (???)")
-        return value
-
-    def whole(self, name: str) -> int:
-        return whole(self[name])
-
-    def number(self, name: str) -> float:
-        return number(self[name])
-
-    def true(self, name: str) -> bool:
-        return truth(self[name])
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def whole(value: Any) -> int:
-    if type(value) is not int and not (type(value) is float and value.is_integer()):
-        raise NotKnownError(f"{value!r} is no whole number")
-    return int(value)
-
-
-def number(value: Any) -> float:
-    """Returns a number. An integer stays one, so that recipes are read as written. Raises NotKnownError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NotKnownError(f"{value!r} is no number")
-    return value
-
-
-def truth(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false", "1", "0", "yes", "no"):
-        return value.lower() in ("true", "1", "yes")
-    if value in (None, 0, 1):
-        return bool(value)
-    raise NotKnownError(f"{value!r} is neither true nor false")
-
-
-def text(value: Any) -> str:
-    if isinstance(value, list | dict | bool) or value is None:
-        raise NotKnownError(f"{value!r} is no text")
-    return str(value)
-
-
-def texts(value: Any) -> list[str]:
-    return [text(item) for item in (value if isinstance(value, list) else [value])]
-
-
-def run_name(value: Any) -> str:
-    """Returns a name that a run may have: other characters become underscores."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text(value)).strip("._-")[:100] or "imported"
-
-
-def picked(choices: Mapping[Any, Any], value: Any) -> Any:
-    """Returns the choice for a value; None if the value is none of the choices, or a list or mapping."""
-    return None if isinstance(value, list | dict) else choices.get(value)
-
-
-def among(value: Any, values: Collection[Any]) -> bool:
-    """Returns whether a value is among others. True is not 1, and False is not 0."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
-
-
-TYPES: Mapping[str, Callable[[Any], Any]] = {
-    "any": lambda value: value,
-    "whole": whole,
-    "number": number,
-    "truth": truth,
-    "text": text,
-    "texts": texts,
-    "name": run_name,
-    "items": lambda value: value if isinstance(value, list) else [value],
-    "fraction": lambda value: float(number(value)),
-    "from_0": lambda value: max(0, whole(0 if value is None else value)),
-    "up_to_1": lambda value: min(number(value), 1),
-    "minutes": lambda value: 60.0 * number(value),
-    "mebibytes": lambda value: whole(value) * 2**20,
-}
-"""The value that a field gets from an option of each type: seconds from minutes, bytes from mebibytes."""
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +102,8 @@ class Row:
     """The field that pages name, if it is not `to`."""
     type: str = ""
     """The kind of the option's values, of TYPES."""
+    instead: str = ""
+    """The option whose value counts in the place of null."""
     note: str = ""
     """The difference, for a reader of the recipe."""
     choices: Mapping[str, Any] = field(default_factory=dict)
@@ -222,7 +114,8 @@ class Row:
     if_false: Any = ABSENT
     """The field's value while the option is on or off. One may be left out, with `same` in its place."""
     same: str = ""
-    """The reason why the option writes nothing: megagrpo does the same, or the option has no effect."""
+    """The reason why the option writes nothing: megagrpo does the same, or the option has no effect. Beside an answer:
+    while it is off, or has a value of `nothing`."""
     missing: str = ""
     """The reason why the option has no counterpart, and what to do. Values of OFF need none."""
     nothing: Sequence[Any] = ()
@@ -243,10 +136,14 @@ class Row:
     def of(self, value: Any, options: Options) -> Answer:
         if self.when and not self.when.holds(options):
             return Nothing(self.when.otherwise)
+        if self.instead and value is None:
+            value = options[self.instead]
         if self.answer:
-            return self.answer(value, options)
+            off = among(value, self.nothing) if self.nothing else self.same and not truth(value)
+            return Nothing(self.same) if off else self.answer(value, options)
         if self.part_of:
-            return Together()
+            is_known = not self.otherwise or among(value, self.nothing)
+            return Together() if is_known else Missing(self.otherwise)
         nothing = among(value, self.nothing)
         if self.otherwise:
             choice = picked(self.choices, TYPES[self.type](value) if self.type else value)
@@ -267,18 +164,20 @@ class Row:
 
 
 FORMS: Sequence[tuple[set[str], set[str]]] = (
-    ({"to", "type"}, {"nothing", "same", "note", "shown", "when"}),
+    ({"to", "type"}, {"nothing", "same", "instead", "note", "shown", "when"}),
     ({"to", "type", "least", "same"}, set()),
     ({"to", "type", "least", "missing"}, set()),
-    ({"to", "choices", "otherwise"}, {"type", "nothing", "shown", "when"}),
-    ({"to", "nothing", "same", "otherwise"}, set()),
+    ({"to", "choices", "otherwise"}, {"type", "nothing", "same", "shown", "when"}),
+    ({"to", "nothing", "same", "otherwise"}, {"when"}),
     ({"to", "if_true", "if_false"}, {"when"}),
     ({"to", "if_true", "same"}, {"shown", "when"}),
     ({"to", "if_false", "same"}, {"shown", "when"}),
     ({"same"}, {"to"}),
     ({"missing"}, {"to", "nothing", "when"}),
     ({"part_of"}, set()),
+    ({"part_of", "nothing", "otherwise"}, set()),
     ({"answer"}, {"to", "when"}),
+    ({"answer", "same"}, {"to", "nothing", "when"}),
 )
 """Keys that a row of each form has, and those that it may have."""
 
@@ -324,15 +223,7 @@ def _wrong(tree: Any, functions: Mapping[str, Any], conditions: Mapping[str, Con
 # --- answers that several frameworks share ----------------------------------------------------------------------------
 
 
-def set_name(path: str) -> str:
-    """Returns a name for an evaluation set, from its file: gsm8k for gsm8k/test.parquet, aime for aime.jsonl."""
-    file = PurePosixPath(path)
-    stem = file.name.split(".")[0]
-    named = file.parent.name if stem.lower() in PLAIN_NAMES and file.parent.name else stem
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", named).strip("_-") or "held_out"
-
-
-def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | None = None) -> Answer:
+def ranks_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | None = None) -> Answer:
     """Returns data ranks and engines on `gpus` GPUs that both use in turn. sizes: of tensor, pipeline and context;
     engine: GPUs of one engine. engines: their number, if they have GPUs of their own."""
     ranks = prod(sizes.values())
@@ -342,6 +233,16 @@ def layout_of(gpus: int, sizes: Mapping[str, int], engine: int, engines: int | N
     if engines is None and gpus % engine:
         return Missing(f"{gpus} GPUs are no multiple of engines of {engine}: give rollout.engines")
     return Write({"train.layout.data": gpus // ranks, "rollout.engines": engines or gpus // engine})
+
+
+def recomputed(granularity: Any, options: Options, prefix: str = "") -> Answer:
+    """Returns Megatron's recomputation. prefix: of its options' names."""
+    if granularity == "selective":
+        modules = options[f"{prefix}recompute_modules"]
+        plain = not modules or modules == ["core_attn"]
+        return Write({"train.recompute": "selective" if plain else {"modules": texts(modules)}})
+    layers, method = options[f"{prefix}recompute_num_layers"], options[f"{prefix}recompute_method"]
+    return Write({"train.recompute": {"layers": whole(layers)} if method == "block" and layers else "full"})
 
 
 def microbatches(longest: int) -> tuple[int, str]:

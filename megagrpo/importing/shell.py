@@ -13,25 +13,9 @@ import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-from megagrpo.importing.shell_syntax import (
-    Arithmetic,
-    Assignment,
-    Block,
-    Case,
-    For,
-    Function,
-    Group,
-    If,
-    Node,
-    Parser,
-    Pipe,
-    Simple,
-    Test,
-    While,
-    Word,
-)
+from megagrpo.importing import shell_syntax as syntax
+from megagrpo.importing.shell_syntax import Assignment, Block, Node, Parser, Word
 from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unknown_part
 
 Status = bool | None
@@ -49,33 +33,18 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
 
 
-@dataclass
-class Script:
-    """A script's commands, in order, and its variables as they are at the end."""
-
-    commands: list[list[Word]] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
-    doubtful: dict[int, str] = field(default_factory=dict)
-    """Lines of commands that a branch may leave out, with what the branch depends on."""
-    ended: int = 0
-    """The line of the `exit` that ended it, if one did."""
-    notes: list[str] = field(default_factory=list)
-
-
 def read_script(
     text: str, variables: Mapping[str, str], fixed: Mapping[str, str], *, exits: bool = True, line: int = 1
 ) -> Script:
     """Reads the commands of a script. variables: those that are set before it begins, such as HOME; fixed: those that
     keep their values whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
-    script = Script(variables={**variables, **fixed})
-    run = _Run(script, fixed, exits)
+    script = Script(variables, fixed, exits)
     try:
-        run.block(Parser(text[:CHARACTERS_MAX].replace("\r\n", "\n"), line).block())
+        script.block(Parser(text[:CHARACTERS_MAX].replace("\r\n", "\n"), line).block())
     except _LeaveError:
         pass
     except RecursionError:
         script.notes.append("the script is too deep in itself to be followed to its end")
-    script.variables = run.variables
     return script
 
 
@@ -87,12 +56,17 @@ class _LeaveError(Exception):
         self.how, self.levels = how, levels
 
 
-class _Run(Shell):
-    """The state of a script between two of its commands."""
+class Script(Shell):
+    """A script's commands so far, in order, and its state behind the last of them."""
 
-    def __init__(self, script: Script, fixed: Mapping[str, str], exits: bool) -> None:
-        super().__init__(script.variables)
-        self.script, self.fixed, self.exits, self.count = script, fixed, exits, 0
+    def __init__(self, variables: Mapping[str, str], fixed: Mapping[str, str], exits: bool) -> None:
+        super().__init__({**variables, **fixed})
+        self.fixed, self.exits, self.count = fixed, exits, 0
+        self.commands, self.notes = list[list[Word]](), list[str]()
+        self.doubtful: dict[int, str] = {}
+        """Lines of commands that a branch may leave out, with what the branch depends on."""
+        self.ended = 0
+        """The line of the `exit` that ended it, if one did."""
         self.functions: dict[str, Node] = {}
         self.written: list[str] | None = None
         """Output of commands; None if it is not kept."""
@@ -110,43 +84,41 @@ class _Run(Shell):
         return status
 
     def node(self, node: Node) -> Status:
-        self.count += not isinstance(node, Arithmetic)  # a counted loop's turn counts once
+        self.count += not isinstance(node, syntax.Arithmetic)  # a counted loop's turn counts once
         if self.count > COMMANDS_MAX:
-            self.script.notes.append(f"the script is followed for {COMMANDS_MAX} commands only")
+            self.notes.append(f"the script is followed for {COMMANDS_MAX} commands only")
             raise _LeaveError("exit")
         match node:
-            case Simple():
+            case syntax.Simple():
                 return self._simple(node)
-            case Pipe(parts, negated):
+            case syntax.Pipe(parts, negated):
                 status = self.node(parts[0]) if len(parts) == 1 else self._piped(parts)
                 return _negated(status) if negated else status
-            case If(test, body, otherwise):
-                return self._chosen(self.block(test), lambda: self.block(body), lambda: self.block(otherwise))
-            case While():
+            case syntax.If(test, body, otherwise):
+                status = self.block(test)
+                if status is None:
+                    return self._either(lambda: self.block(body), lambda: self.block(otherwise))
+                return self.block(body if status else otherwise)
+            case syntax.While():
                 return self._while(node)
-            case For():
+            case syntax.For():
                 return self._for(node)
-            case Case():
+            case syntax.Case():
                 return self._case(node, 0)
-            case Function(name, function):
+            case syntax.Function(name, function):
                 self.functions[name] = function
                 return True
-            case Group(body, apart):
+            case syntax.Group(body, apart):
                 return self._apart(body) if apart else self.block(body)
-            case Arithmetic(text):
+            case syntax.Arithmetic(text):
                 number = self.number(text, 0)
                 return self.doubt(f"(({text.strip()}))") if number is None else number != 0
-            case Test(words):
+            case syntax.Test(words):
                 return _Tested(list(words), self, raw=True).status()
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
-    def _chosen(self, status: Status, body: Callable[[], Status], otherwise: Callable[[], Status]) -> Status:
-        if status is None:
-            return self._either(body, otherwise)
-        return body() if status else otherwise()
-
-    def _case(self, node: Case, at: int) -> Status:
+    def _case(self, node: syntax.Case, at: int) -> Status:
         """Follows the first branch that fits. An unknown subject may fit all branches. A case that falls through
         is read as if its subject were unknown."""
         subject = self.text(node.subject)
@@ -162,7 +134,7 @@ class _Run(Shell):
                 return self.block(body)
         return True
 
-    def _while(self, node: While) -> Status:
+    def _while(self, node: syntax.While) -> Status:
         while True:
             status = self.block(node.test)
             if status is None:
@@ -171,7 +143,7 @@ class _Run(Shell):
                 return True
             self.block(node.next)
 
-    def _for(self, node: For) -> Status:
+    def _for(self, node: syntax.For) -> Status:
         words = [text for word in node.words or () for text in self.values(word)]
         for text in words if node.words is not None else list(self.arguments):
             self.assign(node.name, text)
@@ -250,7 +222,7 @@ class _Run(Shell):
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _simple(self, node: Simple) -> Status:
+    def _simple(self, node: syntax.Simple) -> Status:
         words = [Word(text, word.line) for word in node.words for text in self.values(word)]
         name = words[0].text if words else ""
         if name in ("declare", "local", "typeset") and self.outside:
@@ -269,9 +241,9 @@ class _Run(Shell):
         if name in ("[", "test"):
             tested = words[1:-1] if name == "[" else words[1:]
             return _Tested([Word(word.text, words[0].line) for word in tested], self, raw=False).status()
-        self.script.commands.append(words)
+        self.commands.append(words)
         if self.doubts:
-            self.script.doubtful[words[0].line] = self.doubts[-1]
+            self.doubtful[words[0].line] = self.doubts[-1]
         if self.written is not None and not node.quiet:
             self.written.append(self._printed(name, arguments))
         return self._builtin(name, arguments, words[0].line)
@@ -281,7 +253,7 @@ class _Run(Shell):
             if not self.exits:
                 return True
             if not self.doubts and not self.outside:
-                self.script.ended = words[0].line
+                self.ended = words[0].line
         levels = words[1].text if len(words) > 1 and how in ("break", "continue") else "1"
         raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
 
@@ -307,9 +279,7 @@ class _Run(Shell):
         elif name == "eval":
             return self.block(Parser(" ".join(arguments), line).block())
         elif OTHER_CHIPS.search(command):
-            self.script.notes.append(
-                f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs"
-            )
+            self.notes.append(f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs")
             return False
         elif name == "nvidia-smi" or (name in FINDERS and arguments[-1:] == ["nvidia-smi"]):
             return True
@@ -341,12 +311,12 @@ class _Run(Shell):
         return "" if OTHER_CHIPS.search(" ".join(arguments)) else UNKNOWN
 
     def output(self, command: str, line: int) -> str:
-        written, variables, commands = self.written, self.variables, list(self.script.commands)
+        written, variables, commands = self.written, self.variables, list(self.commands)
         self.written, self.variables = [], dict(variables)
         with suppress(_LeaveError):
             self.block(Parser(command, line).block())
         text = "\n".join(one for one in self.written if one)
-        self.written, self.variables, self.script.commands[:] = written, variables, commands
+        self.written, self.variables, self.commands[:] = written, variables, commands
         return text
 
     def _call(self, name: str, arguments: list[str]) -> Status:
@@ -414,8 +384,8 @@ def _negated(status: Status) -> Status:
 class _Tested:
     """A test, [ ... ], or [[ ... ]], whose words are as they were written (raw): || of && of ! of a comparison."""
 
-    def __init__(self, words: list[Word], run: _Run, *, raw: bool) -> None:
-        self.words, self.run, self.raw = words, run, raw
+    def __init__(self, words: list[Word], script: Script, *, raw: bool) -> None:
+        self.words, self.script, self.raw = words, script, raw
         self.either, self.both = ("||", "&&") if raw else ("-o", "-a")
 
     def status(self) -> Status:
@@ -449,28 +419,28 @@ class _Tested:
         sign = self.words.pop(0).text
         right = self.words.pop(0) if self.words else Word("", first.line)
         is_pattern = self.raw and sign in ("=", "==", "!=")
-        return self._compared(left, sign, self.run.pattern(right) if is_pattern else self._text(right), first.line)
+        return self._compared(left, sign, self.script.pattern(right) if is_pattern else self._text(right), first.line)
 
     def _text(self, word: Word) -> str:
-        return self.run.text(word) if self.raw else word.text
+        return self.script.text(word) if self.raw else word.text
 
     def _is(self, sign: str, text: str) -> Status:
         """Evaluates a test of one word. Files are not looked at: they are another machine's."""
         if sign == "-v":
-            return True if text in self.run.variables else self.run.doubt(f"${text}")
+            return True if text in self.script.variables else self.script.doubt(f"${text}")
         if sign not in ("-n", "-z"):
-            return self.run.doubt(f"[ {sign} {text} ]")
+            return self.script.doubt(f"[ {sign} {text} ]")
         if UNKNOWN in text:
-            return self.run.doubt(unknown_part(text))
+            return self.script.doubt(unknown_part(text))
         return bool(text) == (sign == "-n")
 
     def _compared(self, left: str, sign: str, right: str, line: int) -> Status:
         if UNKNOWN in left + right:
-            return self.run.doubt(unknown_part(left + right))
+            return self.script.doubt(unknown_part(left + right))
         if sign in COMPARISONS:
-            one, other = self.run.number(left or "0", line), self.run.number(right or "0", line)
+            one, other = self.script.number(left or "0", line), self.script.number(right or "0", line)
             if one is None or other is None:
-                return self.run.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
+                return self.script.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
             return COMPARISONS[sign](one, other)
         match sign:
             case "=" | "==" | "!=":

@@ -224,10 +224,10 @@ class Parser:
             return self._for()
         return self._case() if self._takes("case") else None
 
-    def _until(self, *ends: str) -> Block:
-        """Reads commands up to one of the ends, which is passed over."""
-        nodes = self.block(ends)
-        _ = any(self._takes(end) for end in ends)
+    def _until(self, end: str) -> Block:
+        """Reads commands up to the end, which is passed over."""
+        nodes = self.block((end,))
+        self._takes(end)
         return nodes
 
     def _if(self) -> Node:
@@ -251,12 +251,11 @@ class Parser:
                 words.append(self._word())
         while self._blanks(lines=True) and self.text[self.at] == ";":
             self.at += 1
-        ends = ("done",) if self._takes("do") else ("}",) if self._takes("{") else ("do",)
-        body = self._until(*ends)
+        body = self._until("done" if self._takes("do") else "}" if self._takes("{") else "do")
         if counted is None:
             return For(name, words, body)
-        first, test, each = [*counted.split(";"), "", ""][:3]
-        loop = While([Arithmetic(test or "1")], body, [Arithmetic(each)])
+        first, test, step = [*counted.split(";"), "", ""][:3]
+        loop = While([Arithmetic(test or "1")], body, [Arithmetic(step)])
         return Group([Arithmetic(first), loop], apart=False)
 
     def _case(self) -> Node:
@@ -371,16 +370,13 @@ class Parser:
                 self.at = (self.text.find("\n", self.at) + 1 or len(self.text) + 1) - 1
             elif here == "\n" and lines:
                 self.at += 1
-                self._skip_documents()
+                for name in self.documents:
+                    end = re.compile(rf"^[ \t]*{re.escape(name)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
+                    self.at = end.end() if end else len(self.text)
+                self.documents.clear()
             else:
                 return True
         return False
-
-    def _skip_documents(self) -> None:
-        for name in self.documents:
-            end = re.compile(rf"^[ \t]*{re.escape(name)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
-            self.at = end.end() if end else len(self.text)
-        self.documents.clear()
 
     def _sees(self, word: str) -> bool:
         """Returns whether the sign, or the reserved word as a whole word, is next."""

@@ -316,11 +316,11 @@ class _Number:
     def __init__(self, text: str, shell: Shell, depth: int = 0) -> None:
         self.tokens, self.shell, self.depth, at = list[str](), shell, depth, 0
         while text[at:].strip():
-            found = TOKEN.match(text, at)
-            if not found or depth > 20:
+            token = TOKEN.match(text, at)
+            if not token or depth > 20:
                 raise ValueError(text)
-            self.tokens.append(found[1])
-            at = found.end()
+            self.tokens.append(token[1])
+            at = token.end()
 
     def whole(self) -> int:
         value = self._several() if self.tokens else 0

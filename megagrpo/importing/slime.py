@@ -5,22 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megagrpo.importing.rows import (
-    Answer,
-    Missing,
-    Nothing,
-    NotKnownError,
-    Options,
-    Write,
-    layout_of,
-    microbatches,
-    number,
-    set_name,
-    text,
-    texts,
-    truth,
-    whole,
-)
+from megagrpo.importing.options import NotKnownError, Options, number, set_name, text, texts, truth, whole
+from megagrpo.importing.rows import Answer, Missing, Nothing, Write, microbatches, ranks_of, recomputed
 
 
 def longest(options: Options) -> int:
@@ -33,33 +19,21 @@ def nodes(value: Any, options: Options) -> Answer:
     engine, others = options.whole("rollout_num_gpus_per_engine"), options["rollout_num_gpus"]
     engines = None if truth(options["colocate"]) or others is None else whole(others) // engine
     gpus = options.whole("actor_num_nodes") * options.whole("actor_num_gpus_per_node")
-    return layout_of(gpus, sizes, engine, engines)
+    return ranks_of(gpus, sizes, engine, engines)
 
 
 def minibatches(value: Any, options: Options) -> Answer:
-    if value is None:
-        return Nothing("num_steps_per_rollout says it")
     samples = options.whole("rollout_batch_size") * options.whole("n_samples_per_prompt")
     if samples % whole(value):
         return Missing(f"{samples} samples are no multiple of {value}: minibatches have equal sizes here")
     return Write({"algorithm.minibatches": samples // whole(value)})
 
 
-def clip_high(value: Any, options: Options) -> Answer:
-    return Write({"algorithm.loss.clip_high": number(options["eps_clip"] if value is None else value)})
-
-
 def kl_in_loss(options: Options) -> bool:
     return truth(options["use_kl_loss"]) and options.number("kl_loss_coef") > 0
 
 
-def kl_coefficient(value: Any, _: Options) -> Answer:
-    return Write({"algorithm.kl.coefficient": number(value), "algorithm.kl.placement": "loss"})
-
-
 def kl_in_reward(value: Any, options: Options) -> Answer:
-    if not number(value):
-        return Nothing("no penalty in the reward")
     if kl_in_loss(options):
         return Missing("the penalty has one place here: it is in the loss")
     fields = {"coefficient": number(value), "estimator": "k1", "placement": "reward"}
@@ -67,8 +41,6 @@ def kl_in_reward(value: Any, options: Options) -> Answer:
 
 
 def weights(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("no weights, as here")
     low, high = options.number("tis_clip_low"), options.number("tis_clip")
     return Write({"algorithm.correction.weights": {"name": "token", "low": low, "high": high}})
 
@@ -89,8 +61,6 @@ def held_out(value: Any, options: Options) -> Answer:
     if len(listed) % 2:
         raise NotKnownError(f"{value!r} is no list of names, each with its file")
     pairs = zip(listed[::2], listed[1::2], strict=True)
-    if options["eval_interval"] is None:
-        return Nothing("it never evaluates: without eval_interval")
     return Write(
         {"eval.sets": {set_name(name): {"files": [{"path": path, **columns(options)}]} for name, path in pairs}}
     )
@@ -102,8 +72,6 @@ def microbatch(value: Any, options: Options) -> Answer:
 
 
 def partial(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("off, as here")
     more = options.whole("over_sampling_batch_size") - options.whole("rollout_batch_size")
     if more <= 0:
         return Nothing("over_sampling_batch_size is no larger than rollout_batch_size")
@@ -111,11 +79,7 @@ def partial(value: Any, options: Options) -> Answer:
 
 
 def recompute(value: Any, options: Options) -> Answer:
-    if value == "selective":
-        modules = options["recompute_modules"]
-        return Write({"train.recompute": {"modules": texts(modules)} if modules else "selective"})
-    layers, block = options["recompute_num_layers"], options["recompute_method"] == "block"
-    return Write({"train.recompute": {"layers": whole(layers)} if block and layers else "full"})
+    return recomputed(value, options)
 
 
 def resampled(_: Any, __: Options) -> Answer:
@@ -123,7 +87,7 @@ def resampled(_: Any, __: Options) -> Answer:
 
 
 def tracking(value: Any, options: Options) -> Answer:
-    return Write({"track.wandb.project": text(options["wandb_project"] or "slime")}) if truth(value) else Nothing("off")
+    return Write({"track.wandb.project": text(options["wandb_project"] or "slime")})
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:

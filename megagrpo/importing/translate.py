@@ -11,22 +11,8 @@ from typing import Any, cast
 
 import pydantic
 
-from megagrpo.importing.options import Given
-from megagrpo.importing.rows import (
-    ABSENT,
-    Answer,
-    Kind,
-    Missing,
-    NotKnownError,
-    Options,
-    Row,
-    Table,
-    Together,
-    Unknown,
-    Write,
-    read_table,
-    run_name,
-)
+from megagrpo.importing.options import Given, NotKnownError, Options, run_name
+from megagrpo.importing.rows import ABSENT, Answer, Kind, Missing, Row, Table, Together, Unknown, Write, read_table
 from megagrpo.importing.shell_syntax import Word
 from megagrpo.importing.shell_words import UNKNOWN
 from megagrpo.recipe.schema import Recipe

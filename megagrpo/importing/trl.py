@@ -8,22 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.importing.options import Given, read_text
-from megagrpo.importing.rows import (
-    Answer,
-    Missing,
-    Nothing,
-    Options,
-    Together,
-    Write,
-    microbatches,
-    number,
-    picked,
-    text,
-    texts,
-    warmup,
-    whole,
-)
+from megagrpo.importing.options import Given, Options, number, picked, read_text, text, texts, whole
+from megagrpo.importing.rows import Answer, Missing, Nothing, Write, microbatches, warmup
 from megagrpo.importing.shell_words import UNKNOWN
 
 PYTHON_OBJECTS = ("train_dataset", "eval_dataset", "reward_funcs", "peft_config", "processing_class")
@@ -69,15 +55,11 @@ def _literal(node: ast.expr) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def devices(options: Options) -> int:
-    return options.whole("num_processes")
-
-
 def batch(options: Options) -> int:
     """Returns the number of responses of a step, which are generated at once."""
     if options["generation_batch_size"] is not None:
         return options.whole("generation_batch_size")
-    return options.whole("per_device_train_batch_size") * devices(options) * generations(options)
+    return options.whole("per_device_train_batch_size") * options.whole("num_processes") * generations(options)
 
 
 def generations(options: Options) -> int:
@@ -91,8 +73,9 @@ def prompts(value: Any, options: Options) -> Answer:
     if batch(options) % samples:
         return Missing(f"{batch(options)} responses are no multiple of {samples}: give rollout.prompts_per_step")
     note = "counted for num_processes processes: add --set num_processes=N to this command if there are others"
-    fields = {"rollout.prompts_per_step": batch(options) // samples, "train.layout.data": devices(options)}
-    return Write({**fields, "rollout.engines": devices(options)}, note)
+    devices, prompts_per_step = options.whole("num_processes"), batch(options) // samples
+    fields = {"train.layout.data": devices, "rollout.engines": devices}
+    return Write({"rollout.prompts_per_step": prompts_per_step, **fields}, note)
 
 
 def updates(value: Any, options: Options) -> Answer:
@@ -103,12 +86,13 @@ def updates(value: Any, options: Options) -> Answer:
 
 
 def total(value: Any, options: Options) -> Answer:
-    each = max(1, generations(options) // options.whole("gradient_accumulation_steps")) * options.whole(
-        "num_iterations"
-    )
+    minibatches = max(1, generations(options) // options.whole("gradient_accumulation_steps"))
+    updates = minibatches * options.whole("num_iterations")
     if whole(value) <= 0:
         return Nothing("num_train_epochs counts")
-    return Write({"train.total_steps": -(-whole(value) // each)}, "optimizer steps there, steps with new samples here")
+    return Write(
+        {"train.total_steps": -(-whole(value) // updates)}, "optimizer steps there, steps with new samples here"
+    )
 
 
 def epochs(value: Any, options: Options) -> Answer:
@@ -127,14 +111,10 @@ def loss(value: Any, options: Options) -> Answer:
 
 
 def clip_low(value: Any, options: Options) -> Answer:
-    kinds = {"cispo": 1, "sapo": None}
-    bound = kinds.get(text(options["loss_type"]), min(number(value), 1))
-    return Nothing("this loss does not clip") if bound is None else Write({"algorithm.loss.clip_low": bound})
+    return Write({"algorithm.loss.clip_low": 1 if options["loss_type"] == "cispo" else min(number(value), 1)})
 
 
 def clip_high(value: Any, options: Options) -> Answer:
-    if options["loss_type"] == "sapo":
-        return Nothing("this loss does not clip")
     bound = options.number("epsilon") if value is None else number(value)
     less = options["loss_type"] == "cispo"  # its authors bound the weight itself
     return Write({"algorithm.loss.clip_high": max(0.0, bound - 1) if less else bound})
@@ -151,19 +131,8 @@ def scaled(value: Any, options: Options) -> Answer:
 def importance(value: Any, options: Options) -> Answer:
     level, _, kind = text(value).partition("_")
     high, low = options.number("vllm_importance_sampling_clip_max"), options["vllm_importance_sampling_clip_min"]
-    bounds = {"low": 0.0 if low is None else number(low), "high": high}
-    return Write(
-        {"algorithm.correction.weights": {"name": level, **bounds, "outside": "zero" if kind == "mask" else "truncate"}}
-    )
-
-
-def reference(value: Any, options: Options) -> Answer:
-    return Write(
-        {
-            "algorithm.reference.update_every_steps": whole(value),
-            "algorithm.reference.share": options.number("ref_model_mixup_alpha"),
-        }
-    )
+    weights = {"name": level, "low": 0.0 if low is None else number(low), "high": high}
+    return Write({"algorithm.correction.weights": weights | {"outside": "zero" if kind == "mask" else "truncate"}})
 
 
 def warmup_share(value: Any, options: Options) -> Answer:
@@ -172,13 +141,8 @@ def warmup_share(value: Any, options: Options) -> Answer:
 
 
 def data(value: Any, options: Options) -> Answer:
-    return Write(
-        {"data.train": [{"path": f"hf://datasets/{text(value)}"}]}, "a data set of the hub; or a file or a folder"
-    )
-
-
-def level(value: Any, _: Options) -> Answer:
-    return Together() if value in ("token", "sequence") else Missing("token or sequence")
+    files = [{"path": f"hf://datasets/{text(value)}"}]
+    return Write({"data.train": files}, "a data set of the hub; or a file or a folder")
 
 
 def tracking(value: Any, _: Options) -> Answer:

@@ -5,26 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megagrpo.importing.rows import (
-    OFF,
-    Answer,
-    Missing,
-    Nothing,
-    NotKnownError,
-    Options,
-    Together,
-    Write,
-    layout_of,
-    microbatches,
-    number,
-    picked,
-    set_name,
-    text,
-    texts,
-    truth,
-    warmup,
-    whole,
-)
+from megagrpo.importing.options import NotKnownError, Options, number, picked, set_name, text, texts, truth, whole
+from megagrpo.importing.rows import Answer, Missing, Nothing, Write, microbatches, ranks_of, recomputed, warmup
 
 ACTOR, ROLLOUT, MEGATRON = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"
@@ -39,15 +21,6 @@ REWARDS: dict[str, list[dict[str, Any]]] = {
     "searchR1_*": [{"function": "search_answer"}],
 }
 """Functions that verl's default_compute_score chooses by a row's data_source, except for programs and images."""
-ESTIMATORS = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-}
 ENGINES = {"megatron": "constant", "veomni": "cosine", "torchtitan": "linear", "fsdp": "constant"}
 """verl's training engines, each with its schedule if none is given."""
 SCHEDULES = ("lr_scheduler_type", "lr_decay_style", "decay_type", "warmup_style")
@@ -80,6 +53,10 @@ def in_reward(options: Options) -> bool:
     return used and coefficient > 0 and not in_loss(options)
 
 
+def has_reference(options: Options) -> bool:
+    return in_loss(options) or in_reward(options)
+
+
 def trained_by(options: Options) -> str:
     """Returns the engine of ENGINES that trains in verl."""
     named = [str(options[name]) for name in ("model_engine", f"{ACTOR}.strategy", "--config-name") if name in options]
@@ -103,60 +80,12 @@ def loss(options: Options) -> str:
     return "vanilla" if named == "bypass_mode" else str(named)
 
 
-def bypassed(value: Any, options: Options) -> Answer:
-    if value not in ("ppo_clip", "reinforce"):
-        return Missing("ppo_clip or reinforce")
-    if not truth(options["algorithm.rollout_correction.bypass_mode"]):
-        return Nothing("bypass_mode is false")
-    return Write({"algorithm.loss.name": "reinforce"}) if loss(options) == "gpg" else Nothing("loss_mode counts")
-
-
 def loss_mode(value: Any, options: Options) -> Answer:
     if loss(options) == "gpg" and value != "gpg":
         return Nothing("rollout_correction.loss_type counts")
     name = picked(LOSSES, loss(options))
     listed = "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION"
     return Missing(listed) if name is None else Write({"algorithm.loss.name": name})
-
-
-def clip_low(value: Any, options: Options) -> Answer:
-    return clip("low", value, options)
-
-
-def clip_high(value: Any, options: Options) -> Answer:
-    return clip("high", value, options)
-
-
-def clip(side: str, value: Any, options: Options) -> Answer:
-    if loss(options) in ("sapo", "gpg", "kl_cov"):
-        return Nothing("this loss does not clip")
-    bound = number(options[f"{ACTOR}.clip_ratio"] if value is None else value)
-    return Write({f"algorithm.loss.clip_{side}": min(bound, 1) if side == "low" else bound})
-
-
-def loss_scale(value: Any, options: Options) -> Answer:
-    if value is not None and options[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm":
-        return Write({"algorithm.aggregation.divisor": number(value)})
-    return Nothing("the longest response divides, as here")
-
-
-def kl_loss_type(value: Any, options: Options) -> Answer:
-    if text(value) in ("kl", "k1"):
-        return Missing("k1 has no gradient in expectation as a term of the loss; the recipe has k3")
-    return kl_penalty(value, options)
-
-
-def kl_penalty(value: Any, _: Options) -> Answer:
-    name = text(value)
-    estimator = ESTIMATORS.get(name.rstrip("+"))
-    if estimator is None:
-        return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
-    through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
-    return Write({"algorithm.kl.estimator": estimator, **through})
-
-
-def kl_control(value: Any, _: Options) -> Answer:
-    return Together() if value in ("fixed", "adaptive") else Missing("fixed or adaptive")
 
 
 def kl_in_reward(value: Any, options: Options) -> Answer:
@@ -173,16 +102,10 @@ def minibatches(value: Any, options: Options) -> Answer:
 
 
 def tokens_of_microbatch(value: Any, options: Options) -> Answer:
-    if not options.true(f"{ACTOR}.use_dynamic_bsz"):
-        return Nothing("use_dynamic_bsz is false, so it has no effect")
     return Write({"train.tokens_per_microbatch": max(whole(value), -(-longest(options) // context(options)))})
 
 
 def responses_of_microbatch(value: Any, options: Options) -> Answer:
-    if value is None:
-        return Nothing("not set")
-    if options.true(f"{ACTOR}.use_dynamic_bsz"):
-        return Nothing("use_dynamic_bsz is true, so it has no effect")
     most = longest(options)
     tokens = max(most, min(most * whole(value), MICROBATCH_TOKENS))
     note = f"microbatches are counted in tokens here, not in responses: {tokens}; results do not depend on it"
@@ -192,8 +115,7 @@ def responses_of_microbatch(value: Any, options: Options) -> Answer:
 def logprob_tokens(value: Any, options: Options) -> Answer:
     minibatches = options.whole("data.train_batch_size") // options.whole(f"{ACTOR}.ppo_mini_batch_size")
     updates = minibatches * options.whole(f"{ACTOR}.ppo_epochs")
-    passes = in_loss(options) or in_reward(options) or updates > 1
-    if not options.true(f"{ACTOR}.use_dynamic_bsz") or not passes:
+    if not options.true(f"{ACTOR}.use_dynamic_bsz") or not (has_reference(options) or updates > 1):
         return Nothing("it would have no effect")
     trained = max(options.whole(f"{ACTOR}.ppo_max_token_len_per_gpu"), -(-longest(options) // context(options)))
     several = whole(value) // trained
@@ -224,7 +146,7 @@ def nodes(value: Any, options: Options) -> Answer:
         sizes["pipeline"] = options.whole(f"{ACTOR}.torchtitan.pipeline_parallel_size")
     engine = options.whole(f"{ROLLOUT}.tensor_model_parallel_size")
     gpus = options.whole("trainer.nnodes") * options.whole("trainer.n_gpus_per_node")
-    layout = layout_of(gpus, sizes, engine)
+    layout = ranks_of(gpus, sizes, engine)
     if not isinstance(layout, Write):
         return layout
     source = f"{gpus} GPUs: trainer.nnodes x trainer.n_gpus_per_node"
@@ -235,14 +157,6 @@ def nodes(value: Any, options: Options) -> Answer:
         "split them: `megagrpo plan RECIPE --search` finds a layout that fits"
     )
     return Write(layout.fields, note, source)
-
-
-def offload_reference(value: Any, options: Options) -> Answer:
-    if not truth(value):
-        return Nothing("it stays on the GPU, as here")
-    if not in_loss(options) and not in_reward(options):
-        return Nothing("without a KL penalty there is no reference policy here")
-    return Write({"train.offload": ["reference"]})
 
 
 def engine(value: Any, options: Options) -> Answer:
@@ -280,12 +194,6 @@ def entries(paths: Sequence[str], amount: str, options: Options) -> list[dict[st
     return [{"path": path, **more} for path in paths]
 
 
-def greedy(value: Any, options: Options) -> Answer:
-    if truth(value) or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0:
-        return Nothing("val_kwargs.temperature counts, as there")
-    return Missing("engines sample at val_kwargs.temperature there; greedy is eval.temperature: 0")
-
-
 def evaluated_each(value: Any, options: Options) -> Answer:
     every = whole(value)
     if every > 0:
@@ -311,21 +219,11 @@ def warmup_share(value: Any, options: Options) -> Answer:
 
 
 def least_rate(value: Any, options: Options) -> Answer:
-    share = number(value or 0)
-    return least(share * options.number(f"{ACTOR}.optim.lr"), options) if share else Nothing("0, as here")
-
-
-def least(value: Any, options: Options) -> Answer:
-    if not value:
-        return Nothing("0, as here")
-    if schedule(options) == "constant":
-        return Nothing("a constant schedule stays at lr")
-    return Write({"train.optimizer.min_lr": number(value)})
+    rate = number(value or 0) * options.number(f"{ACTOR}.optim.lr")
+    return Write({"train.optimizer.min_lr": rate}) if rate else Nothing("0, as here")
 
 
 def rounds(value: Any, options: Options) -> Answer:
-    if not truth(options["algorithm.filter_groups.enable"]):
-        return Nothing("filter_groups is off, as here")
     most = options.whole("algorithm.filter_groups.max_num_gen_batches")
     return Write({"rollout.dynamic_sampling.rounds_max": most if most > 0 else 10**6})
 
@@ -357,8 +255,6 @@ def loggers(value: Any, options: Options) -> Answer:
 def reward_file(value: Any, options: Options) -> Answer:
     named = [f"{prefix}custom_reward_function.name" for prefix in ("reward.", "")]
     name = next((options[one] for one in named if one in options), "compute_score")
-    if value is None:
-        return Nothing("rewards by data_source")
     return Write({"reward.functions": [{"function": f"{text(value)}:{text(name)}"}]})
 
 
@@ -389,29 +285,18 @@ def has_overlong_penalty(options: Options) -> bool:
 
 
 def lora_targets(value: Any, options: Options) -> Answer:
-    adapters = has_adapters(options)
-    if not adapters or value == "all-linear":
-        return Nothing("all linear layers, as here" if adapters else "no adapters")
     fused = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"]}
     fused |= {"linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}
     return Write({"train.lora.targets": [one for name in texts(value) for one in fused.get(name, [name])]})
 
 
 def importance(value: Any, options: Options) -> Answer:
-    if value in OFF:
-        return Nothing("no weights")
     threshold = options["algorithm.rollout_correction.rollout_is_threshold"]
     return Write({"algorithm.correction.weights": {"name": text(value), "high": number(threshold)}})
 
 
 def recompute(value: Any, options: Options) -> Answer:
-    if value in OFF:
-        return Nothing("nothing is computed again")
-    if value == "selective":
-        modules = options[f"{TRANSFORMER}.recompute_modules"] or ["core_attn"]
-        return Write({"train.recompute": {"modules": texts(modules)} if modules != ["core_attn"] else "selective"})
-    layers, method = options[f"{TRANSFORMER}.recompute_num_layers"], options[f"{TRANSFORMER}.recompute_method"]
-    return Write({"train.recompute": {"layers": whole(layers)} if method == "block" and layers else "full"})
+    return recomputed(value, options, f"{TRANSFORMER}.")
 
 
 def rest(options: Options, fields: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megagrpo.errors import Problem, ReportError
+from megagrpo.track.jsonl import as_number, finite
 from megagrpo.track.run_lock import has_process
 from megagrpo.track.status import held_out_scores, last_entry, read_status
 
@@ -64,13 +64,13 @@ def listed(directory: Path, now: float) -> dict[str, Any]:
         "state": state,
         "step": int(last.get("step", 0)),
         "total_steps": status.total_steps if status else None,
-        "reward": _number(last.get("reward/mean")),
+        "reward": finite(as_number(last.get("reward/mean"))),
         "held_out": {
             name: {"last": last, "step": step, "best": best, "best_step": best_step}
             for name, last, step, best, best_step in map(astuple, held_out_scores(directory))
         },
-        "age_seconds": round(max(0.0, now - (_number(last.get("time")) or began)), 1),
-        "seconds_per_step": _number(last.get("seconds/step")),
+        "age_seconds": round(max(0.0, now - (finite(as_number(last.get("time"))) or began)), 1),
+        "seconds_per_step": finite(as_number(last.get("seconds/step"))),
         **{name: getattr(status, name, None) for name in ("error", "host", "pid", "slurm_job")},
     }
 
@@ -86,10 +86,10 @@ def draw(runs: Sequence[dict[str, Any]], console: Console) -> None:
         table.add_row(
             Text(run["state"], STYLES.get(run["state"], "")),
             f"{run['step']}" if run["total_steps"] is None else f"{run['step']}/{run['total_steps']}",
-            _shown(run["reward"], ".3f"),
+            "" if run["reward"] is None else f"{run['reward']:.3f}",
             ", ".join(f"{score['last']:.3f}" for score in run["held_out"].values()),
             f"{age(run['age_seconds'])} ago",
-            _shown(run["seconds_per_step"], ".1f"),
+            "" if run["seconds_per_step"] is None else f"{run['seconds_per_step']:.1f}",
             Text(run["name"], "bold"),
         )
     console.print(table)
@@ -103,11 +103,3 @@ def draw(runs: Sequence[dict[str, Any]], console: Console) -> None:
 def age(seconds: float) -> str:
     """Returns a duration as text: 45 s, 12 min, 3 h, 2 d."""
     return next((f"{seconds / unit:.0f} {name}" for unit, name in UNITS if seconds >= unit), f"{seconds:.0f} s")
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

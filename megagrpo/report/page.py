@@ -42,6 +42,11 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
     scripts = [_text(name) for name in dict.fromkeys((*SCRIPTS, *(name for part in shown for name in part.scripts)))]
     title = escape(" · ".join(run.name for run in runs))
     links = "".join(f'<a href="#{part.anchor}">{escape(part.title)}</a>' for part in shown)
+    sections = "".join(
+        f'<section id="{part.anchor}" aria-labelledby="{part.anchor}-title"><h2 id="{part.anchor}-title">'
+        f"{escape(part.title)}</h2>\n<div class=body>{part.html}</div></section>\n"
+        for part in shown
+    )
     return f"""<!doctype html>
 <html lang="en" data-palette="{" ".join(PALETTE)}"{" data-live" if live else ""}>
 <head><meta charset="utf-8">{GENERATOR}<meta name="viewport" content="width=device-width, initial-scale=1">
@@ -52,19 +57,12 @@ def page_of(shown: Sequence[Part], runs: Sequence[RunRead], *, live: bool = Fals
 <header><h1>{title}</h1><nav aria-label="sections">{links}</nav>
 <button id="theme" type="button" class="control">light or dark</button></header>
 <main>
-{"".join(map(section, shown))}</main>
+{sections}</main>
 {"".join(embed(name, encode(columns)) for part in shown for name, columns in part.data.items())}
 {"".join(f"<script>{text}</script>" for text in scripts)}
 {"".join(embed(name, encoded) for part in shown if not live for name, encoded in part.late.items())}
 </body></html>
 """
-
-
-def section(part: Part) -> str:
-    """Returns a part as an element of the page."""
-    heading = f'<h2 id="{part.anchor}-title">{escape(part.title)}</h2>'
-    attributes = f'id="{part.anchor}" aria-labelledby="{part.anchor}-title"'
-    return f"<section {attributes}>{heading}\n<div class=body>{part.html}</div></section>\n"
 
 
 def write_page(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from megagrpo.errors import Problem, ReportError
-from megagrpo.track.jsonl import as_number, read_json, step_entries
+from megagrpo.track.jsonl import as_number, leaves, read_json, step_entries
 
 RESPONSES = ("eval/*/responses.jsonl", "*/responses.jsonl", "responses.jsonl")
 """Responses of `megagrpo eval`: in a run's directory, in its own --output, and in one model's folder."""
@@ -41,6 +41,10 @@ class RunRead:
             return np.empty(0, np.int64), np.empty(0)
         known = np.isfinite(values)
         return self.steps[known], values[known]
+
+    def setting(self, path: str) -> Any:
+        """Returns a value of the recipe by its dotted path; None if the recipe lacks it."""
+        return dict(leaves(self.recipe)).get(path)
 
 
 def read_run(directory: Path) -> RunRead:

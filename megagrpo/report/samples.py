@@ -168,12 +168,20 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
     places = {key: place for place, key in enumerate(prompts)}
     prompt = np.array([places[key] for key in keys], np.uint32)
     responses = [row["response"] or "" for row in rows]
+    details = [{name: row[name] for name in ("parts", "notes", "answer", "error", "masked")} for row in rows]
+    for detail in details:  # JSON has no number that is not finite
+        parts = detail["parts"] or ()
+        detail["parts"] = [
+            (name, value if value is None or math.isfinite(value) else str(value)) for name, value in parts
+        ]
     texts = {
         "prompt": prompt,
         "prompts": [key[1:] for key in prompts],
         "response": responses,
         "agent": [row["agent"] or "" for row in rows],
-        "detail": [_detail(row) for row in rows],
+        "detail": [
+            {name: value for name, value in detail.items() if value not in (None, "", [])} for detail in details
+        ],
     }
     sizes = _array(pc.list_value_length(table["rollout_logprobs"]), 0).astype(np.int64)
     figures = np.where(np.cumsum(sizes) <= tokens_left, sizes, 0)
@@ -189,30 +197,11 @@ def _file(table: pa.Table, run: int, tokens_left: int, threads: ThreadPoolExecut
     )
 
 
-def _detail(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row's score by part and its reasons, without those that are empty."""
-    parts = [
-        (name, value if value is None or math.isfinite(value) else str(value)) for name, value in row["parts"] or ()
-    ]
-    detail = {"parts": parts, **{name: row[name] for name in ("notes", "answer", "error", "masked")}}
-    return {name: value for name, value in detail.items() if value not in (None, "", [])}
-
-
 def _numbers(table: pa.Table) -> dict[str, np.ndarray]:
     flags = SOLVED * _array(table["solved"], False).astype(np.uint8)
     for flag, name in ((MASKED, "masked"), (FAILED, "error"), (AGENT, "agent")):
         flags |= flag * (_array(pc.binary_length(table[name]), 0) > 0).astype(np.uint8)
-    counts = ("step", "sample", "prompt_tokens", "tokens", "age")
-    return {
-        **{name: _array(table[name], 0).astype(np.int32) for name in counts},
-        **{name: _array(table[name], np.nan).astype(np.float32) for name in ("score", "advantage")},
-        "flags": flags,
-        "mismatch": _mismatch(table["rollout_logprobs"].combine_chunks(), table["train_logprobs"].combine_chunks()),
-    }
-
-
-def _mismatch(rollout: pa.ListArray, train: pa.ListArray) -> np.ndarray:
-    """Returns the mean absolute difference of each row's logprobs, float32 [rows]; NaN where a row lacks either."""
+    rollout, train = (table[name].combine_chunks() for name in ("rollout_logprobs", "train_logprobs"))
     sizes, others = (_array(pc.list_value_length(array), 0) for array in (rollout, train))
     both = (sizes == others) & (sizes > 0)
     mismatch = np.full(len(sizes), np.nan, np.float32)
@@ -220,7 +209,13 @@ def _mismatch(rollout: pa.ListArray, train: pa.ListArray) -> np.ndarray:
         engine, trainer = (_array(array.filter(pa.array(both)).flatten(), np.nan) for array in (rollout, train))
         row = np.repeat(np.arange(int(both.sum())), sizes[both])
         mismatch[both] = np.bincount(row, np.abs(trainer - engine), int(both.sum())) / sizes[both]
-    return mismatch
+    counts = ("step", "sample", "prompt_tokens", "tokens", "age")
+    return {
+        **{name: _array(table[name], 0).astype(np.int32) for name in counts},
+        **{name: _array(table[name], np.nan).astype(np.float32) for name in ("score", "advantage")},
+        "flags": flags,
+        "mismatch": mismatch,
+    }
 
 
 def _tokens(table: pa.Table) -> Columns:
@@ -295,7 +290,7 @@ def _page(
         "files": digests,
         "first": np.cumsum([0, *(len(file.prompt) for file in files[:-1])]).astype(np.uint32),
         "prompt_ids": [key[0] for key in codes],
-        "prompt_previews": [_preview(_asked(key[2]) or key[1], PREVIEW) for key in codes],
+        "prompt_previews": [_preview(_question(key[2]) or key[1], PREVIEW) for key in codes],
         "prompt": np.concatenate([np.array([codes[key] for key in f.prompts], np.uint32)[f.prompt] for f in files]),
         "previews": [preview for file in files for preview in file.previews],
         "names": {name: array.dictionary.to_pylist() for name, array in names.items()},
@@ -321,9 +316,7 @@ def _left_out(runs: Sequence[RunRead], files: Sequence[FileSamples], is_whole: b
             "that have them on disk (track.rollouts.token_samples_per_step)."
         )
     for run in runs:
-        track = run.recipe.get("track")
-        section = track.get("rollouts") if isinstance(track, dict) else None
-        if isinstance(section, dict) and (limit := section.get("samples_per_step")):
+        if limit := run.setting("track.rollouts.samples_per_step"):
             notes.append(
                 f"{run.name} keeps up to {limit} samples of each step and set on disk "
                 "(track.rollouts.samples_per_step)."
@@ -340,7 +333,7 @@ def _preview(text: str, characters: int) -> str:
     return words[:size] + mark if characters > 0 else mark + words[-size:]
 
 
-def _asked(messages: str) -> str:
+def _question(messages: str) -> str:
     """Returns the user's last message in JSON messages; empty if they cannot be read."""
     try:
         contents = [message["content"] for message in json.loads(messages or "[]") if message.get("role") == "user"]

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.report.curves import HEALTH, labels
+from megagrpo.report.curves import curves, labels
 from megagrpo.report.embed import Part
 from megagrpo.report.run import RunRead, Start, starts_of
 from megagrpo.track.jsonl import leaves
 
 LAST = 10  # values of a metric that the final one is the mean of
-FINAL = [curve.metric for curves in HEALTH.values() for curve in curves]
-FINAL += ["entropy", "response_tokens/truncated_share", "tokens_per_second", "seconds/step"]
-"""Metrics of the table of final values, as patterns of whole names."""
+FINAL = ("entropy", "response_tokens/truncated_share", "tokens_per_second", "seconds/step")
+"""Metrics of the table of final values, beside those of a run's health."""
 OF_A_START = ("time", "command", "directory")
 """Entries of environment.json that differ at each start, so that they are no change to tell."""
 
@@ -44,18 +43,12 @@ def json_by_path(values: Mapping[str, Any]) -> dict[str, str]:
     return {path: json.dumps(value, ensure_ascii=False, default=str) for path, value in leaves(values)}
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns the differences between two nested mappings: path, and both values as JSON, "–" for none."""
-    old, new = json_by_path(before), json_by_path(after)
-    paths = [path for path in dict.fromkeys((*old, *new)) if old.get(path) != new.get(path)]
-    return [(path, old.get(path, "–"), new.get(path, "–")) for path in paths]
-
-
 def _final(runs: Sequence[RunRead], names: Sequence[str]) -> str:
     """Returns a row for each metric: its final value in each run, and the difference from the first run's."""
     metrics = sorted({name for run in runs for name in run.metrics})
+    patterns = (*(curve["metric"] for kind in ("grpo", "sft") for curve in curves()[kind]), *FINAL)
     rows = []
-    for name in dict.fromkeys(name for pattern in FINAL for name in metrics if re.fullmatch(pattern, name)):
+    for name in dict.fromkeys(name for pattern in patterns for name in metrics if re.fullmatch(pattern, name)):
         values = [_last(run, name) for run in runs]
         cells = [_cell(value, values[0] if number else None) for number, value in enumerate(values)]
         rows.append((f"<code>{escape(name)}</code>", *cells))
@@ -98,8 +91,12 @@ def _starts(starts: Sequence[Start]) -> str:
     for number, start in enumerate(starts):
         before = starts[number - 1] if number else start
         pairs = ((before.recipe, start.recipe), (before.environment, start.environment))
-        differences = [change for pair in pairs for change in changes(*pair) if change[0] not in OF_A_START]
-        changed = "<br>".join(f"<code>{escape(path)}</code>: {escape(a)} → {escape(b)}" for path, a, b in differences)
+        changed = "<br>".join(
+            f"<code>{escape(path)}</code>: {escape(old.get(path, '–'))} → {escape(new.get(path, '–'))}"
+            for old, new in (map(json_by_path, pair) for pair in pairs)
+            for path in dict.fromkeys((*old, *new))
+            if path not in OF_A_START and old.get(path) != new.get(path)
+        )
         rows.append(
             (
                 str(start.number),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pydantic
 
 from megagrpo.errors import Problem, ReportError, first_line, printable
 from megagrpo.report.run import read_yaml, require_directory
-from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord, WorstToken
+from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord
 from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, read_rollouts, rollout_steps
 from megagrpo.track.traces import LEFT_OUT
 
@@ -94,6 +94,20 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
     ]
     tokens = [(record.step, token, token.difference) for record in records for token in record.worst]
     worst = heapq.nlargest(WORST_SHOWN, tokens, key=lambda row: math.inf if math.isnan(row[2]) else row[2])
+    token_rows = [
+        [
+            str(step),
+            _number(difference),
+            _number(token.train_logprob, ".4f"),
+            _number(token.rollout_logprob, ".4f"),
+            str(token.weight_version),
+            _line(token.prompt_id),
+            str(token.sample),
+            str(token.position),
+            f"{_line(token.before)[-CHARACTERS_BEFORE:]}【{_line(token.text)}】{_line(token.after)[:CHARACTERS_AFTER]}",
+        ]
+        for step, token, difference in worst
+    ]
     return [
         title,
         "",
@@ -103,24 +117,9 @@ def _tables(records: Sequence[MismatchRecord], steps: int) -> list[str]:
         "Worst tokens of all steps, 【marked】 in their text:",
         *_table(
             ("step", "difference", "train", "rollout", "version", "prompt", "sample", "position", "text"),
-            [_token_row(step, token) for step, token, _ in worst],
+            token_rows,
             left=("prompt", "text"),
         ),
-    ]
-
-
-def _token_row(step: int, token: WorstToken) -> list[str]:
-    before, after = _line(token.before)[-CHARACTERS_BEFORE:], _line(token.after)[:CHARACTERS_AFTER]
-    return [
-        str(step),
-        _number(token.difference),
-        _number(token.train_logprob, ".4f"),
-        _number(token.rollout_logprob, ".4f"),
-        str(token.weight_version),
-        _line(token.prompt_id),
-        str(token.sample),
-        str(token.position),
-        f"{before}【{_line(token.text)}】{after}",
     ]
 
 
@@ -160,15 +159,13 @@ def rollout_report(directory: Path, step: int, number: int) -> str:
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             needed = "a rollout as a run writes it"
             raise ReportError(Problem(f"{where}: step {step}, rollout {number}", first_line(error), needed)) from error
-    steps = rollout_steps(directory)
-    if not steps:
+    given, needed = f"rollout {number} of step {step}", f"a number from 0 to {len(rollouts) - 1}"
+    if not (steps := rollout_steps(directory)):
+        given = "no rollouts"
         needed = "the directory of a run that has finished a step, with track.rollouts other than null"
-        raise ReportError(Problem(where, "no rollouts", needed))
-    if not len(rollouts):
-        needed = f"one of steps {steps[0]} to {steps[-1]}"
-        raise ReportError(Problem(where, f"step {step}, of which there are no rollouts", needed))
-    needed = f"a number from 0 to {len(rollouts) - 1}"
-    raise ReportError(Problem(where, f"rollout {number} of step {step}", needed))
+    elif not len(rollouts):
+        given, needed = f"step {step}, of which there are no rollouts", f"one of steps {steps[0]} to {steps[-1]}"
+    raise ReportError(Problem(where, given, needed))
 
 
 def conversation(row: Json) -> str:
@@ -176,38 +173,35 @@ def conversation(row: Json) -> str:
 
     row: the columns of CONVERSATION.
     """
-    return "\n".join(_lines(row))
-
-
-def _lines(row: Json) -> Iterator[str]:
     agent = None if row["agent"] is None else json.loads(row["agent"])
     of = "" if row["set"] == TRAIN else f", evaluation {printable(row['set'])}"
-    yield f"step {row['step']}{of}, prompt {printable(row['prompt_id'])}, response {row['sample']}"
     score, why = row["score"], str(row["error"] or row["masked"] or "not scored")
     scored = f"score {score:g}" if score is not None else f"no score: {printable(why)}"
-    yield f"{scored}; ended with {row['finish']}; {row['tokens']} tokens sampled"
-    if parts := ", ".join(f"{printable(name)} {value:g}" for name, value in row["parts"]):
-        yield f"rewards: {parts}"
+    lines = [
+        f"step {row['step']}{of}, prompt {printable(row['prompt_id'])}, response {row['sample']}",
+        f"{scored}; ended with {row['finish']}; {row['tokens']} tokens sampled",
+    ]
+    if parts := _numbers(row["parts"]):
+        lines.append(f"rewards: {parts}")
     if agent is not None:
-        yield from _of_agent(agent)
-    yield f"ground truth: {printable(row['ground_truth'])}"
+        if agent["error"]:
+            lines.append(f"the agent failed: {printable(agent['error'])}")
+        if agent["reward"]:
+            lines.append(f"from the agent: {_numbers(agent['reward'].items())}")
+        sizes = [f"{of['tokens']} tokens, {of['trained']} of them trained" for of in agent["sequences"]]
+        lines.append(f"sequences: {'; '.join(sizes) or 'none'}")
+        if counts := _numbers((name, value) for name, value in agent["counts"].items() if value):
+            lines.append(f"counts: {counts}")
+    lines.append(f"ground truth: {printable(row['ground_truth'])}")
     if agent is None:
-        yield from ("", _head(f"policy, after a prompt of {row['prompt_tokens']} tokens"), _text(row["response"]))
-        return
-    for event in agent["events"]:
-        yield ""
-        yield from _event(event)
+        lines += ["", _head(f"policy, after a prompt of {row['prompt_tokens']} tokens"), _text(row["response"])]
+    else:
+        lines += [line for event in agent["events"] for line in ("", *_event(event))]
+    return "\n".join(lines)
 
 
-def _of_agent(agent: Json) -> Iterator[str]:
-    if agent["error"]:
-        yield f"the agent failed: {printable(agent['error'])}"
-    if agent["reward"]:
-        yield f"from the agent: {', '.join(f'{printable(k)} {v:g}' for k, v in agent['reward'].items())}"
-    sizes = [f"{of['tokens']} tokens, {of['trained']} of them trained" for of in agent["sequences"]]
-    yield f"sequences: {'; '.join(sizes) or 'none'}"
-    if counts := {name: value for name, value in agent["counts"].items() if value}:
-        yield f"counts: {', '.join(f'{printable(name)} {value:g}' for name, value in counts.items())}"
+def _numbers(values: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{printable(name)} {value:g}" for name, value in values)
 
 
 def _event(event: Json) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megagrpo.plan.units import byte_text, second_text
-from megagrpo.report.curves import Curve, labels
+from megagrpo.report.curves import curves, labels
 from megagrpo.report.embed import Columns, Part
 from megagrpo.report.run import RunRead
 from megagrpo.track.jsonl import PLAN_FILE, read_json
@@ -19,47 +19,14 @@ WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_
 MEMORY = "memory/allocated_max/"
 
 
-CURVES = (
-    Curve(
-        "Idle shares",
-        "(trainer|engines)/idle_share",
-        "Healthy: one of the two is near 0. If both are high, something else is slow, such as rewards.",
-    ),
-    Curve("Tokens per second", "tokens_per_second", "Prompt and response tokens of a step over its seconds."),
-    Curve(
-        "Weight sync",
-        "seconds/weight_sync",
-        "Time in which the new weights go to the engines and digests are compared.",
-        unit="s",
-    ),
-    Curve("Bytes of a weight sync", "weights/sync_bytes", "What training ranks send to engines.", unit="bytes"),
-    Curve(
-        "Engines that serve",
-        "engines/serving",
-        "Fewer than the recipe's: engines were lost. They come back after a sync that is verified.",
-    ),
-    Curve(
-        "Restarts of ranks",
-        "restarts",
-        "How many times lost training ranks were started again, counted anew from each start of the run.",
-    ),
-    Curve(
-        "Memory of tensors",
-        f"{MEMORY}.+",
-        "Most that tensors took at a time on the training rank that had most. Torch's cache, CUDA, NCCL and engines"
-        " come on top.",
-        unit="bytes",
-    ),
-)
-
-
 def timing_parts(runs: Sequence[RunRead]) -> list[Part]:
     """Returns curves of time and memory, and both beside the plan's predictions."""
     named = zip(runs, labels(runs), strict=True)
     phases = {str(number): phases_of(run) for number, run in enumerate(runs)}
-    timing = {"curves": list(map(vars, CURVES)), "runs": phases}
-    curves = Part("time", "Time and memory", data={"timing": timing}, scripts=("timing.js",))
-    return [curves, Part("plan", "Beside the plan", "".join(_html(run, label, len(runs) > 1) for run, label in named))]
+    timing = {"curves": curves()["time"], "runs": phases}
+    planned = "".join(_html(run, label, len(runs) > 1) for run, label in named)
+    drawn = Part("time", "Time and memory", data={"timing": timing}, scripts=("timing.js",))
+    return [drawn, Part("plan", "Beside the plan", planned)]
 
 
 def phases_of(run: RunRead) -> Columns:

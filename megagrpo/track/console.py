@@ -148,17 +148,14 @@ class LiveConsole(PlainConsole):
 
     def _picture(self) -> Group:
         name, elapsed, left = self._name, clock(time.monotonic() - self._began), self._pace.seconds_left()
+        under_way = bars(self._works.innermost(), time.monotonic())
         if not self._steps:
-            return Group(Text(f"{name} · starting · {elapsed}", "bold"), self._under_way())
+            return Group(Text(f"{name} · starting · {elapsed}", "bold"), under_way)
         step, metrics = self._steps[-1]
         parts = [name, f"step {step}/{self._total}", *self._evaluations, elapsed]
         parts += [f"left {clock(left)}"] if left is not None else []
-        title = Text(" · ".join(parts), "bold")
-        blank = Text("")
-        return Group(title, self._table(), blank, shares(phase_seconds(metrics)), blank, self._under_way())
-
-    def _under_way(self) -> Table:
-        return bars(self._works.innermost(), time.monotonic())
+        title, blank = Text(" · ".join(parts), "bold"), Text("")
+        return Group(title, self._table(), blank, shares(phase_seconds(metrics)), blank, under_way)
 
     def _table(self) -> Table:
         rows = [(step, entries(metrics), evaluation(metrics)) for step, metrics in self._steps]

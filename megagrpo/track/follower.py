@@ -161,7 +161,10 @@ def cause(error: Exception) -> str:
 def deliveries(directory: Path, recipe: AnyRecipe, *, live: bool) -> list[Delivery]:
     """Returns the deliveries to the recipe's trackers. A lost track.json gets the run's ids from the newest checkpoint.
     Raises OSError."""
-    delivered, status = Delivered(directory, run_ids=_ids_in_checkpoint(recipe)), read_status(directory)
+    newest, run_ids = newest_checkpoint(checkpoint_directory(recipe)), dict[str, str]()
+    if newest and isinstance(ids := read_json(newest / "trainer.json").get("tracker_runs"), dict):
+        run_ids = {name: str(run_id) for name, run_id in ids.items()}
+    delivered, status = Delivered(directory, run_ids=run_ids), read_status(directory)
     started = status.started if status else time.time()
     copies = (tracker(recipe, directory, delivered, live=live) for tracker in trackers_of(recipe).values())
     return [Delivery(copy, started) for copy in copies]
@@ -240,8 +243,9 @@ def _is_running(directory: Path) -> bool:
 
 
 def _written_status(directory: Path) -> Status:
+    """Reads the run's end in trackers' words; a process that could not report its end was interrupted."""
     status = read_status(directory)
-    return status.for_trackers if status else "interrupted"
+    return status.state if status and status.state in ("finished", "failed") else "interrupted"
 
 
 def write_report(directory: Path, say: Say) -> None:
@@ -308,9 +312,8 @@ def _of_any_version(saved: Path, say: Say) -> AnyRecipe:
     except RecipeError:
         tree = parse(saved.read_text(encoding="utf-8", errors="replace"), lambda line: f"{saved}:{line}").tree
         kind = KINDS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, dict) else None
-        left_out = _remove_unknown(tree, kind) if kind else []
         with suppress(pydantic.ValidationError):
-            if kind and left_out:
+            if kind and (left_out := _remove_unknown(tree, kind)):
                 recipe = kind.model_validate(tree)
                 say(f"{saved}: of another version of megagrpo; this one does not know {', '.join(left_out)}")
                 return recipe
@@ -319,27 +322,16 @@ def _of_any_version(saved: Path, say: Say) -> AnyRecipe:
 
 def _remove_unknown(tree: dict[str, Any], kind: type[AnyRecipe]) -> list[str]:
     """Removes the fields that the schema lacks from a recipe's tree; returns their paths."""
-    removed, unknown = list[str](), list[tuple[int | str, ...]]()
+    removed = list[str]()
     try:
         kind.model_validate(tree)
     except pydantic.ValidationError as error:
-        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
-    for *outer, last in unknown:
-        section: Any = tree
-        for key in outer:
-            # The location of a section of several kinds also names the kind, which is no key.
-            if key in section if isinstance(section, dict) else isinstance(section, list):
-                section = section[key]
-        if isinstance(section, dict) and section.pop(last, removed) is not removed:
-            removed.append(".".join(map(str, (*outer, last))))
+        for *outer, last in [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]:
+            section: Any = tree
+            for key in outer:
+                # The location of a section of several kinds also names the kind, which is no key.
+                if key in section if isinstance(section, dict) else isinstance(section, list):
+                    section = section[key]
+            if isinstance(section, dict) and section.pop(last, removed) is not removed:
+                removed.append(".".join(map(str, (*outer, last))))
     return removed
-
-
-def _ids_in_checkpoint(recipe: AnyRecipe) -> dict[str, str]:
-    """Reads the run's id by tracker from the newest checkpoint."""
-    newest = newest_checkpoint(checkpoint_directory(recipe))
-    try:
-        state = json.loads((newest / "trainer.json").read_text(encoding="utf-8")) if newest else {}
-        return {str(name): str(run_id) for name, run_id in (state.get("tracker_runs") or {}).items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}

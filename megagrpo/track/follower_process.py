@@ -51,7 +51,8 @@ class FollowerProcess:
         self._ended.set()
         if process := self._process:  # the run waits now: it gets time as others do, where it may
             let_family_idle(process.pid, False)
-            _close_input(process)
+            if process.stdin:
+                process.stdin.close()
         self._thread.join(FINISH_SECONDS + REPORT_SECONDS + LEAVE_SECONDS)
         if self._thread.is_alive():
             self._say(f"trackers: their process does not end; {self._brings_rest}")
@@ -88,18 +89,13 @@ class FollowerProcess:
         """Runs the process until it ends. Returns its exit status. Raises OSError."""
         with started_process(self._directory) as process:
             self._process = process
-            if self._ended.is_set():
-                _close_input(process)
+            if self._ended.is_set() and process.stdin:
+                process.stdin.close()
             for line in process.stdout or ():
                 if line.endswith("\n"):  # else it died in the middle of it
                     self._say(line.removesuffix("\n"))
             self._process = None
             return process.wait()
-
-
-def _close_input(process: subprocess.Popen[str]) -> None:
-    if process.stdin:
-        process.stdin.close()
 
 
 def started_process(directory: Path) -> subprocess.Popen[str]:

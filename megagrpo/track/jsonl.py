@@ -68,7 +68,16 @@ class StepLines:
     """
 
     def __init__(self, path: Path, resumed_step: int, say: Callable[[str], None], unlogged: bool = False) -> None:
-        kept, unread = _lines_up_to(path, resumed_step - unlogged) if resumed_step else ([], [])
+        kept, unread = list[bytes](), list[bytes]()
+        if resumed_step and path.exists():
+            with path.open("rb") as lines:
+                for line in lines:
+                    whole = line if line.endswith(b"\n") else line + b"\n"
+                    try:
+                        if json.loads(line)["step"] <= resumed_step - unlogged:
+                            kept.append(whole)
+                    except (ValueError, KeyError, TypeError, RecursionError):
+                        unread.append(whole)
         if unread:
             aside = path.with_name(f"{path.name}.unreadable")
             with aside.open("ab") as file:
@@ -102,21 +111,6 @@ def require_in_place(path: Path, descriptor: int) -> None:
         needed = "the run's directory where it is, until the run's end"
         fix = "move it back, if it still exists, and start the same command again"
         raise MachineError(Problem(str(path), "renamed, deleted or replaced during the run", needed, fix))
-
-
-def _lines_up_to(path: Path, step: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns the lines of steps up to `step`, and the lines that cannot be read."""
-    kept, unread = [], []
-    if path.exists():
-        with path.open("rb") as lines:
-            for line in lines:
-                whole = line if line.endswith(b"\n") else line + b"\n"
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(whole)
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    unread.append(whole)
-    return kept, unread
 
 
 def step_entries(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:

@@ -109,16 +109,17 @@ class MLflow(TrackedRun):
         from mlflow.tracking import MlflowClient
 
         self._client: MlflowClient = MlflowClient(self._uri)
-        if (run := self._existing()) is None:
-            self.note(step=-1, traces_step=-1, files={})
-            run = self._created()
+        run = self._existing_or_created()
         self.run_id, self._experiment_id, tags = run.info.run_id, run.info.experiment_id, run.data.tags
         self._name = tags.get(RUN_TAG, self.delivered.run)  # another one if track.json was lost
         self.note(run_id=self.run_id)
         if self.live:
             if run.info.status != "RUNNING":
                 self._client.update_run(self.run_id, status="RUNNING")
-            self._end_runs_left()
+            # A process that was killed before its first checkpoint has left a run as running.
+            for left in map(self._run, self.delivered.left(self.place)):
+                if left and left.info.run_id != self.run_id and left.info.status == "RUNNING":
+                    self._client.set_terminated(left.info.run_id, STATUSES["interrupted"])
         for name, value in self._tags().items():
             if tags.get(name) != value:
                 self._client.set_tag(self.run_id, name, value)
@@ -167,12 +168,6 @@ class MLflow(TrackedRun):
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
-    def _end_runs_left(self) -> None:
-        """Ends runs that a process, killed before its first checkpoint, has left as running."""
-        for run in map(self._run, self.delivered.left(self.place)):
-            if run and run.info.run_id != self.run_id and run.info.status == "RUNNING":
-                self._client.set_terminated(run.info.run_id, STATUSES["interrupted"])
-
     def _run(self, run_id: str) -> Run | None:
         from mlflow.exceptions import MlflowException
 
@@ -183,18 +178,20 @@ class MLflow(TrackedRun):
                 raise
         return None
 
-    def _existing(self) -> Run | None:
-        """Returns the run that track.json names, or that has this run's tag."""
-        for run in map(self._run, self.delivered.run_ids("mlflow")):
-            if run:
-                return run
-        experiment = self._client.get_experiment_by_name(self._settings.experiment)
-        runs = [] if experiment is None else self._runs_of(experiment.experiment_id)
-        return runs[0] if runs else None
-
-    def _created(self) -> Run:
-        experiment = self._client.get_experiment_by_name(self._settings.experiment)
-        experiment_id = experiment.experiment_id if experiment else self._new_experiment()
+    def _existing_or_created(self) -> Run:
+        """Returns the run that track.json names, or that has this run's tag; creates it if there is neither."""
+        if existing := next(filter(None, map(self._run, self.delivered.run_ids("mlflow"))), None):
+            return existing
+        if experiment := self._client.get_experiment_by_name(self._settings.experiment):
+            if tagged := self._runs_of(experiment.experiment_id):
+                return tagged[0]
+            experiment_id = experiment.experiment_id
+        self.note(step=-1, traces_step=-1, files={})
+        if not experiment:
+            # By default sqlite's is mlruns/ in whatever the current directory is.
+            server = self._settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+            local = None if server else (Path(self.recipe.track.directory).resolve() / "mlruns").as_uri()
+            experiment_id = self._client.create_experiment(self._settings.experiment, artifact_location=local)
         begun, tags = int(self.delivered.begun_seconds * 1000), {RUN_TAG: self.delivered.run}
         self._client.create_run(experiment_id, start_time=begun, run_name=self.recipe.name, tags=tags)
         # A server that was slow may have made one before, for a request that was given up.
@@ -206,12 +203,6 @@ class MLflow(TrackedRun):
     def _runs_of(self, experiment_id: str) -> list[Run]:
         with_tag = f"tags.`{RUN_TAG}` = '{self.delivered.run}'"
         return sorted(self._client.search_runs([experiment_id], with_tag), key=lambda run: str(run.info.run_id))
-
-    def _new_experiment(self) -> str:
-        # By default sqlite's is mlruns/ in whatever the current directory is.
-        server = self._settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        local = None if server else (Path(self.recipe.track.directory).resolve() / "mlruns").as_uri()
-        return str(self._client.create_experiment(self._settings.experiment, artifact_location=local))
 
     def _watch_system(self) -> None:
         """Starts mlflow's own thread that logs system/...; a failed request ends it, and it is restarted."""
@@ -274,21 +265,17 @@ class MLflow(TrackedRun):
     def _log_files(self) -> None:
         """Sends the files that have changed since they were last sent."""
         known = dict(self.delivered.of(self.place).get("files", {}))
-        for path, folder in self._files():
+        files = [(path, "") for pattern in FILES for path in sorted(self.directory.glob(pattern))]
+        for path in sorted((self.directory / EXPORT).glob("*")):
+            if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= ARTIFACT_BYTES_MAX:
+                files.append((path, EXPORT))
+        for path, folder in files:
             stat, name = path.stat(), posixpath.join(folder, path.name)
             state = f"{stat.st_size} {stat.st_mtime_ns}"
             if known.get(name) != state:
                 self._client.log_artifact(self.run_id, str(path), folder or None)
                 known[name] = state
                 self.note(files=dict(known))
-
-    def _files(self) -> Iterator[tuple[Path, str]]:
-        """Yields each file with its folder among the artifacts."""
-        for pattern in FILES:
-            yield from ((path, "") for path in sorted(self.directory.glob(pattern)))
-        for path in sorted((self.directory / EXPORT).glob("*")):
-            if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= ARTIFACT_BYTES_MAX:
-                yield path, EXPORT
 
     # --- the exported model -------------------------------------------------------------------------------------------
     #

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megagrpo.track.rollout_files import first_rows
 
 if TYPE_CHECKING:
-    from mlflow.entities import Feedback, Span
+    from mlflow.entities import Span
 
 TAG_CHARACTERS = 250
 PREVIEW_CHARACTERS = 1000
@@ -31,11 +31,12 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
     its spans begin and end with it. MLflow's own tracing logs to one server for the whole process, which may be the
     user's; so spans are sent to this server. Raises the errors of mlflow and its store, and OSError.
     """
-    from mlflow.entities import Span, TraceInfo, TraceLocation, TraceState
+    from mlflow.entities import AssessmentSource, Feedback, Span, TraceInfo, TraceLocation, TraceState
     from mlflow.store.tracking.rest_store import RestStore
     from mlflow.tracing.client import TracingClient
 
     client, ended_ns, all_spans = TracingClient(uri), path.stat().st_mtime_ns, list[Span]()
+    source = AssessmentSource(source_type="CODE", source_id="megagrpo")
     for row in first_rows(path, count, COLUMNS):
         trace_id = f"tr-{_digest(run, row['step'], row['prompt_id'], row['sample'])[:32]}"
         agent = json.loads(row["agent"]) if row["agent"] else None
@@ -57,24 +58,17 @@ def log_traces(uri: str, experiment_id: str, run_id: str, run: str, path: Path, 
             response_preview=_text(root.outputs)[:PREVIEW_CHARACTERS],
             trace_metadata={"mlflow.sourceRun": run_id},
             tags={key: str(value)[:TAG_CHARACTERS] for key, value in tags.items()},
-            assessments=[] if row["score"] is None else [_feedback(trace_id, row["score"], ended_ns // 10**6)],
         )
+        if row["score"] is not None:  # as MLflow's lists of traces show it
+            at = dict.fromkeys(("create_time_ms", "last_update_time_ms"), ended_ns // 10**6)
+            feedback = Feedback("score", row["score"], source=source, trace_id=trace_id, **at)
+            feedback.assessment_id = f"a-{_digest(trace_id, 'score')[:32]}"
+            info.assessments.append(feedback)
         client.start_trace(info)
         all_spans += spans
     # MLflow learns a server's version in one request of 3 s, and keeps a failure as long as the process lives.
     getattr(getattr(RestStore, "_get_server_version", None), "cache_clear", lambda: None)()
     client.log_spans(experiment_id, all_spans)
-
-
-def _feedback(trace_id: str, score: float, at_ms: int) -> Feedback:
-    """Returns the score, as MLflow's lists of traces show it."""
-    from mlflow.entities import AssessmentSource, Feedback
-
-    source = AssessmentSource(source_type="CODE", source_id="megagrpo")
-    times = {"create_time_ms": at_ms, "last_update_time_ms": at_ms}
-    feedback = Feedback("score", score, source=source, trace_id=trace_id, **times)
-    feedback.assessment_id = f"a-{_digest(trace_id, 'score')[:32]}"
-    return feedback
 
 
 def _spans(trace_id: str, row: Row, agent: Mapping[str, Any] | None, begin_ns: int) -> Iterator[Span]:

@@ -268,7 +268,11 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
         ):
             if figures is not None:
                 parts[name] = [figures.row(row.number) for row in shown]
-    flat = {name: _end_to_end(values, SCHEMA.field(name).type.value_type) for name, values in parts.items()}
+    kinds = {name: SCHEMA.field(name).type.value_type for name in parts}
+    flat = {
+        name: pa.array(np.concatenate([np.empty(0, kinds[name].to_pandas_dtype()), *values]), kinds[name])
+        for name, values in parts.items()
+    }
     flat["token_texts"] = texts.pieces(flat["token_ids"].to_numpy(), offsets)
     return {
         name: pa.ListArray.from_arrays(
@@ -279,10 +283,6 @@ def _token_columns(rollouts: StepRollouts, rows: Sequence[_Row], texts: TokenTex
         )
         for name, values in flat.items()
     }
-
-
-def _end_to_end(parts: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    return pa.array(np.concatenate([np.empty(0, kind.to_pandas_dtype()), *parts]), kind)
 
 
 # --- texts of tokens --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pydantic
 
 from megagrpo.errors import MegagrpoError, RunStopped, first_line
-from megagrpo.track.jsonl import step_entries
+from megagrpo.track.jsonl import as_number, step_entries
 
 STATUS_FILE = "status.json"
 SCORE = re.compile(r"eval/([^/]+/mean@\d+|loss)")
@@ -42,11 +42,6 @@ class RunStatus:
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     slurm_job: str | None = field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))
-
-    @property
-    def for_trackers(self) -> Status:
-        """Returns the state in trackers' words; a process that could not report its end was interrupted."""
-        return self.state if self.state in ("finished", "failed") else "interrupted"
 
     def write(self, directory: Path) -> None:
         """Replaces status.json as a whole. Raises OSError."""
@@ -98,7 +93,7 @@ def held_out_scores(directory: Path) -> list[HeldOut]:
     scores: dict[str, HeldOut] = {}
     for entry in _entries(directory, b'"eval/'):
         for metric, value in entry.items():
-            if SCORE.fullmatch(metric) and isinstance(value, int | float) and math.isfinite(value):
+            if SCORE.fullmatch(metric) and math.isfinite(as_number(value)):
                 name, step = metric.removeprefix("eval/"), int(entry["step"])
                 best, best_step = (scores[name].best, scores[name].best_step) if name in scores else (value, step)
                 if value < best if name == "loss" else value > best:

@@ -192,11 +192,15 @@ class Tracker:
 
 def environment() -> dict[str, Any]:
     """Returns the content of environment.json. Missing libraries and a missing checkout (`git`) are null."""
+    checkout, git = Path(__file__).resolve().parents[2], None
+    if (checkout / ".git").exists() and (commit := _git_output(checkout, "rev-parse", "HEAD")) is not None:
+        changes = _git_output(checkout, "status", "--porcelain", "--untracked-files=no")
+        git = {"commit": commit, "modified": changes != ""}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(sys.argv),
         "directory": os.getcwd(),
-        "git": _git(Path(__file__).resolve().parents[2]),
+        "git": git,
         "python": platform.python_version(),
         "libraries": {
             name: next((package.version for package in metadata.distributions(name=name)), None) for name in LIBRARIES
@@ -210,22 +214,14 @@ def _gpus() -> list[str]:
     """Returns the names of this node's GPUs if nvidia-smi's library lists them; torch would take memory on each."""
     try:
         import pynvml
-    except ImportError:
-        return []
-    try:
+
         pynvml.nvmlInit()
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except ImportError:
+        return []
     except pynvml.NVMLError:
         return []
-
-
-def _git(checkout: Path) -> dict[str, Any] | None:
-    if not (checkout / ".git").exists():
-        return None
-    commit = _git_output(checkout, "rev-parse", "HEAD")
-    changes = _git_output(checkout, "status", "--porcelain", "--untracked-files=no")
-    return None if commit is None else {"commit": commit, "modified": changes != ""}
 
 
 def _git_output(checkout: Path, *arguments: str) -> str | None:
