@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -50,8 +50,8 @@ Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
 
-A rule is broken if the function returns a true value. An iterator, or a list of mappings, has one mapping for each
-problem, with values that the text names.
+A rule is broken if the function returns a true value. A mapping has values that the text names; an iterator, or a list
+of mappings, has one mapping for each problem.
 """
 
 
@@ -68,17 +68,12 @@ def rule_texts() -> dict[str, Problem]:
 def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
     """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
     for name, breaks in rules.items():
-        for values in _values_of_problems(breaks(checked)):
-            names = {**vars(checked), "self": checked, **values}
+        result = breaks(checked)
+        several = isinstance(result, Iterator) or (isinstance(result, list) and isinstance((*result, 0)[0], Mapping))
+        for values in result if several else [result] if result else []:  # type: ignore[attr-defined]
+            names = {**vars(checked), "self": checked, **(values if isinstance(values, Mapping) else {})}
             parts = vars(rule_texts()[name]).items()
             yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
-
-
-def _values_of_problems(result: object) -> Iterable[Mapping[str, object]]:
-    """Returns the values of each problem in a rule's result."""
-    if isinstance(result, Iterator) or (isinstance(result, list) and isinstance(next(iter(result), None), Mapping)):
-        return result
-    return [{}] if result else []
 
 
 class _Written(Formatter):

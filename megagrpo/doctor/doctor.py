@@ -15,7 +15,14 @@ from pathlib import Path
 
 import psutil
 
-from megagrpo.doctor.packages import Finding, fit_findings, missing_to_compile, package_findings, working_findings
+from megagrpo.doctor.packages import (
+    Finding,
+    fit_findings,
+    judged,
+    missing_to_compile,
+    package_findings,
+    working_findings,
+)
 from megagrpo.plan.units import byte_text
 from megagrpo.recipe.kernels import Attention, Capability, Installed, installed, layers_on
 from megagrpo.recipe.schema.train import COMPILED
@@ -31,57 +38,47 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def machine_findings() -> Iterator[Finding]:
-    yield _python()
-    yield _shared_memory()
-    yield _open_files()
-    yield _locked_memory()
+    described = (
+        f"{platform.python_version()}, {os.cpu_count()} cores, {byte_text(psutil.virtual_memory().total)} memory"
+    )
+    remedy = f"Python {'.'.join(map(str, PYTHON))} or later"
+    yield judged("Python", sys.version_info >= PYTHON, described, remedy, "wrong")
+    if SHARED_MEMORY.is_dir():
+        remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
+        yield _space("/dev/shm", SHARED_MEMORY, SHARED_MEMORY_BYTES, f"{remedy}: weights.bucket_bytes")
+    else:
+        remedy = "a tmpfs: weights travel to engines of a node through it"
+        yield Finding("/dev/shm", "doubtful", "not there", remedy)
+    yield from _limits()
     remedy = "megagrpo plan RECIPE says what its checkpoints take; checkpoint.directory moves them"
     yield _space(f"disk at {Path.cwd()}", Path.cwd(), DISK_BYTES, remedy)
     yield _hostname()
     yield from _interfaces()
-    yield _launchers()
+    slurm, address = shutil.which("sbatch") and "Slurm's sbatch", os.environ.get("RAY_ADDRESS")
+    ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
+    yield Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
     yield sandbox_finding(*search("auto"))
-
-
-def _python() -> Finding:
-    version, needed = platform.python_version(), ".".join(map(str, PYTHON))
-    if sys.version_info < PYTHON:
-        return Finding("Python", "wrong", version, f"Python {needed} or later")
-    memory = byte_text(psutil.virtual_memory().total)
-    return Finding("Python", "ok", f"{version}, {os.cpu_count()} cores, {memory} memory")
-
-
-def _shared_memory() -> Finding:
-    if not SHARED_MEMORY.is_dir():
-        return Finding("/dev/shm", "doubtful", "not there", "a tmpfs: weights travel to engines of a node through it")
-    remedy = f"at least {byte_text(SHARED_MEMORY_BYTES)} (docker run --shm-size, or remount it), or smaller buckets"
-    return _space("/dev/shm", SHARED_MEMORY, SHARED_MEMORY_BYTES, f"{remedy}: weights.bucket_bytes")
 
 
 def _space(part: str, directory: Path, wanted_bytes: int, remedy: str) -> Finding:
     free = shutil.disk_usage(directory).free
-    if free < wanted_bytes:
-        return Finding(part, "doubtful", f"{byte_text(free)} free", remedy)
-    return Finding(part, "ok", f"{byte_text(free)} free")
+    return judged(part, free >= wanted_bytes, f"{byte_text(free)} free", remedy)
 
 
-def _open_files() -> Finding:
+def _limits() -> Iterator[Finding]:
+    """Reports the limits on open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        raised = "" if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES else f" (its hard limit is {hard})"
-        remedy = f"ulimit -n {OPEN_FILES}{raised} before Ray starts: large clusters need it"
-        return Finding("open files", "doubtful", f"at most {soft}", remedy)
-    return Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
-
-
-def _locked_memory() -> Finding:
+    unlimited = soft == resource.RLIM_INFINITY
+    raised = "" if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES else f" (its hard limit is {hard})"
+    remedy = f"ulimit -n {OPEN_FILES}{raised} before Ray starts: large clusters need it"
+    described = "no limit" if unlimited else f"at most {soft}"
+    yield judged("open files", unlimited or soft >= OPEN_FILES, described, remedy)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "ok", "no limit")
-    limit = f"at most {byte_text(soft)}"
-    if not _infiniband():
-        return Finding("locked memory", "ok", f"{limit}; only InfiniBand and pinned memory need more")
-    return Finding("locked memory", "doubtful", limit, "ulimit -l unlimited: InfiniBand needs it")
+    unlimited, needed = soft == resource.RLIM_INFINITY, bool(_infiniband())
+    described = "no limit" if unlimited else f"at most {byte_text(soft)}"
+    if not unlimited and not needed:
+        described += "; only InfiniBand and pinned memory need more"
+    yield judged("locked memory", unlimited or not needed, described, "ulimit -l unlimited: InfiniBand needs it")
 
 
 def _hostname() -> Finding:
@@ -91,10 +88,9 @@ def _hostname() -> Finding:
     except OSError as error:
         remedy = "an entry in /etc/hosts or DNS: other nodes ask for this name"
         return Finding(f"host name {name}", "doubtful", f"has no address: {error}", remedy)
-    if ipaddress.ip_address(address).is_loopback:
-        remedy = "an address that other nodes reach, or ray start --node-ip-address; enough for one machine"
-        return Finding(f"host name {name}", "doubtful", f"is {address}", remedy)
-    return Finding(f"host name {name}", "ok", address)
+    loopback = ipaddress.ip_address(address).is_loopback
+    remedy = "an address that other nodes reach, or ray start --node-ip-address; enough for one machine"
+    return judged(f"host name {name}", not loopback, f"is {address}" if loopback else address, remedy)
 
 
 def _interfaces() -> Iterator[Finding]:
@@ -106,16 +102,14 @@ def _interfaces() -> Iterator[Finding]:
         if name in up and entry.family is socket.AF_INET and not ipaddress.ip_address(entry.address).is_loopback
     ]
     text = ", ".join([*addresses, *(f"InfiniBand {name}" for name in _infiniband())])
-    if not text:
-        yield Finding("network", "doubtful", "loopback only", "an interface that other nodes reach, for several nodes")
-    else:
-        yield Finding("network", "ok", text)
+    remedy = "an interface that other nodes reach, for several nodes"
+    yield judged("network", bool(text), text or "loopback only", remedy)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
         if chosen.startswith("^"):  # NCCL's way to say which not to use
             continue
         if chosen and not any(name.startswith(one) for name in up for one in chosen.lstrip("=").split(",")):
-            given = f"{os.environ[variable]}, which is no interface that is up"
+            given = f"{chosen}, which is no interface that is up"
             yield Finding(variable, "wrong", given, f"unset it, or one of {', '.join(sorted(up))}")
 
 
@@ -123,22 +117,13 @@ def _infiniband() -> list[str]:
     return sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
 
 
-def _launchers() -> Finding:
-    slurm = "Slurm's sbatch" if shutil.which("sbatch") else ""
-    address = os.environ.get("RAY_ADDRESS")
-    ray = f"RAY_ADDRESS {address}" if address else "no RAY_ADDRESS: runs start Ray on this machine"
-    return Finding("jobs", "ok", ", ".join(filter(None, (slurm, ray))))
-
-
 def sandbox_finding(kind: Kind | None, refused: Sequence[str]) -> Finding:
     """Reports the sandbox in which the reward `code` runs programs."""
-    part = "sandbox"
     remedy = "apt-get install bubblewrap libseccomp2, where namespaces may be made; for the reward code"
-    if kind is None:
-        return Finding(part, "doubtful", "; ".join(refused), remedy)
-    if kind.isolation == "bubblewrap":
-        return Finding(part, "ok", str(kind))
-    return Finding(part, "doubtful", f"a seccomp filter only, without files ({'; '.join(refused)})", remedy)
+    whole, described = kind is not None and kind.isolation == "bubblewrap", "; ".join(refused)
+    if kind is not None:
+        described = str(kind) if whole else f"a seccomp filter only, without files ({described})"
+    return judged("sandbox", whole, described, remedy)
 
 
 BFLOAT16_SINCE = (8, 0)
@@ -161,42 +146,31 @@ def gpu_findings() -> Iterator[Finding]:
         card = torch.cuda.get_device_properties(index)
         capability = (card.major, card.minor)
         text = f"{card.name}, {card.total_memory / 2**30:.1f} GiB, compute capability {card.major}.{card.minor}"
-        if capability < BFLOAT16_SINCE:
-            yield Finding(f"GPU {index}", "doubtful", text, "set model.dtype: float32, because it has no bfloat16")
-        else:
-            yield Finding(f"GPU {index}", "ok", text)
+        remedy = "set model.dtype: float32, because it has no bfloat16"
+        yield judged(f"GPU {index}", capability >= BFLOAT16_SINCE, text, remedy)
     for capability in sorted({torch.cuda.get_device_capability(index) for index in range(count)}):
         yield layers_finding(capability, installed())
     yield Finding("CUDA", "ok", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    yield _compiler()
-    if missing := missing_to_compile():
-        remedy = f"{'; '.join(missing)}; for train.recompute of {', '.join(sorted(COMPILED))}"
-        yield Finding("C++ compiler", "doubtful", "torch cannot compile a function in C++", remedy)
-    else:
-        yield Finding("C++ compiler", "ok", "torch can compile a function in C++")
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc")))
+    remedy = "the CUDA toolkit of torch's version, with CUDA_HOME: some of SGLang's kernels are compiled"
+    yield judged("CUDA compiler", nvcc is not None, nvcc or "no nvcc", remedy)
+    missing = missing_to_compile()
+    remedy = f"{'; '.join(missing)}; for train.recompute of {', '.join(sorted(COMPILED))}"
+    able = f"torch {'cannot' if missing else 'can'} compile a function in C++"
+    yield judged("C++ compiler", not missing, able, remedy)
     apart = [f"{a} and {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
+    if count > 1:
         remedy = "weights.transfer: process_group; and expect slow tensor parallelism"
-        yield Finding("peer access", "doubtful", f"none between GPUs {', '.join(apart[:4])}", remedy)
-    elif count > 1:
-        yield Finding("peer access", "ok", f"between all {count} GPUs")
+        reach = f"none between GPUs {', '.join(apart[:4])}" if apart else f"between all {count} GPUs"
+        yield judged("peer access", not apart, reach, remedy)
 
 
 def layers_finding(card: Capability, here: Installed) -> Finding:
     """Reports the layers that train.layer_spec: auto takes for heads of 128 elements, as most models have."""
     layers = layers_on(card, here, Attention(key_dim=128, value_dim=128, half=True))
     part, text = f"layers on sm{card[0]}{card[1]}", f"{layers.spec}, attention by {layers.kernel}"
-    wanting = here.transformer_engine and layers.spec == "local"
-    return Finding(part, "doubtful" if wanting else "ok", text, layers.why if wanting else "")
-
-
-def _compiler() -> Finding:
-    """Looks for nvcc: SGLang compiles kernels when it first starts."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    if nvcc := shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc"))):
-        return Finding("CUDA compiler", "ok", nvcc)
-    remedy = "the CUDA toolkit of torch's version, with CUDA_HOME: some of SGLang's kernels are compiled"
-    return Finding("CUDA compiler", "doubtful", "no nvcc", remedy)
+    return judged(part, layers.spec != "local" or not here.transformer_engine, text, layers.why)
 
 
 CHAPTERS: Mapping[str, Callable[[], Iterable[Finding]]] = {

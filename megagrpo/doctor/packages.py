@@ -48,6 +48,11 @@ IN_EXTRAS = {"megatron-core": "transformer-engine"}
 """A cornerstone, and the package that it names in extras only and that megagrpo uses with it."""
 APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
 
+WITHOUT_APEX = (
+    "fused Adam and accumulation of gradients on GPUs, built from https://github.com/NVIDIA/apex; without it both are "
+    "slower, and Transformer Engine's Adam is used where it is installed"
+)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -61,6 +66,11 @@ class Finding:
     state: State
     found: str
     remedy: str = ""
+
+
+def judged(part: str, good: bool, found: str, remedy: str, otherwise: State = "doubtful") -> Finding:
+    """Returns the finding of a part that is as it should be, or needs the remedy."""
+    return Finding(part, "ok", found) if good else Finding(part, otherwise, found, remedy)
 
 
 def package_findings(
@@ -96,26 +106,29 @@ def fit_findings(
             applies = marker is None or marker.evaluate({"extra": ""}) or requirement.name == IN_EXTRAS.get(name)
             if applies and found is not None and not requirement.specifier.contains(found, prereleases=True):
                 wrong.append(f"{requirement.name}{requirement.specifier}, and {found} is here")
-        if wrong:
-            remedy = f"install {name} as it declares, or in an environment of its own"
-            if name == "sglang":
-                remedy += " (rollout.sglang.python); make sglang-cpu installs it so, and it runs on CPUs"
-            yield Finding(f"{name} {version}", "doubtful", f"asks for {'; '.join(wrong)}", remedy)
-        else:
-            yield Finding(f"{name} {version}", "ok", "fits what else is installed")
+        remedy = f"install {name} as it declares, or in an environment of its own"
+        if name == "sglang":
+            remedy += " (rollout.sglang.python); make sglang-cpu installs it so, and it runs on CPUs"
+        fit = f"asks for {'; '.join(wrong)}" if wrong else "fits what else is installed"
+        yield judged(f"{name} {version}", not wrong, fit, remedy)
 
 
 def working_findings() -> Iterator[Finding]:
     """Checks whether the installed optional packages can be used. Asks SGLang in a process of its own."""
-    yield _apex()
+    if find_spec("amp_C") is not None:  # a compiled module beside it; the package apex on PyPI is something else
+        fused = "without" if find_spec("fused_weight_gradient_mlp_cuda") is None else "with"
+        yield Finding("apex", "ok", f"NVIDIA's, {fused} fused accumulation of gradients")
+    elif find_spec("apex") is not None:
+        yield Finding("apex", "wrong", "not NVIDIA's, or built without its extensions", APEX)
+    else:
+        yield Finding("apex", "absent", "not installed", WITHOUT_APEX)
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
     if installed_version("sglang") is not None:
-        problems = sglang_problems(SglangConfig())
-        for problem in problems:
-            yield Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed)
-        if not problems:
-            yield Finding("SGLang", "ok", "its servers' arguments can be read")
+        wrong = [
+            Finding("SGLang", "wrong", one.given, one.fix or one.needed) for one in sglang_problems(SglangConfig())
+        ]
+        yield from wrong or [Finding("SGLang", "ok", "its servers' arguments can be read")]
 
 
 def installed_version(name: str) -> str | None:
@@ -144,9 +157,8 @@ def _required(requirement: Requirement, version: str | None, extra: str | None) 
     command = f"pip install {'--no-deps --ignore-requires-python ' if older else ''}'{asked}'"
     if version is None:
         return Finding(requirement.name, "wrong", "not installed", command)
-    if not requirement.specifier.contains(version, prereleases=True):
-        return Finding(requirement.name, "wrong", f"{version}, and {asked} is needed", command)
-    return Finding(requirement.name, "ok", version)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return judged(requirement.name, fits, version if fits else f"{version}, and {asked} is needed", command, "wrong")
 
 
 def missing_to_compile() -> list[str]:
@@ -161,22 +173,6 @@ def missing_to_compile() -> list[str]:
     return [name for name, is_here in needed.items() if not is_here]
 
 
-def _apex() -> Finding:
-    """Finds NVIDIA's apex by the compiled modules beside it; the package apex on PyPI is something else."""
-    if find_spec("amp_C") is not None:
-        fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
-        return Finding("apex", "ok", f"NVIDIA's, {'with' if fused else 'without'} fused accumulation of gradients")
-    if find_spec("apex") is not None:
-        return Finding("apex", "wrong", "not NVIDIA's, or built without its extensions", APEX)
-    return Finding(
-        "apex",
-        "absent",
-        "not installed",
-        "fused Adam and accumulation of gradients on GPUs, built from https://github.com/NVIDIA/apex; without it both "
-        "are slower, and Transformer Engine's Adam is used where it is installed",
-    )
-
-
 def _transformer_engine() -> Finding:
     code = "import torch, transformer_engine.pytorch; print(torch.backends.cudnn.version())"  # torch brings NCCL along
     command = [sys.executable, "-c", code]
@@ -187,9 +183,8 @@ def _transformer_engine() -> Finding:
     remedy = "build it for the installed torch: docs/gpu.md has the command"
     if done.returncode == 0:
         cudnn = done.stdout.split()[-1]
-        if cudnn.isdecimal() and int(cudnn) < CUDNN_MIN:
-            newer = "a torch with cuDNN 9.24 or later (2.14): with 9.19 the backward pass of attention failed"
-            return Finding("Transformer Engine", "doubtful", f"can be imported; cuDNN {cudnn}", newer)
-        return Finding("Transformer Engine", "ok", "can be imported")
+        old = cudnn.isdecimal() and int(cudnn) < CUDNN_MIN
+        newer = "a torch with cuDNN 9.24 or later (2.14): with 9.19 the backward pass of attention failed"
+        return judged("Transformer Engine", not old, f"can be imported{f'; cuDNN {cudnn}' if old else ''}", newer)
     reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return Finding("Transformer Engine", "wrong", f"cannot be imported: {reason}", remedy)

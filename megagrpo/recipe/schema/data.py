@@ -44,12 +44,14 @@ class ColumnsConfig(Section):
     extra_info: list[str] | None = None
     """Other columns that reward functions receive, each of which every row must have. null: all of them."""
 
-    def _repeating(self) -> Iterator[dict[str, str]]:
-        for field, listed in (("ground_truth", self.ground_truth), ("extra_info", self.extra_info)):
-            names = [name.rpartition(".")[2] for name in listed] if isinstance(listed, list) else []
-            yield from ({"field": field, "name": name} for name in repeated(names))
-
-    RULES: ClassVar[Rules[ColumnsConfig]] = {"columns_repeat_a_name": _repeating}
+    RULES: ClassVar[Rules[ColumnsConfig]] = {
+        "columns_repeat_a_name": lambda c: (
+            {"field": field, "name": name}
+            for field, names in (("ground_truth", c.ground_truth), ("extra_info", c.extra_info))
+            if isinstance(names, list)
+            for name in repeated([name.rpartition(".")[2] for name in names])
+        )
+    }
 
 
 class EntryConfig(Section):
