@@ -57,15 +57,15 @@ class MegagrpoError(Exception):
 
     def __str__(self) -> str:
         count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
-        shown = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
-        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in shown)])
+        problems = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
+        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in problems)])
 
 
 def printable(text: str) -> str:
     """Escapes control characters for terminals, and shortens the text to CHARACTERS_MAX characters."""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
+    escaped = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
     left = len(text) - CHARACTERS_MAX
-    return f"{shown}… ({left:,} characters more)" if left > 0 else shown
+    return f"{escaped}… ({left:,} characters more)" if left > 0 else escaped
 
 
 def brief(value: object) -> str:

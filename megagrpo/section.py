@@ -50,8 +50,8 @@ Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
 
-A rule is broken if the function returns a true value. A mapping has values that the text names; an iterator, or a list
-of mappings, has one mapping for each problem.
+A rule is broken if the function returns a true value. A mapping has values that the text names (so return bool() of a
+mapping of the recipe's); an iterator, or a list of mappings, has one mapping for each problem.
 """
 
 
@@ -69,7 +69,9 @@ def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
     """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
     for name, breaks in rules.items():
         result = breaks(checked)
-        several = isinstance(result, Iterator) or (isinstance(result, list) and isinstance((*result, 0)[0], Mapping))
+        several = isinstance(result, Iterator) or (
+            isinstance(result, list) and result and isinstance(result[0], Mapping)
+        )
         for values in result if several else [result] if result else []:  # type: ignore[attr-defined]
             names = {**vars(checked), "self": checked, **(values if isinstance(values, Mapping) else {})}
             parts = vars(rule_texts()[name]).items()

@@ -36,18 +36,18 @@ BUDGETS = {
     ("rollout",): 3_087,
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
-    ("recipe", "preflight", "doctor"): 5_537,
+    ("recipe", "preflight", "doctor"): 5_508,
     ("plan",): 5_341,
     ("data",): 2_777,
     ("reward",): 8_015,
     ("agents",): 5_148,
     ("track", "report"): 5_010,
     ("importing",): 3_247,
-    ("commands", "processes", ""): 2_513,
+    ("commands", "processes", ""): 2_508,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=350),
     "tests": Limits(lines=51_769, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -224,8 +224,8 @@ def _check_template(checks: AgentChecks, recipe: Recipe, agent: AgentConfig, dir
         checks.unchecked.append(f"agent.parser: {name} is SGLang's, which is not on this machine")
     known = elsewhere or parser_of(agent.parser, chat) is not None
     if role and role not in chat.facts.roles:
-        said = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
-        given = f"one that writes no {role} message behind an answer{said}"
+        refusal = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
+        given = f"one that writes no {role} message behind an answer{refusal}"
         fix = "set model.chat_template to a template that does, or use a model that was trained with one"
         checks.report("model.chat_template", given, f"{role} messages, for agent.{agent.kind}", fix)
     elif agent.tools and not known:
@@ -251,7 +251,7 @@ def template_described(facts: Facts, history: str) -> str:
     for what, roles in moves.items():
         if roles:
             described.append(f"a {_listed(roles, 'or')} message moves {what}: another sequence then begins")
-    described += [f"{role} messages are refused: {said}" for role, said in sorted(facts.refused.items())]
+    described += [f"{role} messages are refused: {refusal}" for role, refusal in sorted(facts.refused.items())]
     return "; ".join(described)
 
 

@@ -121,20 +121,19 @@ def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Prob
         return _looked_at(paths, CONVERSATION_ROWS)
     problems = _looked_at(paths, prompt_schema(file.columns))
     if not problems and not reward.functions:
-        problems = [one for path in paths if not is_remote(path) for one in _source_problems(path, file, reward)]
+        problems = [
+            problem
+            for path in paths
+            if not is_remote(path)
+            for number, source in data_sources(path, file.columns)
+            if (problem := reward.source_problem(source, place(path, number)))
+        ]
     return problems
 
 
 def _looked_at(paths: Sequence[str], schema_of: SchemaOf[Any]) -> list[Problem]:
     """Returns the problems of the first file that has any: those of one folder are mostly alike."""
     return next((problems for path in paths if (problems := quick_look(path, schema_of))), [])
-
-
-def _source_problems(path: str, file: DataFileConfig, reward: RewardConfig) -> Iterator[Problem]:
-    """Yields a problem for each data source without a reward function, at its first row."""
-    for number, source in data_sources(path, file.columns):
-        if problem := reward.source_problem(source, place(path, number)):
-            yield problem
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.doctor.packages import missing_to_compile, package_findings
+from megagrpo.doctor.doctor import missing_to_compile, package_findings
 from megagrpo.errors import MegagrpoError, Problem, brief
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of
@@ -59,9 +59,9 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
             if find_spec(package) is None:
                 needed = f"the package {package}, which is not installed"
                 yield Problem(field, given="switched on", needed=needed, fix=fix.format(extra))
-    again = recipe.train.recomputed.modules & COMPILED
-    if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
-        given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
+    modules = recipe.train.recomputed.modules & COMPILED
+    if modules and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
+        given = f"{', '.join(sorted(modules))}, and this machine lacks {'; '.join(missing)}"
         compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
         yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
     for finding in package_findings(extras=sorted(extras)):
@@ -140,10 +140,12 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         for problem in kind.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
-    if device == "cpu" and recipe.cluster.device == "auto" and rollout.quantization:
+    if device != "cpu" or recipe.cluster.device != "auto":
+        return
+    if rollout.quantization:
         needed = "null: SGLang's kernels for float8 need GPUs"
         yield Problem("rollout.quantization", f"{rollout.quantization} on CPUs", needed, fix="quantization: null")
-    if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
+    if rollout.layout.expert > 1:
         needed = "1: SGLang's expert parallelism needs GPUs"
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
@@ -209,9 +211,8 @@ def address_problem(address: str, where: str) -> Problem | None:
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     """Yields problems of directories that the run cannot make or write, of an address that is no database of MLflow,
     and of passwords in it."""
-    of_checkpoints = "checkpoint.directory" if recipe.checkpoint.directory else "track.directory"
     directories = {
-        checkpoint_directory(recipe): of_checkpoints,
+        checkpoint_directory(recipe): "checkpoint.directory" if recipe.checkpoint.directory else "track.directory",
         export_directory(recipe): "track.directory",
         run_directory(recipe): "track.directory",
     }
@@ -224,14 +225,12 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         for directory, field in directories.items()
     }
     for existing, (directory, field) in by_existing.items():
-        above = "" if existing == directory else f", and {existing}"
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            continue
+        fault, needed, way = "not writable", "a directory that can be written", "let this user write there"
         if not existing.is_dir():
-            needed = "a directory, or a place to make one"
-            fix = "name another directory, or move that file away"
-            yield Problem(field, given=f"{directory}{above} is a file", needed=needed, fix=fix)
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            needed = "a directory that can be written"
-            fix = "name another directory, or let this user write there"
-            yield Problem(field, given=f"{directory}{above} is not writable", needed=needed, fix=fix)
+            fault, needed, way = "a file", "a directory, or a place to make one", "move that file away"
+        above = "" if existing == directory else f", and {existing}"
+        yield Problem(field, f"{directory}{above} is {fault}", needed, f"name another directory, or {way}")
     for tracker in trackers_of(recipe).values():
         yield from tracker.problems(recipe)

@@ -219,7 +219,7 @@ def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem
 
 def _absent_sandboxes(recipe: Recipe) -> list[str]:
     rewards = [recipe.reward, *own_rewards(recipe).values()]
-    absent = [f"the sandbox of programs: {one.given}" for reward in rewards for one in sandbox_problems(reward)]
+    absent = [f"the sandbox of programs: {problem.given}" for reward in rewards for problem in sandbox_problems(reward)]
     return list(dict.fromkeys(absent))
 
 

@@ -47,18 +47,6 @@ class Places:
             return text if at == path else f"{text} ({path})"
         return f"{self.source}:{self.lines[at]} {path}" if at else f"{self.source} {path}"
 
-    def overridden(self, path: str, text: str) -> Places:
-        """Returns the places after `text` has replaced everything at and below `path`."""
-
-        def beside(at: str) -> bool:
-            return at != path and not at.startswith(f"{path}.")
-
-        return replace(
-            self,
-            lines={at: line for at, line in self.lines.items() if beside(at)},
-            overrides={at: given for at, given in self.overrides.items() if beside(at)} | {path: text},
-        )
-
     def located(self, problem: Problem) -> Problem:
         """Returns the problem, with its place if `where` is a recipe's field (items as .0 or [0]), else unchanged."""
         path = ITEM.sub(r".\1", problem.where)
@@ -104,26 +92,29 @@ def apply_overrides(
     Values are YAML; the last of several for one path wins. Absent or null sections are created; list items must
     exist.
     """
-    tree = copy.deepcopy(tree)
+    tree, lines, written = copy.deepcopy(tree), dict(places.lines), dict(places.overrides)
     problems: list[Problem] = []
     for text in overrides:
-        here = f"override {_shortened(text)}"
+        where = f"override {_shortened(text)}"
         path, equals, value_text = text.partition("=")
         if not equals or not path:
             needed = "SECTION.KEY=VALUE, such as train.layout.tensor=4"
-            problems.append(Problem(here, given=f"'{text}'", needed=needed))
+            problems.append(Problem(where, given=f"'{text}'", needed=needed))
             continue
         try:
-            value = parse(value_text, lambda line, here=here: here)  # type: ignore[misc]
+            value = parse(value_text, lambda line, where=where: where)  # type: ignore[misc]
         except RecipeError as error:
             problems += error.problems
             continue
         problems += [problem for _, problem in value.problems]
         if problem := _put(tree, path, value.tree, places.recipe_class):
-            problems.append(replace(problem, where=here))
-        else:
-            places = places.overridden(path, text)
-    return tree, places, problems
+            problems.append(replace(problem, where=where))
+            continue
+        for at in [at for at in (*lines, *written) if f"{at}.".startswith(f"{path}.")]:  # what it replaces
+            lines.pop(at, None)
+            written.pop(at, None)
+        written[path] = text
+    return tree, replace(places, lines=lines, overrides=written), problems
 
 
 def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> LoadedRecipe[AnyRecipe]:

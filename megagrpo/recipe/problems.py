@@ -101,10 +101,10 @@ class Expected:
 
 def is_field(path: str, recipe_class: type[Section]) -> bool:
     """Returns whether the schema has a place with this dotted path."""
-    here: Expected | None = Expected(recipe_class)
+    expected: Expected | None = Expected(recipe_class)
     for key in path.split("."):
-        here = here.below(key) if here else None
-    return bool(path) and here is not None
+        expected = expected.below(key) if expected else None
+    return bool(path) and expected is not None
 
 
 def nearest(given: str, valid: Iterable[str]) -> str | None:
@@ -185,26 +185,26 @@ def shown(value: Any) -> str:
 def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[list[str | int], Expected]:
     """Returns the path in pydantic's location (unions add names of members), and the values allowed there."""
     keys: list[str | int] = []
-    here = Expected(recipe_class)
+    expected = Expected(recipe_class)
     for key in location:
-        if here.choice and key in here.choice[1]:
-            members = here.choice[1]
+        if expected.choice and key in expected.choice[1]:
+            members = expected.choice[1]
             others = {name: section for name, section in members.items() if section is not members[str(key)]}
-            here = Expected(members[str(key)], others=others)
+            expected = Expected(members[str(key)], others=others)
             continue
-        inner = here.below(str(key))
-        named = next((section for section in here.sections if section.__name__ == key), None)
+        inner = expected.below(str(key))
+        named = next((section for section in expected.sections if section.__name__ == key), None)
         if inner is None and named:  # pydantic's name for a section beside other values
-            here = Expected(named)
+            expected = Expected(named)
             continue
-        of_union = len(here.members) > 1 and NAMES_OF_TYPES.match(str(key))
-        if of_union or (inner is None and not here.sections):
+        of_union = len(expected.members) > 1 and NAMES_OF_TYPES.match(str(key))
+        if of_union or (inner is None and not expected.sections):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have
             break
-        here = inner
-    return keys, here
+        expected = inner
+    return keys, expected
 
 
 def _value(tree: Any, keys: Iterable[str | int]) -> Any:

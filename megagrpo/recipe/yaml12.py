@@ -52,12 +52,10 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Double quotes escape line ends and control characters; in PyYAML's other styles some of them change.
-    return dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
+# Double quotes escape line ends and control characters; in PyYAML's other styles some of them change.
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
+)
 _Loader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in CORE_SCHEMA:
     _Loader.add_implicit_resolver(TAG + _name, _pattern, list(_first))

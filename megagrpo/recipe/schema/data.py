@@ -79,13 +79,13 @@ class EntryConfig(Section):
 
 def weights(field: str) -> Callable[[Section], object]:
     """Makes the rule weight_missing of a field with entries. Weights are shares of a whole: all have one, or none."""
-
-    def missing(section: Section) -> Iterator[dict[str, object]]:
-        entries: Sequence[EntryConfig] = getattr(section, field)
-        without = [index for index, entry in enumerate(entries) if entry.weight is None]
-        return ({"list": field, "index": index} for index in without if len(without) < len(entries))
-
-    return missing
+    return lambda section: (
+        {"list": field, "index": index}
+        for entries in [getattr(section, field)]
+        if any(entry.weight is not None for entry in entries)
+        for index, entry in enumerate(entries)
+        if entry.weight is None
+    )
 
 
 class DataFileConfig(EntryConfig):

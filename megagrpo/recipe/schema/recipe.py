@@ -136,17 +136,17 @@ class Recipe(Section):
     def metrics_asked(self) -> dict[str, str]:
         """Returns the evaluation metrics that fields ask for, by field."""
         stopping = self.eval.early_stopping
-        asked = {
+        metrics = {
             "checkpoint.keep_best": self.checkpoint.keep_best,
             "eval.early_stopping.metric": stopping.metric if stopping else None,
         }
-        return {field: metric for field, metric in asked.items() if metric is not None}
+        return {field: metric for field, metric in metrics.items() if metric is not None}
 
     @property
     def functions_by_list(self) -> dict[str, list[RewardFunctionConfig]]:
         """Returns every list of reward functions, also of evaluation sets, by its path."""
         return self.reward.lists() | {
-            f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()
+            f"eval.sets.{name}.functions": held_out.functions for name, held_out in self.eval.sets.items()
         }
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Recipe(Section):
                     "name": name,
                     "kind": kind,
                     "given": name if model is None else f"{name}, a {model.kind} model",
-                    "fitting": ", ".join(other for other, one in models.items() if one.kind == kind) or "(none)",
+                    "fitting": ", ".join(other for other in models if models[other].kind == kind) or "(none)",
                     "url": "" if function == "reward_model" else ", or give the url of an endpoint",
                 }
 
@@ -252,20 +252,20 @@ class Recipe(Section):
         "agent_function_without_agent": lambda r: (
             {"list": path}
             for path, functions in r.functions_by_list.items()
-            if r.agent is None and any(one.function == "agent" for one in functions)
+            if r.agent is None and any(entry.function == "agent" for entry in functions)
         ),
         "overlong_with_agent": lambda r: r.agent and r.reward.overlong,
         "answers_longer_than_an_agents": lambda r: (
-            {"name": name, "tokens": one.response_tokens_max}
-            for name, one in r.eval.of_sets().items()
+            {"name": name, "tokens": held_out.response_tokens_max}
+            for name, held_out in r.eval.of_sets().items()
             if r.agent and r.agent.tokens_max is None
-            if (one.response_tokens_max or 0) > r.rollout.response_tokens_max
+            if (held_out.response_tokens_max or 0) > r.rollout.response_tokens_max
         ),
         "replayable_agent": lambda r: r.agent and r.deterministic == "replayable",
         "credit_without_agent": lambda r: r.algorithm.credit.by_turn and r.agent is None,
         "groups_of_one_sample": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
         "dynamic_sampling_without_groups": lambda r: r.rollout.dynamic_sampling and not r.algorithm.advantage.by_group,
-        "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and r.reward.by_source,
+        "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and bool(r.reward.by_source),
         "gdpo_of_one_function": lambda r: (
             r.algorithm.advantage.name == "gdpo" and not r.reward.by_source and len(r.reward.functions) < 2
         ),
