@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -65,19 +65,6 @@ def rule_texts() -> dict[str, Problem]:
     return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
 
 
-def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
-    """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
-    for name, breaks in rules.items():
-        result = breaks(checked)
-        several = isinstance(result, Iterator) or (
-            isinstance(result, list) and result and isinstance(result[0], Mapping)
-        )
-        for values in result if several else [result] if result else []:  # type: ignore[attr-defined]
-            names = {**vars(checked), "self": checked, **(values if isinstance(values, Mapping) else {})}
-            parts = vars(rule_texts()[name]).items()
-            yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
-
-
 class _Written(Formatter):
     """Templates' values as a recipe has them: lists with commas, true, false and null."""
 
@@ -104,11 +91,11 @@ class Section(BaseModel):
 
 
 def broken_rules(section: Section, path: str = "", checked: Section | None = None) -> list[Problem]:
-    """Returns all broken rules of a section and of the sections in it; `where` is a dotted path.
+    """Returns all broken rules of a section and of the sections in it; `where` is a dotted path. Each has a fix.
 
     `checked` is a section without broken rules, if there is one: parts that both share are not checked again.
     """
-    problems = []
+    problems: list[Problem] = []
     for name in type(section).model_fields:
         value, good = getattr(section, name), getattr(checked, name, None)
         if isinstance(value, Section) and value is not good:
@@ -117,7 +104,17 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
-    return problems + [replace(problem, where=path + problem.where) for problem in problems_by(section.RULES, section)]
+    for name, breaks in section.RULES.items():
+        result: Any = breaks(section)
+        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
+        if not isinstance(result, Iterator) and not of_mappings:
+            result = [result] if result else []
+        for values in result:
+            names = {**vars(section), "self": section, **(values if isinstance(values, Mapping) else {})}
+            parts = vars(rule_texts()[name]).items()
+            text = {part: _Written().vformat(template, (), names) for part, template in parts}
+            problems.append(Problem(**text | {"where": path + text["where"]}))
+    return problems
 
 
 def repeated(names: Sequence[object]) -> list[str]:

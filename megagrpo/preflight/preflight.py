@@ -37,6 +37,7 @@ from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.functions import sandbox_problems
 from megagrpo.reward.scorer import reward_problems
 from megagrpo.section import broken_rules
+from megagrpo.track.jsonl import leaves
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.checkpoint import extra_tensors, manifests
@@ -140,20 +141,18 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
 
 def _located(loaded: LoadedRecipe[AnyRecipe], problem: Problem) -> Problem:
     """Returns the problem with the place of the field that it names, or whose path this machine cannot have."""
-
-    def fields(value: Any, at: str) -> Iterator[tuple[int, str, str]]:
-        """Yields length, field and text of each text that is a part of the path."""
-        if isinstance(value, dict | list):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from fields(item, f"{at}.{key}" if at else str(key))
-        elif isinstance(value, str) and value and str(Path(value.partition(".py:")[0])) in problem.where:
-            yield len(value), at, value
-
-    longest = max(fields(loaded.recipe.model_dump(), ""), default=None) if problem.needed == NAME_NEEDED else None
-    if longest:
-        _, at, text = longest
-        return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}")
-    return loaded.places.located(problem)
+    if problem.needed != NAME_NEEDED:
+        return loaded.places.located(problem)
+    wrong, named = Path(problem.where).absolute(), []
+    for at, value in leaves(loaded.recipe.model_dump()):
+        for text in value if isinstance(value, list) else [value]:
+            path = Path(re.sub(r"\.py:\w+$", ".py", text)).absolute() if text and isinstance(text, str) else None
+            if path and (wrong.is_relative_to(path) or path.is_relative_to(wrong)):
+                named.append((len(text), at, text))
+    if not named:
+        return problem
+    _, at, text = max(named)
+    return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}")
 
 
 def _own_methods(checking: Checking) -> list[Problem]:
@@ -254,8 +253,8 @@ def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
     data = recipe.data.model_copy(update={"train": []})
     problems += data_problems(replace(loaded, recipe=recipe.model_copy(update={"data": data})), ())
     if any(not one.functions for one in recipe.eval.sets.values()):
-        problems += reward_problems(recipe.reward)
-    problems += own_reward_problems(recipe)
+        problems += attempt(problems, reward_problems, recipe.reward) or []
+    problems += attempt(problems, own_reward_problems, recipe) or []
     problems += machine.address_problems(recipe, plan_only=False)
     if problems:
         raise PreflightError(dict.fromkeys(_located(loaded, problem) for problem in problems))
