@@ -196,12 +196,12 @@ def _check_tools(
     from megagrpo.agents.chat import chat_of
 
     chat, system = chat_of(recipe, agent, tokenizer), recipe.data.system_prompt
-    messages = [{"role": "system", "content": system}] if system else []
+    messages, most = [{"role": "system", "content": system}] if system else [], recipe.sequence_tokens_max
     try:
         text = chat.render([*messages, {"role": "user", "content": ""}], list(schemas.values()))
-        tokens, most = len(chat.encode(text)), recipe.sequence_tokens_max
+        tokens = len(chat.encode(text))
     except Exception:  # noqa: BLE001  templates raise what they like
-        tokens, most = 0, recipe.sequence_tokens_max
+        tokens = 0
     described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
     checks.lines["tools"] = described
     if tokens >= most:
