@@ -19,15 +19,13 @@ from megagrpo.commands.data import add_data, add_prepare
 from megagrpo.commands.plan import add_doctor, add_plan
 from megagrpo.commands.report import add_report, add_runs, add_track
 from megagrpo.commands.train import add_train
-from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, printable
+from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, name_problem, printable
 from megagrpo.progress import is_terminal, shown_by, usual_display
 
 EXIT_INTERRUPTED = 130
 SHORTAGES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 NO_THREAD = "can't start new thread"
 """A thread's EAGAIN, which Python raises as RuntimeError."""
-NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
-"""Errors of a path that a user named, wherever they are found first."""
 
 
 class Unfailing(io.FileIO):
@@ -63,10 +61,8 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
     except MegagrpoError as error:
         return report(error)
     except (MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno in NAMES and error.filename:
-            needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
-            wrong = PreflightError(Problem(str(error.filename), error.strerror or str(error), needed, fix))
-            return report(wrong)
+        if isinstance(error, OSError) and (problem := name_problem(error)):
+            return report(PreflightError(problem))
         number = error.errno if isinstance(error, OSError) else errno.EAGAIN if NO_THREAD in str(error) else None
         if number not in SHORTAGES and not isinstance(error, MemoryError):
             raise
@@ -82,7 +78,7 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
 
 
 def _print_last(error: MegagrpoError, *, debug: bool, console: str | None) -> int:
-    """Prints the error once, as the last output of a command. Returns the exit code."""
+    """Prints the error once, as the last output of a command, in colours on a terminal. Returns the exit code."""
     if debug:
         traceback.print_exc()
     if console == "json":
@@ -90,28 +86,33 @@ def _print_last(error: MegagrpoError, *, debug: bool, console: str | None) -> in
 
         problems = [{field: getattr(p, field) for field in ("where", "given", "needed", "fix")} for p in error.problems]
         print(json.dumps({"event": "error", "title": error.title, "exit_code": error.exit_code, "problems": problems}))
-    print_error(str(error))
-    return error.exit_code
-
-
-def print_error(text: str) -> None:
-    """Prints on standard error, with colours if it is a terminal that shows them."""
     if not is_terminal(sys.stderr):
-        print(text, file=sys.stderr)
-        return
+        print(error, file=sys.stderr)
+        return error.exit_code
     from rich.console import Console
     from rich.text import Text
 
-    shown = Text(text)
-    shown.highlight_regex(r"\A.*", "bold red")
-    shown.highlight_regex(r"(?m)^ +(given|needed):", "dim")
-    shown.highlight_regex(r"(?m)^ +fix:", "green")
-    Console(stderr=True).print(shown, soft_wrap=True)
+    text = Text(str(error))
+    text.highlight_regex(r"\A.*", "bold red")
+    text.highlight_regex(r"(?m)^ +(given|needed):", "dim")
+    text.highlight_regex(r"(?m)^ +fix:", "green")
+    Console(stderr=True).print(text, soft_wrap=True)
+    return error.exit_code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; `command` is the function to call. Exits with code 2 if they are not valid."""
-    parser = _parser()
+    parser: argparse.ArgumentParser = _Parser(
+        prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"megagrpo {__version__}")
+    parser.add_argument("--debug", action="store_true", help="also print where in the code an error was raised")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_train(commands)
+    for add_looking in (add_plan, add_runs, add_report, add_track, add_doctor):
+        add_looking(commands)
+    for add_making in (add_data, add_prepare, add_convert, add_import):
+        add_making(commands)
     args, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -125,22 +126,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _Parser(
-        prog="megagrpo", description="GRPO for large language models.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"megagrpo {__version__}")
-    parser.add_argument("--debug", action="store_true", help="also print where in the code an error was raised")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    add_train(commands)
-    for add_looking in (add_plan, add_runs, add_report, add_track, add_doctor):
-        add_looking(commands)
-    for add_making in (add_data, add_prepare, add_convert, add_import):
-        add_making(commands)
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ DIVERGED_FIX = (
 """The fix for a run whose numbers are not finite any more."""
 
 CHARACTERS_MAX = 10_000
+NAME_NEEDED = "a path that this machine can have"
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ class MegagrpoError(Exception):
 
     def __str__(self) -> str:
         count = "" if len(self.problems) == 1 else f" ({len(self.problems)} problems)"
-        shown = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
-        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in shown)])
+        problems = [replace(p, fix=self.advice) if p.needed and not p.fix else p for p in self.problems]
+        return "\n".join([f"{self.title}{count}:", *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in problems)])
 
 
 def printable(text: str) -> str:
     """Escapes control characters for terminals, and shortens the text to CHARACTERS_MAX characters."""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
+    escaped = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text[:CHARACTERS_MAX])
     left = len(text) - CHARACTERS_MAX
-    return f"{shown}… ({left:,} characters more)" if left > 0 else shown
+    return f"{escaped}… ({left:,} characters more)" if left > 0 else escaped
 
 
 def brief(value: object) -> str:
@@ -84,6 +86,14 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of another library's error, or the error's name if its text is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def name_problem(error: OSError) -> Problem | None:
+    """Returns the problem of a path that a user named and that this machine cannot have; None for other errors."""
+    if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR) or not error.filename:
+        return None
+    fix = "correct it in the recipe or the command"
+    return Problem(str(error.filename), error.strerror or str(error), NAME_NEEDED, fix)
 
 
 def pointer_problem(path: str, start: bytes) -> Problem | None:

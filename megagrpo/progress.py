@@ -59,10 +59,8 @@ class Work:
 
     def figures(self, now: float) -> str:
         """Returns the work's figures, such as `12 of 40 rows, 0:07, 0:16 left`."""
-        seconds = now - self.began
-        parts = [text] if (text := self._amount()) else []
-        parts.append(clock(seconds))
-        new = self.done - self.before
+        seconds, new = now - self.began, self.done - self.before
+        parts = [*filter(None, [self._amount()]), clock(seconds)]
         if self.total is not None and 0 < new < self.total - self.before and seconds > PACE_SECONDS:
             parts.append(f"{clock(seconds / new * (self.total - self.done))} left")
         return ", ".join(parts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from string import Formatter
@@ -50,8 +50,8 @@ Of = TypeVar("Of", contravariant=True)
 Rules = Mapping[str, Callable[[Of], object]]
 """Rules between values of one object: by the name that rules.yaml has for its text, what breaks it.
 
-A rule is broken if the function returns a true value. An iterator, or a list of mappings, has one mapping for each
-problem, with values that the text names.
+A rule is broken if the function returns a true value. A mapping has values that the text names (so return bool() of a
+mapping of the recipe's); an iterator, or a list of mappings, has one mapping for each problem.
 """
 
 
@@ -63,22 +63,6 @@ def rule_texts() -> dict[str, Problem]:
     text = Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, str]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return {name: Problem(*next(iter(row.items())), row["needed"], row["fix"]) for name, row in rows.items()}
-
-
-def problems_by(rules: Rules[Of], checked: Of) -> Iterator[Problem]:
-    """Yields the problems of the rules that `checked` breaks. `where` is a path from it; each has a fix."""
-    for name, breaks in rules.items():
-        for values in _values_of_problems(breaks(checked)):
-            names = {**vars(checked), "self": checked, **values}
-            parts = vars(rule_texts()[name]).items()
-            yield Problem(**{part: _Written().vformat(template, (), names) for part, template in parts})
-
-
-def _values_of_problems(result: object) -> Iterable[Mapping[str, object]]:
-    """Returns the values of each problem in a rule's result."""
-    if isinstance(result, Iterator) or (isinstance(result, list) and isinstance(next(iter(result), None), Mapping)):
-        return result
-    return [{}] if result else []
 
 
 class _Written(Formatter):
@@ -107,11 +91,11 @@ class Section(BaseModel):
 
 
 def broken_rules(section: Section, path: str = "", checked: Section | None = None) -> list[Problem]:
-    """Returns all broken rules of a section and of the sections in it; `where` is a dotted path.
+    """Returns all broken rules of a section and of the sections in it; `where` is a dotted path. Each has a fix.
 
     `checked` is a section without broken rules, if there is one: parts that both share are not checked again.
     """
-    problems = []
+    problems: list[Problem] = []
     for name in type(section).model_fields:
         value, good = getattr(section, name), getattr(checked, name, None)
         if isinstance(value, Section) and value is not good:
@@ -120,7 +104,17 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
-    return problems + [replace(problem, where=path + problem.where) for problem in problems_by(section.RULES, section)]
+    for name, breaks in section.RULES.items():
+        result: Any = breaks(section)
+        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
+        if not isinstance(result, Iterator) and not of_mappings:
+            result = [result] if result else []
+        for values in result:
+            names = {**vars(section), "self": section, **(values if isinstance(values, Mapping) else {})}
+            parts = vars(rule_texts()[name]).items()
+            text = {part: _Written().vformat(template, (), names) for part, template in parts}
+            problems.append(Problem(**text | {"where": path + text["where"]}))
+    return problems
 
 
 def repeated(names: Sequence[object]) -> list[str]:

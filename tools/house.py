@@ -36,18 +36,18 @@ BUDGETS = {
     ("rollout",): 3_087,
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
-    ("recipe", "preflight", "doctor"): 5_689,
+    ("recipe", "preflight", "doctor"): 5_507,
     ("plan",): 5_191,
     ("data",): 2_777,
     ("reward",): 8_015,
     ("agents",): 5_148,
     ("track", "report"): 4_779,
     ("importing",): 2_988,
-    ("commands", "processes", ""): 2_548,
+    ("commands", "processes", ""): 2_505,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=349),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=348),
     "tests": Limits(lines=51_740, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -179,7 +179,7 @@ def _sections(expected: Expected) -> Iterator[tuple[str, Expected]]:
         yield "", expected
     elif expected.is_list and (item := expected.below("0")):
         yield from ((ITEM + suffix, found) for suffix, found in _sections(item))
-    elif expected.is_mapping and (value := expected.below("NAME")):
+    elif any(get_origin(kind) is dict for kind in expected.alternatives) and (value := expected.below("NAME")):
         yield from ((NAME + suffix, found) for suffix, found in _sections(value))
 
 

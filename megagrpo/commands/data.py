@@ -6,13 +6,10 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megagrpo.commands.arguments import Commands, add_command, add_group, add_overrides, whole_number
 from megagrpo.errors import DataError, Problem
-
-if TYPE_CHECKING:
-    from megagrpo.data.prepare import Prepared
 
 EXIT_WRONG = 1
 PROBLEMS_SHOWN = 20
@@ -90,19 +87,15 @@ def data_check(args: argparse.Namespace) -> int:
 def add_prepare(commands: Commands) -> None:
     preparers = add_group(commands, "prepare", "write prompt files (parquet)", "data sets", "DATA_SET")
 
-    def add(name: str, text: str, prepare: Callable[..., Prepared]) -> argparse.ArgumentParser:
-        def command(args: argparse.Namespace) -> int:
-            options = {name: value for name, value in vars(args).items() if name not in ("command", "debug")}
-            print(prepare(**options))
-            return 0
-
-        added = add_command(preparers, name, text, command)
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        added = add_command(preparers, name, text, prepare)
+        added.set_defaults(data_set=name)
         added.add_argument(
             "--output", type=Path, required=True, metavar="DIR", help="for train.parquet and test.parquet"
         )
         return added
 
-    jsonl = add("jsonl", "your own questions and answers, JSONL or parquet", _jsonl)
+    jsonl = add("jsonl", "your own questions and answers, JSONL or parquet")
     jsonl.add_argument("--source", type=Path, required=True, metavar="FILE", help="one object or row per question")
     jsonl.add_argument("--prompt-column", default="prompt", metavar="NAME", help="default: prompt")
     jsonl.add_argument("--answer-column", default="answer", metavar="NAME", help="default: answer")
@@ -117,9 +110,7 @@ def add_prepare(commands: Commands) -> None:
     seed = "chooses the questions held out; default: 0"
     jsonl.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=seed)
 
-    verifiers = add(
-        "verifiers", "the tasks of an environment of the verifiers package, for agent.verifiers", _verifiers
-    )
+    verifiers = add("verifiers", "the tasks of an environment of the verifiers package, for agent.verifiers")
     verifiers.add_argument("environment", metavar="ENVIRONMENT", help="as in the recipe: a name, or FILE.py:FUNCTION")
     text = "interpreter that has the package, as agent.python; default: this one"
     verifiers.add_argument("--python", metavar="FILE", help=text)
@@ -128,13 +119,24 @@ def add_prepare(commands: Commands) -> None:
     text = "most tasks of each split; default: all"
     verifiers.add_argument("--size", type=whole_number(1, 10**8), metavar="N", help=text)
 
-    openenv = add("openenv", "a row for each seed of an OpenEnv environment's episodes, for agent.openenv", _openenv)
+    openenv = add("openenv", "a row for each seed of an OpenEnv environment's episodes, for agent.openenv")
     openenv.add_argument("--prompt", required=True, metavar="TEXT", help="text before the first observation")
     openenv.add_argument("--system-prompt", default="", metavar="TEXT", help="system message of every prompt")
     rows, held_out = whole_number(1, 10**7), whole_number(0, 10**7)
     openenv.add_argument("--size", dest="train", type=rows, default=1000, metavar="N", help="rows; default: 1000")
     text = "rows held out, of the seeds that follow; default: 0"
     openenv.add_argument("--test-size", dest="test", type=held_out, default=0, metavar="N", help=text)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    from megagrpo.agents.environments.prepare import prepare_openenv, prepare_verifiers
+    from megagrpo.data.prepare import prepare_jsonl
+
+    preparers: dict[str, Callable[..., object]]
+    preparers = {"jsonl": prepare_jsonl, "verifiers": prepare_verifiers, "openenv": prepare_openenv}
+    options = {name: value for name, value in vars(args).items() if name not in ("command", "debug", "data_set")}
+    print(preparers[args.data_set](**options))
+    return 0
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -145,21 +147,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no object of JSON")
     return value
-
-
-def _jsonl(**options: Any) -> Prepared:
-    from megagrpo.data.prepare import prepare_jsonl
-
-    return prepare_jsonl(**options)
-
-
-def _verifiers(**options: Any) -> Prepared:
-    from megagrpo.agents.environments.prepare import prepare_verifiers
-
-    return prepare_verifiers(**options)
-
-
-def _openenv(**options: Any) -> Prepared:
-    from megagrpo.agents.environments.prepare import prepare_openenv
-
-    return prepare_openenv(**options)

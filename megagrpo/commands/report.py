@@ -43,7 +43,13 @@ def add_report(commands: Commands) -> None:
 
 def report(args: argparse.Namespace) -> int:
     if args.mismatch or args.rollout:
-        print(_text(args))
+        from megagrpo.report.text import mismatch_report, rollout_report
+
+        if len(args.directories) > 1:
+            given = f"{len(args.directories)} directories"
+            raise ReportError(Problem("--rollout" if args.rollout else "--mismatch", given, "one run"))
+        directory = args.directories[0]
+        print(rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps))
         return 0
     if args.serve:
         from megagrpo.report.serve import serve
@@ -62,16 +68,6 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(args: argparse.Namespace) -> str:
-    from megagrpo.report.text import mismatch_report, rollout_report
-
-    if len(args.directories) > 1:
-        given = f"{len(args.directories)} directories"
-        raise ReportError(Problem("--rollout" if args.rollout else "--mismatch", given, "one run"))
-    directory = args.directories[0]
-    return rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps)
-
-
 def _firings(run: RunRead) -> list[str]:
     """Returns a run's last step, and a line for each rule that fires; without steps, the models evaluated there."""
     from megagrpo.report.rules import RULES, firings
@@ -84,7 +80,7 @@ def _firings(run: RunRead) -> list[str]:
     for firing in firings(run.steps, run.metrics):
         text = str(firing.first) if firing.first == firing.last else f"{firing.first}-{firing.last}"
         spans.setdefault(RULES[firing.rule].title, []).append(text)
-    fired = [f"  {title}: step {', '.join(found[-6:])}" for title, found in spans.items()]
+    fired = [f"  {title}: step {', '.join(steps[-6:])}" for title, steps in spans.items()]
     fire = {0: "no rule fires", 1: "1 rule fires:"}.get(len(fired), f"{len(fired)} rules fire:")
     return [f"{run.name}: {last}, {fire}", *fired]
 

@@ -8,18 +8,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from megagrpo.errors import AgentError, MegagrpoError, ModelError, Problem, RecipeError, first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.agent import KINDS, AgentConfig
+from megagrpo.recipe.schema.rollout import has_host
 from megagrpo.user_functions import file_problem
 
 if TYPE_CHECKING:
@@ -38,13 +38,16 @@ ROLES = {"tools": "tool", "openenv": "user", "reasoning_gym": "user"}
 """Roles of the messages that agents of a kind append to an answer. Other agents are free in that."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class AgentChecks:
     """The problems, the items that a plan could not check here, and lines about the agent for a plan, by name."""
 
-    problems: tuple[Problem, ...] = ()
-    unchecked: tuple[str, ...] = ()
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+
+    def report(self, where: str, given: str, needed: str, fix: str) -> None:
+        self.problems.append(Problem(where, given, needed, fix))
 
 
 def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
@@ -57,47 +60,44 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
         return AgentChecks()
     from megagrpo.agents.tools.checks import tool_problems
 
-    problems, unchecked = [*_settings(agent), *tool_problems(agent, elsewhere=plan_only)], []
-    here = agent.python is None or shutil.which(agent.python) is not None
-    if not here and plan_only:
-        unchecked.append(f"agent.python: {agent.python} is not on this machine")
-    elif not here:
+    checks = AgentChecks()
+    files = {
+        "agent.function": agent.function,
+        "agent.verifiers.environment": getattr(agent.verifiers, "environment", None),
+    }
+    files |= {f"agent.openenv.{name}": getattr(agent.openenv, name, None) for name in ("observation", "action")}
+    for where, given in files.items():
+        if given and ".py:" in given and (problem := file_problem(given, where)):
+            checks.problems.append(problem)
+    if agent.openenv and not has_host(agent.openenv.url):
+        needed, fix = "http:// or https://, and a host", "write http://host:8000"
+        checks.report("agent.openenv.url", agent.openenv.url, needed, fix)
+    checks.problems += tool_problems(agent, elsewhere=plan_only)
+    if agent.python is None or shutil.which(agent.python) is not None:
+        _check_interpreter(checks, agent)
+        if agent.function and not checks.problems:
+            checks.problems += _function_problems(agent)
+    elif plan_only:
+        checks.unchecked.append(f"agent.python: {agent.python} is not on this machine")
+    else:
         fix = "check the path; relative paths start at the working directory"
-        problems.append(Problem("agent.python", f"{agent.python}, which is no program here", "an interpreter", fix))
-    elif of_interpreter := list(_interpreter(agent)):
-        problems += of_interpreter
-    elif agent.function and not problems:
-        problems += _function(agent)
-    lines: dict[str, str] = {}
+        checks.report("agent.python", f"{agent.python}, which is no program here", "an interpreter", fix)
+    right = not checks.problems
     try:
-        checks = [_template(recipe, agent, tokenizer, plan_only)] if tokenizer else []
-        checks += [_tools(recipe, agent, tokenizer, plan_only)] if agent.tools and not problems else []
-        for one in checks:
-            problems, unchecked, lines = [*problems, *one.problems], [*unchecked, *one.unchecked], lines | one.lines
+        if tokenizer:
+            _check_template(checks, recipe, agent, tokenizer, plan_only)
+        if agent.tools and right:
+            _check_tools(checks, recipe, agent, tokenizer, plan_only)
     except (ModelError, RecipeError) as error:
-        problems += error.problems
-    return AgentChecks(tuple(problems), tuple(unchecked), lines)
+        checks.problems += error.problems
+    return checks
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
 
 
-def _settings(agent: AgentConfig) -> Iterator[Problem]:
-    if agent.function and (problem := file_problem(agent.function, "agent.function")):
-        yield problem
-    files = {"agent.verifiers.environment": agent.verifiers and agent.verifiers.environment}
-    files |= {f"agent.openenv.{name}": getattr(agent.openenv, name, None) for name in ("observation", "action")}
-    for where, given in files.items():
-        if given and ".py:" in given and (problem := file_problem(given, where)):
-            yield problem
-    if agent.openenv and urlsplit(agent.openenv.url).scheme not in ("http", "https"):
-        yield Problem(
-            "agent.openenv.url", agent.openenv.url, "http:// or https://, and a host", "write http://host:8000"
-        )
-
-
-def _interpreter(agent: AgentConfig) -> Iterator[Problem]:
-    """Runs the interpreter, and yields a problem of it, its version or its packages."""
+def _check_interpreter(checks: AgentChecks, agent: AgentConfig) -> None:
+    """Runs the interpreter, and reports what is wrong with it, its version or its packages."""
     python, where = agent.python or sys.executable, "agent.python" if agent.python else f"agent.{agent.kind}"
     packages = [PACKAGES[agent.kind]] if agent.kind in PACKAGES else []
     given = ""
@@ -114,16 +114,16 @@ def _interpreter(agent: AgentConfig) -> Iterator[Problem]:
     except ValueError:
         given = f"{python}, which is no Python: exit status {done.returncode}, {_last_line(done.stderr)}"
     if given:
-        yield Problem(where, given, "a Python interpreter", "check the path")
+        checks.report(where, given, "a Python interpreter", "check the path")
     elif numbers < PYTHON_MIN:
         needed = f"Python {'.'.join(map(str, PYTHON_MIN))} or newer"
-        yield Problem(where, f"{python}, Python {'.'.join(map(str, numbers))}", needed, "another interpreter")
+        checks.report(where, f"{python}, Python {'.'.join(map(str, numbers))}", needed, "another interpreter")
     elif lacking:
         fix = f"install {lacking} there, or set agent.python to an interpreter that has it"
-        yield Problem(where, f"{python}, without the package {lacking}", f"{lacking}, for agent.{agent.kind}", fix)
+        checks.report(where, f"{python}, without the package {lacking}", f"{lacking}, for agent.{agent.kind}", fix)
 
 
-def _function(agent: AgentConfig) -> Iterator[Problem]:
+def _function_problems(agent: AgentConfig) -> Iterator[Problem]:
     """Starts an agent process, which imports the file. Yields a problem if that fails."""
     from megagrpo.agents.processes import AgentProcess, program_of
 
@@ -162,17 +162,16 @@ def _last_line(text: str) -> str:
 # --- the tools --------------------------------------------------------------------------------------------------------
 
 
-def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
-    """Asks every entry for its tools, and counts their tokens with those of the system prompt. MCP servers are started.
-
-    Raises ModelError.
-    """
+def _check_tools(
+    checks: AgentChecks, recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only: bool
+) -> None:
+    """Asks every entry for its tools, and counts their tokens with those of the system prompt and an empty message of
+    the user's; 0 if the template refuses that. MCP servers are started. Raises ModelError."""
     from megagrpo.agents.processes import environment_of_program, program_of
     from megagrpo.agents.tools.load import offered
 
     environment = environment_of_program(program_of(agent))
     schemas: dict[str, dict[str, Any]] = {}
-    problems, unchecked = list[Problem](), list[str]()
     for number, config in enumerate(agent.tool_configs):
         where = f"agent.tools.{number}"
         try:
@@ -180,70 +179,61 @@ def _tools(recipe: Recipe, agent: AgentConfig, tokenizer: Path | None, plan_only
                 tools = asyncio.run(offered(config, where, environment))
         except MegagrpoError as error:
             if plan_only:
-                unchecked.append(f"{where}: {error.problems[0].given.splitlines()[0]}")
+                checks.unchecked.append(f"{where}: {error.problems[0].given.splitlines()[0]}")
             else:
                 server = f"{config.mcp}: " if config.mcp else ""
-                problems += [replace(each, where=where, given=f"{server}{each.given}") for each in error.problems]
+                checks.problems += [
+                    replace(problem, where=where, given=f"{server}{problem.given}") for problem in error.problems
+                ]
             continue
         for tool in tools:
             if tool.name in schemas:
                 given, fix = f"a tool called {tool.name}, as another one is", "give one a call_name"
-                problems.append(Problem(where, given, "a name for each", fix))
+                checks.report(where, given, "a name for each", fix)
             schemas[tool.name] = tool.schema
     if tokenizer is None or not schemas:
-        return AgentChecks(tuple(problems), tuple(unchecked))
-    tokens, most = _tokens_before_prompts(recipe, agent, tokenizer, list(schemas.values())), recipe.sequence_tokens_max
-    described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
-    if tokens >= most:
-        needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
-        problems.append(Problem("agent.tokens_max", f"{most}; {tokens} are tools and the system prompt", needed, fix))
-    return AgentChecks(tuple(problems), tuple(unchecked), {"tools": described})
-
-
-def _tokens_before_prompts(
-    recipe: Recipe, agent: AgentConfig, tokenizer: Path, tools: Sequence[Mapping[str, Any]]
-) -> int:
-    """Returns the tokens of a conversation with an empty user message, by the template. 0 if it refuses that."""
+        return
     from megagrpo.agents.chat import chat_of
 
     chat, system = chat_of(recipe, agent, tokenizer), recipe.data.system_prompt
-    said = [{"role": "system", "content": system}] if system else []
+    messages, most = [{"role": "system", "content": system}] if system else [], recipe.sequence_tokens_max
     try:
-        return len(chat.encode(chat.render([*said, {"role": "user", "content": ""}], tools)))
+        text = chat.render([*messages, {"role": "user", "content": ""}], list(schemas.values()))
+        tokens = len(chat.encode(text))
     except Exception:  # noqa: BLE001  templates raise what they like
-        return 0
+        tokens = 0
+    described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
+    checks.lines["tools"] = described
+    if tokens >= most:
+        needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
+        checks.report("agent.tokens_max", f"{most}; {tokens} are tools and the system prompt", needed, fix)
 
 
 # --- the chat template ------------------------------------------------------------------------------------------------
 
 
-def _template(recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bool) -> AgentChecks:
+def _check_template(checks: AgentChecks, recipe: Recipe, agent: AgentConfig, directory: Path, plan_only: bool) -> None:
     """Checks roles and parser by the chat template. Raises ModelError and RecipeError."""
     from megagrpo.agents.chat import chat_of  # imports transformers, which takes seconds
     from megagrpo.agents.tool_calls import BUILT_IN, parser_of, style_of
 
     chat = chat_of(recipe, agent, directory)
     shown, role = style_of(chat), ROLES.get(agent.kind, "")
-    name, problems, unchecked = (shown if agent.parser == "auto" else agent.parser), list[Problem](), list[str]()
-    if plan_only and name and name not in BUILT_IN and find_spec("sglang") is None:
-        unchecked.append(f"agent.parser: {name} is SGLang's, which is not on this machine")
-        known = True
-    else:
-        known = parser_of(agent.parser, chat) is not None
+    name = shown if agent.parser == "auto" else agent.parser
+    if elsewhere := plan_only and name and name not in BUILT_IN and find_spec("sglang") is None:
+        checks.unchecked.append(f"agent.parser: {name} is SGLang's, which is not on this machine")
+    known = elsewhere or parser_of(agent.parser, chat) is not None
     if role and role not in chat.facts.roles:
-        said = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
-        given = f"one that writes no {role} message behind an answer{said}"
+        refusal = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
+        given = f"one that writes no {role} message behind an answer{refusal}"
         fix = "set model.chat_template to a template that does, or use a model that was trained with one"
-        problems.append(Problem("model.chat_template", given, f"{role} messages, for agent.{agent.kind}", fix))
+        checks.report("model.chat_template", given, f"{role} messages, for agent.{agent.kind}", fix)
     elif agent.tools and not known:
         given = f"auto, and the chat template shows {shown or 'no call that is known here'}"
         needed = "hermes or llama3 of megagrpo, or a parser of SGLang, where it is installed"
-        problems.append(Problem("agent.parser", given, needed, "install SGLang, or name how the model writes calls"))
-    described = (
-        agent.parser if agent.parser != "auto" else f"{shown or 'none'}, by what the chat template shows of calls"
-    )
-    lines = {"template": template_described(chat.facts, agent.history), "parser": described}
-    return AgentChecks(tuple(problems), tuple(unchecked), lines)
+        checks.report("agent.parser", given, needed, "install SGLang, or name how the model writes calls")
+    described = f"{shown or 'none'}, by what the chat template shows of calls" if agent.parser == "auto" else name
+    checks.lines |= {"template": template_described(chat.facts, agent.history), "parser": described}
 
 
 def template_described(facts: Facts, history: str) -> str:
@@ -261,7 +251,7 @@ def template_described(facts: Facts, history: str) -> str:
     for what, roles in moves.items():
         if roles:
             described.append(f"a {_listed(roles, 'or')} message moves {what}: another sequence then begins")
-    described += [f"{role} messages are refused: {said}" for role, said in sorted(facts.refused.items())]
+    described += [f"{role} messages are refused: {refusal}" for role, refusal in sorted(facts.refused.items())]
     return "; ".join(described)
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,8 @@ from megagrpo.data.files import place
 from megagrpo.data.locations import files_of, is_absent, is_remote
 from megagrpo.data.mixture import Mixture, file_labels, permutation
 from megagrpo.data.rows import SchemaOf, data_sources, prompt_schema, quick_look
-from megagrpo.errors import DataError, MegagrpoError, Problem, brief
+from megagrpo.errors import NAME_NEEDED, DataError, MegagrpoError, Problem, brief
+from megagrpo.preflight.model import attempt
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
 from megagrpo.recipe.load import LoadedRecipe
@@ -54,6 +57,8 @@ FULL_MARKS = 1 - 1e-6
 OTHERS = 3
 """Right responses of other rows to try before a row is reported to accept a wrong one."""
 Solution = Callable[[str, Mapping[str, Any]], str | None]
+Functions = dict[str, list[tuple[FunctionSpec, Solution | None]]]
+"""The functions of each list of the recipe; None: not called by a check."""
 ELSEWHERE = ("remote", "agent")
 """A server's scores cost something, as models' do; an agent's need a rollout."""
 FORM = ("format", "language", "length", "repetition")
@@ -72,8 +77,11 @@ def lists_of(recipe: AnyRecipe) -> dict[str, tuple[Sequence[EntryConfig], Reward
 
 def absent_data(recipe: AnyRecipe) -> list[str]:
     """Returns paths that may be on the cluster: nothing here is under them, and no file here has a similar name."""
-    paths = [file.location for files, _ in lists_of(recipe).values() for file in files]
-    return [path for path in dict.fromkeys(paths) if is_absent(path)]
+    absent = []
+    for path in dict.fromkeys(file.location for files, _ in lists_of(recipe).values() for file in files):
+        with suppress(OSError):  # data_problems reports it
+            absent += [path] if is_absent(path) else []
+    return absent
 
 
 def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
@@ -83,8 +91,11 @@ def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> I
             if not file.location or file.location in absent:
                 continue
             written = loaded.places.where(f"{section}.{index}.path")
-            for problem in _entry_problems(file, reward):
-                yield replace(problem, where=f"{written}: {problem.where}")
+            problems: list[Problem] = []
+            problems += attempt(problems, _entry_problems, file, reward) or []
+            for problem in problems:
+                named = problem.needed == NAME_NEEDED
+                yield problem if named else replace(problem, where=f"{written}: {problem.where}")
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
@@ -102,31 +113,27 @@ def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
 
 
 def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Problem]:
-    """Returns an entry's problems. `reward` scores the rows; None for conversations."""
-    try:
-        paths = files_of(file.location)
-    except DataError as error:
-        return list(error.problems)
+    """Returns an entry's problems. `reward` scores the rows; None for conversations. Raises DataError and OSError."""
+    paths = files_of(file.location)
     if not isinstance(file, DataFileConfig) or reward is None:
         from megagrpo.data.messages import CONVERSATION_ROWS  # imports transformers, which takes seconds
 
         return _looked_at(paths, CONVERSATION_ROWS)
     problems = _looked_at(paths, prompt_schema(file.columns))
     if not problems and not reward.functions:
-        problems = [one for path in paths if not is_remote(path) for one in _source_problems(path, file, reward)]
+        problems = [
+            problem
+            for path in paths
+            if not is_remote(path)
+            for number, source in data_sources(path, file.columns)
+            if (problem := reward.source_problem(source, place(path, number)))
+        ]
     return problems
 
 
 def _looked_at(paths: Sequence[str], schema_of: SchemaOf[Any]) -> list[Problem]:
     """Returns the problems of the first file that has any: those of one folder are mostly alike."""
     return next((problems for path in paths if (problems := quick_look(path, schema_of))), [])
-
-
-def _source_problems(path: str, file: DataFileConfig, reward: RewardConfig) -> Iterator[Problem]:
-    """Yields a problem for each data source without a reward function, at its first row."""
-    for number, source in data_sources(path, file.columns):
-        if problem := reward.source_problem(source, place(path, number)):
-            yield problem
 
 
 @dataclass
@@ -232,51 +239,33 @@ def check_rows(
     loaded, TimeIsUpError after so many seconds.
     """
     checked = Checked()
-    solutions = _solutions(reward)
+    functions: Functions = {field: [] for field in reward.lists()}
+    for spec in function_specs(reward):
+        functions[spec.where.rpartition("[")[0]].append((spec, solution_of(spec)))
     order = np.arange(len(prompts)) if rows is None else np.sort(permutation(len(prompts), seed)[:rows])
-    ends = None if seconds is None else time.monotonic() + seconds
+    ends = math.inf if seconds is None else time.monotonic() + seconds
 
     def check_time() -> None:
-        if ends is not None and time.monotonic() > ends:
+        if time.monotonic() > ends:
             raise TimeIsUpError(Problem(f"after {checked.rows} rows", f"{seconds:g} s", "less time for each row"))
 
-    scorer = Scorer(_runnable(reward, solutions), 1, check=check_time) if any(solutions.values()) else None
-    try:
-        indices = iter(order.tolist())
-        with progress("checking rows", len(order)) as work:
-            while batch := [prompts[index] for index in islice(indices, AT_ONCE)]:
-                checked.rows += len(batch)
-                checked.lengths += [len(prompt.tokens) for prompt in batch]
-                for prompt in batch:
-                    in_list = solutions[str(reward.list_of(prompt.data_source))]
-                    checked.unchecked.update(name for name, solution in in_list.items() if solution is None)
-                if scorer is not None:
-                    _check_batch(checked, batch, reward, solutions, scorer, where)
-                work.advance(len(batch))
-    finally:
-        if scorer is not None:
-            scorer.close()
+    scorer = Scorer(_runnable(reward, functions), 1, check=check_time) if any(functions.values()) else None
+    indices = iter(order.tolist())
+    with progress("checking rows", len(order)) as work, closing(scorer) if scorer else nullcontext():
+        while batch := [prompts[index] for index in islice(indices, AT_ONCE)]:
+            checked.rows += len(batch)
+            checked.lengths += [len(prompt.tokens) for prompt in batch]
+            _check_batch(checked, batch, reward, functions, scorer, where)
+            work.advance(len(batch))
     return checked
 
 
-def _solutions(reward: RewardConfig) -> dict[str, dict[str, Solution | None]]:
-    """Returns the makers of right responses, by list of functions and name."""
-    solutions: dict[str, dict[str, Solution | None]] = {where: {} for where in reward.lists()}
-    for spec in function_specs(reward):
-        solutions[_list_of(spec)][spec.name] = solution_of(spec)
-    return solutions
-
-
-def _list_of(spec: FunctionSpec) -> str:
-    return spec.where.rpartition("[")[0]
-
-
-def _runnable(reward: RewardConfig, solutions: Mapping[str, Mapping[str, Solution | None]]) -> RewardConfig:
+def _runnable(reward: RewardConfig, functions: Functions) -> RewardConfig:
     """Returns the reward with only the functions that are called, by their names in the whole."""
 
-    def kept(where: str) -> list[RewardFunctionConfig]:
-        named = zip(reward.lists().get(where, []), solutions.get(where, {}).items(), strict=True)
-        return [entry.model_copy(update={"name": name}) for entry, (name, solution) in named if solution]
+    def kept(field: str) -> list[RewardFunctionConfig]:
+        named = zip(reward.lists().get(field, []), functions.get(field, []), strict=True)
+        return [entry.model_copy(update={"name": spec.name}) for entry, (spec, solution) in named if solution]
 
     by_source = {source: kept(f"reward.by_source.{source}") for source in reward.by_source}
     workers = min(reward.workers, WORKERS_MAX)  # the recipe's are those of all nodes
@@ -288,32 +277,34 @@ def _check_batch(
     checked: Checked,
     prompts: Sequence[Prompt],
     reward: RewardConfig,
-    solutions: Mapping[str, Mapping[str, Solution | None]],
-    scorer: Scorer,
+    functions: Functions,
+    scorer: Scorer | None,
     where: Callable[[str], str],
 ) -> None:
     lists = [str(reward.list_of(prompt.data_source)) for prompt in prompts]
-    forms = {(_list_of(spec), spec.name) for spec in function_specs(reward) if spec.function in FORM}
+    no_tokens = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
     groups: list[Group] = []
-    tried: list[tuple[str, str | None, list[str], bool]] = []
-    for row, (prompt, in_list) in enumerate(zip(prompts, lists, strict=True)):
-        for name, solution in solutions[in_list].items():
+    tried: list[tuple[FunctionSpec, str | None, list[str]]] = []
+    for row, prompt in enumerate(prompts):
+        for spec, solution in functions[lists[row]]:
             if solution is None:
+                checked.unchecked[spec.name] += 1
                 continue
             right = _response(solution, prompt)
             others = (
                 wrong
                 for other in (*range(row + 1, len(prompts)), *range(row))
-                if lists[other] == in_list and prompts[other].ground_truth != prompt.ground_truth
+                if lists[other] == lists[row] and prompts[other].ground_truth != prompt.ground_truth
                 if (wrong := _response(solution, prompts[other])) not in (None, right)
             )
             wrongs = [] if right is None else [text for text in islice(others, OTHERS) if text is not None]
-            checked.only_empty.update([name] if right is None else [])
-            groups.append(_group(prompt, ["", *([] if right is None else [right]), *wrongs]))
-            tried.append((name, right, wrongs, (in_list, name) in forms))
-    scored = scorer.score_unshaped(groups) if groups else []
-    for group, (name, right, wrongs, form) in zip(scored, tried, strict=True):
-        checked.problems += _problems(group, name, right, wrongs, form, where(group.prompt.id))
+            checked.only_empty.update([spec.name] if right is None else [])
+            texts = enumerate(["", *([] if right is None else [right]), *wrongs])
+            groups.append(Group(prompt, tuple(Sample(prompt.id, n, *no_tokens, "stop", text) for n, text in texts)))
+            tried.append((spec, right, wrongs))
+    scored = scorer.score_unshaped(groups) if scorer and groups else []
+    for group, (spec, right, wrongs) in zip(scored, tried, strict=True):
+        checked.problems += _problems(group, spec, right, wrongs, where(group.prompt.id))
 
 
 def _response(solution: Solution, prompt: Prompt) -> str | None:
@@ -326,18 +317,12 @@ def _response(solution: Solution, prompt: Prompt) -> str | None:
     return response
 
 
-def _group(prompt: Prompt, responses: Sequence[str]) -> Group:
-    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
-    samples = (Sample(prompt.id, index, *nothing, "stop", text) for index, text in enumerate(responses))
-    return Group(prompt, tuple(samples))
-
-
 def _problems(
-    group: Group, name: str, right: str | None, others: Sequence[str], form: bool, where: str
+    group: Group, spec: FunctionSpec, right: str | None, others: Sequence[str], where: str
 ) -> Iterator[Problem]:
     """Yields at most one problem of one row with one function. The responses are an empty one, the right one if any is
-    known, and the others. `form`: an empty one may be right."""
-    truth = brief(group.prompt.ground_truth)
+    known, and the others."""
+    name, truth = spec.name, brief(group.prompt.ground_truth)
     scores = [score.parts.get(name) for score in group.scores]
     marks = [mark or 0.0 for mark in scores]
     fix = "correct the row, or choose another function for its data_source"
@@ -347,7 +332,7 @@ def _problems(
     elif right is not None and marks[1] < FULL_MARKS:
         given = f"{marks[1]:g} for {brief(right)}"
         yield Problem(f"{where}: {name} does not take the ground truth {truth} for right", given, "1", fix)
-    elif marks[0] >= FULL_MARKS and not form:
+    elif marks[0] >= FULL_MARKS and spec.function not in FORM:
         yield Problem(f"{where}: {name} takes an empty response for right", f"{marks[0]:g}", "less than 1", fix)
     elif others and all(mark >= FULL_MARKS for mark in marks[2:]):
         given = f"1 for {brief(others[0])}, and the ground truth is {truth}"
@@ -365,9 +350,6 @@ def solution_of(spec: FunctionSpec) -> Solution | None:
     parameters = inspect.signature(make).parameters
     arguments = {name: value for name, value in spec.arguments.items() if name in parameters}
 
-    def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
-        if "extra_info" in parameters:
-            return make(ground_truth, extra_info, **arguments)
-        return make(ground_truth, **arguments)
-
-    return solution
+    return lambda ground_truth, extra_info: make(
+        ground_truth, **({"extra_info": extra_info} if "extra_info" in parameters else {}), **arguments
+    )

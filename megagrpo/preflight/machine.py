@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.doctor.packages import missing_to_compile, package_findings
+from megagrpo.doctor.doctor import missing_to_compile, package_findings
 from megagrpo.errors import MegagrpoError, Problem, brief
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of
@@ -30,6 +30,8 @@ from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.track.trackers import trackers_of
 from megagrpo.weights.families.architecture import Architecture
 
+TE: LayerSpec = "transformer_engine"
+"""The layers, and the name of their package."""
 MUON = (
     "pip install megagrpo[muon]; on Python 3.11: pip install absl-py, then "
     "pip install --no-deps --ignore-requires-python 'emerging_optimizers>=0.3,<0.4'"
@@ -41,33 +43,25 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
 
     A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
     """
-    switched_on = [
-        (f"track.{name}", tracker.package, f"pip install megagrpo[{name}]", name)
-        for name, tracker in trackers_of(recipe).items()
-        if tracker.package
+    train, pip = recipe.train, "pip install megagrpo[{}]"
+    rows: list[tuple[object, str, str, str, str]] = [
+        *((True, f"track.{name}", one.package, name, pip) for name, one in trackers_of(recipe).items() if one.package),
+        (recipe.track.prometheus_port, "track.prometheus_port", "prometheus_client", "prometheus", pip),
+        (train.optimizer.kind == "muon", "train.optimizer.kind", "emerging_optimizers", "muon", MUON),
+        (train.optimizer.moment_dtype != "float32", "train.optimizer.moment_dtype", TE, "te", f"{pip}, or remove it"),
+        (train.layer_spec == TE, "train.layer_spec", TE, "te", f"{pip}, or layer_spec: auto"),
     ]
-    if recipe.track.prometheus_port is not None:
-        fix = "pip install megagrpo[prometheus]"
-        switched_on.append(("track.prometheus_port", "prometheus_client", fix, "prometheus"))
-    if recipe.train.optimizer.kind == "muon":
-        switched_on.append(("train.optimizer.kind", "emerging_optimizers", MUON, "muon"))
-    if recipe.train.optimizer.moment_dtype != "float32":
-        fix = "pip install megagrpo[te], or remove it"
-        switched_on.append(("train.optimizer.moment_dtype", "transformer_engine", fix, "te"))
-    if recipe.train.layer_spec == "transformer_engine":
-        fix = "pip install megagrpo[te], or layer_spec: auto"
-        switched_on.append(("train.layer_spec", "transformer_engine", fix, "te"))
-    for field, package, fix, _ in switched_on:
-        if find_spec(package) is None:
-            yield Problem(field, given="switched on", needed=f"the package {package}, which is not installed", fix=fix)
-    extras = {extra for *_, extra in switched_on}
-    if isinstance(recipe, Recipe):
-        extras |= {*recipe.rollout.kind.extras(recipe.rollout)}
-    if fused_here(recipe, architecture):
-        extras.add("te")
-    again = recipe.train.recomputed.modules & COMPILED
-    if again and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
-        given = f"{', '.join(sorted(again))}, and this machine lacks {'; '.join(missing)}"
+    extras = {"te"} if fused_here(recipe, architecture) else set()
+    extras |= {*recipe.rollout.kind.extras(recipe.rollout)} if isinstance(recipe, Recipe) else set()
+    for switched_on, field, package, extra, fix in rows:
+        if switched_on:
+            extras.add(extra)
+            if find_spec(package) is None:
+                needed = f"the package {package}, which is not installed"
+                yield Problem(field, given="switched on", needed=needed, fix=fix.format(extra))
+    modules = recipe.train.recomputed.modules & COMPILED
+    if modules and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
+        given = f"{', '.join(sorted(modules))}, and this machine lacks {'; '.join(missing)}"
         compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
         yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
     for finding in package_findings(extras=sorted(extras)):
@@ -78,16 +72,16 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
 
 def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
     """Returns whether training ranks on this machine have Transformer Engine's layers."""
-    if find_spec("transformer_engine") is None or (device := device_here(recipe)) == "cpu":
+    if find_spec(TE) is None or (device := device_here(recipe)) == "cpu":
         return False
     if recipe.train.layer_spec != "auto" or architecture is None:
-        return recipe.train.layer_spec == "transformer_engine"
+        return recipe.train.layer_spec == TE
     import torch
 
     from megagrpo.megatron.config import layer_spec  # imports megatron: seconds
 
     dtype = getattr(torch, dtype_name(recipe, device))
-    return layer_spec(architecture, recipe.train, dtype, device) == "transformer_engine"
+    return layer_spec(architecture, recipe.train, dtype, device) == TE
 
 
 def _device(recipe: AnyRecipe, plan_only: bool) -> str:
@@ -112,12 +106,11 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
     if problems or architecture is None:
         return problems
     device = _device(recipe, plan_only)
+    planned: LayerSpec | None = None
     try:
-        planned: LayerSpec | None = None
         if plan_only and device == "cuda":
-            machines = machines_of(recipe, Assumptions())
-            fused = Case(recipe, architecture, machines).fused_layers
-            planned = "transformer_engine" if fused else "local"
+            fused = Case(recipe, architecture, machines_of(recipe, Assumptions())).fused_layers
+            planned = TE if fused else "local"
         else:
             fused = fused_here(recipe, architecture)
         if any(auto_problems(recipe, fused)):
@@ -147,10 +140,12 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         for problem in kind.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
-    if device == "cpu" and recipe.cluster.device == "auto" and rollout.quantization:
+    if device != "cpu" or recipe.cluster.device != "auto":
+        return
+    if rollout.quantization:
         needed = "null: SGLang's kernels for float8 need GPUs"
         yield Problem("rollout.quantization", f"{rollout.quantization} on CPUs", needed, fix="quantization: null")
-    if device == "cpu" and recipe.cluster.device == "auto" and rollout.layout.expert > 1:
+    if rollout.layout.expert > 1:
         needed = "1: SGLang's expert parallelism needs GPUs"
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
@@ -216,9 +211,8 @@ def address_problem(address: str, where: str) -> Problem | None:
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     """Yields problems of directories that the run cannot make or write, of an address that is no database of MLflow,
     and of passwords in it."""
-    of_checkpoints = "checkpoint.directory" if recipe.checkpoint.directory else "track.directory"
     directories = {
-        checkpoint_directory(recipe): of_checkpoints,
+        checkpoint_directory(recipe): "checkpoint.directory" if recipe.checkpoint.directory else "track.directory",
         export_directory(recipe): "track.directory",
         run_directory(recipe): "track.directory",
     }
@@ -231,14 +225,12 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
         for directory, field in directories.items()
     }
     for existing, (directory, field) in by_existing.items():
-        above = "" if existing == directory else f", and {existing}"
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+            continue
+        fault, needed, way = "not writable", "a directory that can be written", "let this user write there"
         if not existing.is_dir():
-            needed = "a directory, or a place to make one"
-            fix = "name another directory, or move that file away"
-            yield Problem(field, given=f"{directory}{above} is a file", needed=needed, fix=fix)
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            needed = "a directory that can be written"
-            fix = "name another directory, or let this user write there"
-            yield Problem(field, given=f"{directory}{above} is not writable", needed=needed, fix=fix)
+            fault, needed, way = "a file", "a directory, or a place to make one", "move that file away"
+        above = "" if existing == directory else f", and {existing}"
+        yield Problem(field, f"{directory}{above} is {fault}", needed, f"name another directory, or {way}")
     for tracker in trackers_of(recipe).values():
         yield from tracker.problems(recipe)

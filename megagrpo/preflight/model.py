@@ -6,14 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megagrpo.data.locations import near_file
-from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief, first_line
+from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief, first_line, name_problem
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
@@ -82,8 +82,6 @@ for messages in ([question], [{{"role": "system", "content": "Add."}}, question]
         found.append(f"ends in {{type(error).__name__}}: {{error}}"[:300])
 print(json.dumps("a question " + found[0]))
 """
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
 # Tags that transformers adds to Jinja. They have no effect when a prompt is rendered.
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
@@ -187,24 +185,38 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
     if blocking := [path for path in files if path.exists() and not (path.is_file() or path.is_dir())]:
         return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
     problems: list[Problem] = []
-    for path in filter(Path.is_file, (directory / name for name in SETTINGS)):
-        attempt(problems, _check_settings, path)
-    if not problems:
-        problems += _vocabulary_problems(directory, vocabulary)
-        problems += attempt(problems, template_problems, directory, recipe) or []
-        problems += attempt(problems, _generation_problems, directory / "generation_config.json", vocabulary) or []
+    for path in (directory / "tokenizer_config.json", directory / "special_tokens_map.json"):
+        longest = (attempt(problems, read_json, path) or {}).get("model_max_length") if path.is_file() else None
+        if not isinstance(longest, int | float | None):
+            problems.append(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
+    if problems:
+        return problems
+    problems += _vocabulary_problems(directory, vocabulary)
+    problems += attempt(problems, template_problems, directory, recipe) or []
+    generation = directory / "generation_config.json"
+    ends = (attempt(problems, read_json, generation) or {}).get("eos_token_id") if generation.exists() else None
+    limit = vocabulary or 2**31
+    for token in ends if isinstance(ends, list) else () if ends is None else (ends,):
+        if type(token) is not int or not 0 <= token < limit:
+            needed = f"a token's id, below {limit}, or several"
+            return [*problems, Problem(f"{generation}: eos_token_id", brief(token), needed)]
     return problems
 
 
 def attempt(problems: list[Problem], find: Callable[..., Result], *given: Any) -> Result | None:
-    """Returns the result of `find(*given)`; or None, and appends the first ten of the problems that it raises."""
+    """Returns the result of `find(*given)`; or None, and appends the first ten of the problems that it raises, or that
+    of a path which this machine cannot have."""
     try:
         return find(*given)
     except MegagrpoError as error:
         problems += error.problems[:PROBLEMS_OF_A_PART]
         if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
             problems.append(Problem(f"and {more} more problems like the last"))
-        return None
+    except OSError as error:
+        if (problem := name_problem(error)) is None:
+            raise
+        problems.append(problem)
+    return None
 
 
 def _near(directory: Path) -> str:
@@ -227,17 +239,10 @@ def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
     return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
 
 
-def _check_settings(path: Path) -> None:
-    """Raises ModelError for a file beside a vocabulary that transformers cannot read with it."""
-    longest = read_json(path).get("model_max_length")
-    if not isinstance(longest, int | float | None):
-        raise ModelError(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
-
-
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
     path = directory / "tokenizer.json"
     if not path.is_file():
-        if any((directory / name).is_file() for name in VOCABULARY_FILES):
+        if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
             return []
         fix = "copy the tokenizer's files there, or set model.tokenizer"
         return [Problem(str(directory), "no tokenizer", "tokenizer.json, or another tokenizer's files", fix)]
@@ -253,16 +258,6 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
         token = next(token for token, number in tokens.items() if number == largest)
         given, needed = f"token {token!r} has the id {largest}", f"ids below {vocabulary}, the model's vocab_size"
         return [Problem(str(path), given, needed, "use the model's own tokenizer")]
-    return []
-
-
-def _generation_problems(path: Path, vocabulary: int | None) -> list[Problem]:
-    """Returns the problems of the tokens that end a response. Raises ModelError."""
-    given = read_json(path).get("eos_token_id") if path.exists() else None
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    limit = vocabulary or 2**31
-    if wrong := [number for number in ids if type(number) is not int or not 0 <= number < limit]:
-        return [Problem(f"{path}: eos_token_id", brief(wrong[0]), f"a token's id, below {limit}, or several")]
     return []
 
 
@@ -329,18 +324,14 @@ def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Probl
     given = {"data.chat_template_arguments": recipe.data.chat_template_arguments}
     if isinstance(recipe, Recipe) and recipe.agent:
         given["agent.template_arguments"] = recipe.agent.template_arguments
-    unread = {
-        f"{field}.{name}": value
+    if unread := [
+        Problem(f"{field}.{name}", brief(value), needed, f"did you mean `{near}`?" if near else "remove it")
         for field, values in given.items()
         for name, value in values.items()
         if name not in read
-    }
-    if unread:
-        near = {path: nearest(path.rpartition(".")[2], read) for path in unread}
-        return [
-            Problem(path, brief(value), needed, f"did you mean `{near[path]}`?" if near[path] else "remove it")
-            for path, value in unread.items()
-        ]
+        for near in [nearest(name, read)]
+    ]:
+        return unread
     failure = _rendering(json.dumps({"template": plain, "arguments": recipe.data.chat_template_arguments}))
     fix = "correct it, or set model.chat_template to another"
     return [Problem(where, failure, TEMPLATE_NEEDED, fix)] if failure else []
@@ -371,22 +362,17 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
 
     Raises PreflightError with all their problems, ModelError if the hub does not have one.
     """
-    directories: dict[str, Path] = {}
+    patterns = (*CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors")
+    directories = {
+        name: local_directory(model.path, None, patterns, f"reward.models.{name}.path")
+        for name, model in recipe.reward.models.items()
+        if not plan_only or Path(model.path).is_dir()
+    }
     problems: list[Problem] = []
-    for name, config in recipe.reward.models.items():
-        where = f"reward.models.{name}"
-        if plan_only and not Path(config.path).is_dir():
-            continue
-        directory = local_directory(
-            config.path, None, (*CONFIG_FILES, *TOKENIZER_FILES, "*.safetensors"), f"{where}.path"
-        )
-        directories[name] = directory
+    for name, directory in directories.items():
         try:
-            read = read_json(directory / "config.json")
-            weight_files(directory)
-            problems += _kind_problems(config, read, where)
-            problems += _chat_problems(config, directory, where)
-            problems += _label_problems(recipe, name, read)
+            for problem in _reward_model_problems(recipe, name, directory):
+                problems.append(problem)  # also those before one that is raised
         except ModelError as error:
             problems += error.problems
     if problems:
@@ -406,42 +392,33 @@ def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
             yield replace(problem, where=where, fix=fix)
 
 
-def _kind_problems(config: ClassifierConfig | GenerativeConfig, read: Mapping[str, Any], where: str) -> list[Problem]:
-    architectures = [str(name) for name in read.get("architectures") or ()]
-    is_classifier = any(name.endswith(HEAD) for name in architectures)
-    if not architectures or is_classifier == (config.kind == "classifier"):
-        return []
-    given = f"{config.path}, whose config.json names {', '.join(architectures)}"
-    if is_classifier:
-        fix = "kind: classifier, asked by the function reward_model"
-        return [Problem(f"{where}.kind", given, "a model that writes text", fix)]
-    fix = "kind: generative, asked by the function judge; or a reward model that was trained as one"
-    return [Problem(f"{where}.kind", given, f"a model with a trained head for classification ({HEAD})", fix)]
-
-
-def _chat_problems(config: ClassifierConfig | GenerativeConfig, directory: Path, where: str) -> list[Problem]:
+def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
+    """Yields a reward model's problems: its kind, its chat template, and functions that name no label of it, or none of
+    several. Raises ModelError."""
+    config, where = recipe.reward.models[name], f"reward.models.{name}"
+    read = read_json(directory / "config.json")
+    weight_files(directory)
+    architectures = [str(architecture) for architecture in read.get("architectures") or ()]
+    has_head = any(architecture.endswith(HEAD) for architecture in architectures)
+    if architectures and has_head != (config.kind == "classifier"):
+        needed = "a model that writes text" if has_head else f"a model with a trained head for classification ({HEAD})"
+        fix = "kind: generative, asked by the function judge; or a reward model that was trained as one"
+        if has_head:
+            fix = "kind: classifier, asked by the function reward_model"
+        given = f"{config.path}, whose config.json names {', '.join(architectures)}"
+        yield Problem(f"{where}.kind", given, needed, fix)
     if isinstance(config, ClassifierConfig) and config.chat_template is not None:
-        if Path(config.chat_template).is_file():
-            return []
-        return [Problem(f"{where}.chat_template", f"{config.chat_template}, which is no file", TEMPLATE_NEEDED)]
-    if own_template(directory):
-        return []
-    fix = f"set {where}.chat_template to a Jinja file" if config.kind == "classifier" else "a model that chats"
-    return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
-
-
-def _label_problems(recipe: Recipe, name: str, read: Mapping[str, Any]) -> list[Problem]:
-    """Returns a problem for each function whose label the model lacks, or that names none of several labels."""
+        if not Path(config.chat_template).is_file():
+            yield Problem(f"{where}.chat_template", f"{config.chat_template}, which is no file", TEMPLATE_NEEDED)
+    elif not own_template(directory):
+        fix = f"set {where}.chat_template to a Jinja file" if config.kind == "classifier" else "a model that chats"
+        yield Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)
     named = read.get("id2label")
     labels = [str(label) for label in named.values()] if isinstance(named, dict) else ["LABEL_0", "LABEL_1"]
-    problems = []
     for field, entries in recipe.reward.lists().items():
         for index, entry in enumerate(entries):
             label = entry.arguments.get("label")
-            wanted = entry.function == "reward_model" and entry.arguments.get("model") == name
             known = (label is None and len(labels) == 1) or label in labels or label in range(len(labels))
-            if wanted and not known:
-                where = f"{field}[{index}].arguments.label"
-                needed = f"one of {', '.join(labels)}, or its number"
-                problems.append(Problem(where, "null" if label is None else str(label), needed, f"label: {labels[-1]}"))
-    return problems
+            if entry.function == "reward_model" and entry.arguments.get("model") == name and not known:
+                place, needed = f"{field}[{index}].arguments.label", f"one of {', '.join(labels)}, or its number"
+                yield Problem(place, "null" if label is None else str(label), needed, f"label: {labels[-1]}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.errors import ModelError, PreflightError, Problem, brief
+from megagrpo.errors import NAME_NEEDED, ModelError, PreflightError, Problem, brief
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
@@ -37,6 +37,7 @@ from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.functions import sandbox_problems
 from megagrpo.reward.scorer import reward_problems
 from megagrpo.section import broken_rules
+from megagrpo.track.jsonl import leaves
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.checkpoint import extra_tensors, manifests
@@ -117,9 +118,10 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
     if isinstance(recipe, Recipe):
         grpo = recipe
         critic = attempt(problems, critic_directory, grpo, architecture, plan_only)
-        unchecked += _absent_sandboxes(recipe) if plan_only else []
-        agent = check_agent(recipe, chats, plan_only)
-        problems, unchecked = [*problems, *agent.problems], [*unchecked, *agent.unchecked]
+        unchecked += (attempt(problems, _absent_sandboxes, grpo) or []) if plan_only else []
+        agent = attempt(problems, check_agent, grpo, chats, plan_only) or agent
+        problems += agent.problems
+        unchecked += agent.unchecked
         scoring = attempt(problems, reward_model_directories, grpo, plan_only) or {}
         elsewhere = [name for name in recipe.reward.models if plan_only and name not in scoring]
         unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
@@ -130,11 +132,27 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
         problems += attempt(problems, lambda find=find: [*find(checking)]) or []
     unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
     if problems or not (model and architecture and tokenizer):
-        raise PreflightError(map(loaded.places.located, problems))
+        raise PreflightError(dict.fromkeys(_located(loaded, problem) for problem in problems))
     rows = None
     if plan_only and recipe.train.total_epochs and not any(file.location in absent for file in recipe.data.train):
         rows = epoch_rows(recipe.data.train)
     return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked), rows, scoring, agent.lines)
+
+
+def _located(loaded: LoadedRecipe[AnyRecipe], problem: Problem) -> Problem:
+    """Returns the problem with the place of the field that it names, or whose path this machine cannot have."""
+    if problem.needed != NAME_NEEDED:
+        return loaded.places.located(problem)
+    wrong, named = Path(problem.where).absolute(), []
+    for at, value in leaves(loaded.recipe.model_dump()):
+        for text in value if isinstance(value, list) else [value]:
+            path = Path(re.sub(r"\.py:\w+$", ".py", text)).absolute() if text and isinstance(text, str) else None
+            if path and (wrong.is_relative_to(path) or path.is_relative_to(wrong)):
+                named.append((len(text), at, text))
+    if not named:
+        return problem
+    _, at, text = max(named)
+    return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}")
 
 
 def _own_methods(checking: Checking) -> list[Problem]:
@@ -145,17 +163,6 @@ def _own_methods(checking: Checking) -> list[Problem]:
     return problems
 
 
-def _disk_problems(checking: Checking) -> Iterable[Problem]:
-    critic = read_architecture(checking.critic) if checking.critic else None
-    return disk_problems(checking.recipe, checking.architecture, critic)
-
-
-def _megatron_problems(checking: Checking) -> Iterable[Problem]:
-    """Checks combinations of options, too, if nothing else is wrong."""
-    architecture = None if checking.problems else checking.architecture
-    return machine.megatron_problems(checking.recipe, architecture, checking.plan_only)
-
-
 CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Iterable[Problem]]]] = [
     ("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
     ("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
@@ -163,7 +170,11 @@ CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Itera
     ("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
     ("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
     ("methods of your own", lambda c: c.grpo, _own_methods),
-    ("room on disk", lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)), _disk_problems),
+    (
+        "room on disk",
+        lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)),
+        lambda c: disk_problems(c.recipe, c.architecture, read_architecture(c.critic) if c.critic else None),
+    ),
     (
         "this machine's devices",
         lambda c: not c.plan_only,
@@ -174,7 +185,11 @@ CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Itera
     ("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
     ("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
     ("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
-    ("options of Megatron", lambda c: True, _megatron_problems),
+    (
+        "options of Megatron",  # and their combinations, if nothing else is wrong
+        lambda c: True,
+        lambda c: machine.megatron_problems(c.recipe, None if c.problems else c.architecture, c.plan_only),
+    ),
 ]
 """The checks after model, tokenizer and data are found, in this order: the name of each, the condition under which it
 is due, and the function that finds its problems, which may also raise them."""
@@ -203,7 +218,7 @@ def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem
 
 def _absent_sandboxes(recipe: Recipe) -> list[str]:
     rewards = [recipe.reward, *own_rewards(recipe).values()]
-    absent = [f"the sandbox of programs: {one.given}" for reward in rewards for one in sandbox_problems(reward)]
+    absent = [f"the sandbox of programs: {problem.given}" for reward in rewards for problem in sandbox_problems(reward)]
     return list(dict.fromkeys(absent))
 
 
@@ -238,11 +253,11 @@ def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
     data = recipe.data.model_copy(update={"train": []})
     problems += data_problems(replace(loaded, recipe=recipe.model_copy(update={"data": data})), ())
     if any(not one.functions for one in recipe.eval.sets.values()):
-        problems += reward_problems(recipe.reward)
-    problems += own_reward_problems(recipe)
+        problems += attempt(problems, reward_problems, recipe.reward) or []
+    problems += attempt(problems, own_reward_problems, recipe) or []
     problems += machine.address_problems(recipe, plan_only=False)
     if problems:
-        raise PreflightError(map(loaded.places.located, problems))
+        raise PreflightError(dict.fromkeys(_located(loaded, problem) for problem in problems))
 
 
 def check_model(recipe: Recipe) -> Preflight[Recipe]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 LOWEST = 20000
@@ -19,20 +20,12 @@ def free_port(host: str) -> int:
     """
     highest = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
     for port in random.SystemRandom().sample(range(LOWEST, highest), min(ATTEMPTS, max(0, highest - LOWEST))):
-        if _is_free(host, port):
+        with suppress(OSError), socket.socket() as probe:  # somebody has it
+            probe.bind((host, port))
             return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
 
 
 def own_address(peer: str) -> str:

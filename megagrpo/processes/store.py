@@ -69,7 +69,7 @@ class StoreHost:
             except OSError:  # some kernels take filters from root alone
                 guard = _Relay(listening, node)
             gate, listening = door.getsockname()[1], guard.behind
-            threading.Thread(target=_Gate(guard, secret).keep, args=(door,), daemon=True).start()
+            threading.Thread(target=_keep, args=(door, guard, secret), daemon=True).start()
             weakref.finalize(self, door.shutdown, socket.SHUT_RDWR)
         self.address = StoreAddress(host, port, gate, secret)
         at, behind, *_ = listening.getsockname()
@@ -78,26 +78,23 @@ class StoreHost:
         )
 
 
-class _Gate:
-    """A gate that has the guard admit the addresses from which the secret is shown."""
+def _keep(door: socket.socket, guard: _Filter | _Relay, secret: str) -> None:
+    """Keeps a gate: has the guard admit the addresses from which the secret is shown, until the host is gone."""
+    lock = threading.Lock()
 
-    def __init__(self, guard: _Filter | _Relay, secret: str) -> None:
-        self._guard, self._secret, self._lock = guard, secret, threading.Lock()
-
-    def keep(self, door: socket.socket) -> None:
-        with door, contextlib.closing(self._guard), contextlib.suppress(OSError):  # the host is gone
-            while True:
-                connection, (peer, *_) = door.accept()
-                threading.Thread(target=self._ask, args=(connection, peer), daemon=True).start()
-
-    def _ask(self, connection: socket.socket, peer: str) -> None:
+    def ask(connection: socket.socket, peer: str) -> None:
         with connection, contextlib.suppress(OSError):  # a peer that leaves or says nothing is not admitted
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(nonce := secrets.token_bytes(NONCE_BYTES))
-            if hmac.compare_digest(connection.recv(NONCE_BYTES, socket.MSG_WAITALL), _proof(self._secret, nonce)):
-                with self._lock:
-                    self._guard.admit(peer)
+            if hmac.compare_digest(connection.recv(NONCE_BYTES, socket.MSG_WAITALL), _proof(secret, nonce)):
+                with lock:
+                    guard.admit(peer)
                 connection.sendall(b"1")
+
+    with door, contextlib.closing(guard), contextlib.suppress(OSError):
+        while True:
+            connection, (peer, *_) = door.accept()
+            threading.Thread(target=ask, args=(connection, peer), daemon=True).start()
 
 
 def _listen(host: str) -> socket.socket:

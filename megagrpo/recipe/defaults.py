@@ -92,9 +92,11 @@ def sync_directory(recipe: Recipe) -> Path:
 def own_rewards(recipe: Recipe) -> dict[str, RewardConfig]:
     """Returns the rewards of the evaluation sets with functions of their own, by set."""
     return {
-        name: recipe.reward.model_copy(update={"functions": one.functions, "by_source": {}, "solved_at": one.solved_at})
-        for name, one in recipe.eval.sets.items()
-        if one.functions
+        name: recipe.reward.model_copy(
+            update={"functions": held_out.functions, "by_source": {}, "solved_at": held_out.solved_at}
+        )
+        for name, held_out in recipe.eval.sets.items()
+        if held_out.functions
     }
 
 
@@ -150,8 +152,8 @@ class DevicePlan:
     def node_bundles(self, engine: int) -> tuple[tuple[int, ...], ...]:
         """Returns the bundles of an engine by node; none for an external engine."""
         bundles = self.bundles_of_engine[engine]
-        each = len(bundles) // self.engine_nodes
-        return tuple(bundles[first : first + each] for first in range(0, len(bundles), each)) if bundles else ()
+        per_node = len(bundles) // self.engine_nodes
+        return tuple(bundles[first : first + per_node] for first in range(0, len(bundles), per_node)) if bundles else ()
 
 
 def plan_engines(recipe: AnyRecipe, device: str) -> DevicePlan:
@@ -173,19 +175,19 @@ def plan_devices(recipe: AnyRecipe, device: str, *, engines_too: bool = True) ->
     resource, of_rank = "GPU" if device == "cuda" else "CPU", tuple(range(ranks))
     if isinstance(recipe, SftRecipe) or not engines_too:
         return DevicePlan(resource, ranks, of_rank, (), 1.0, 0.0)
-    engines, each = recipe.rollout.engines, recipe.rollout.devices_of_engine
+    engines, per_engine = recipe.rollout.engines, recipe.rollout.devices_of_engine
     bundles, rank_share, engine_share = ranks, 1.0, 0.0
     of_engine: tuple[tuple[int, ...], ...] = ((),) * engines
-    if each:
-        first, devices = ranks, recipe.cluster.engine_devices or engines * each
+    if per_engine:
+        first, devices = ranks, recipe.cluster.engine_devices or engines * per_engine
         if recipe.cluster.placement == "colocated":
             first, devices, rank_share = 0, ranks, 0.5
-        bundles, blocks = max(ranks, first + devices), max(1, devices // each)
-        of_engine = _blocks(engines, blocks, each, first)
+        bundles, blocks = max(ranks, first + devices), max(1, devices // per_engine)
+        of_engine = _blocks(engines, blocks, per_engine, first)
         engine_share = rank_share / -(-engines // blocks)
     ends = list(accumulate((model.devices for model in recipe.reward.models.values()), initial=bundles))
     of_models = tuple(tuple(range(*pair)) for pair in pairwise(ends))
-    nodes = recipe.nodes_of_engine if each else 1
+    nodes = recipe.nodes_of_engine if per_engine else 1
     return DevicePlan(resource, ends[-1], of_rank, of_engine, rank_share, engine_share, nodes, of_models)
 
 

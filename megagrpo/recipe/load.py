@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -23,8 +23,6 @@ KINDS: dict[str, type[AnyRecipe]] = {"grpo": Recipe, "sft": SftRecipe}
 COMMANDS = {"grpo": "megagrpo train", "sft": "megagrpo sft"}
 ITEM = re.compile(r"\[(\d+)\]")
 Kind = TypeVar("Kind", bound=AnyRecipe, covariant=True)
-
-
 OVERRIDE_SHOWN = 500  # characters
 
 
@@ -41,25 +39,13 @@ class Places:
         """Returns `FILE:LINE path` of a written value, or of the section around a value left at its default."""
         if below := next((text for at, text in self.overrides.items() if at.startswith(f"{path}.")), None):
             return f"override {_shortened(below)} ({path})"
-        for at in _outwards(path):
-            if at in self.overrides:
-                text = f"override {_shortened(self.overrides[at])}"
-                return text if at == path else f"{text} ({path})"
-            if at in self.lines:
-                return f"{self.source}:{self.lines[at]} {path}"
-        return f"{self.source} {path}"
-
-    def overridden(self, path: str, text: str) -> Places:
-        """Returns the places after `text` has replaced everything at and below `path`."""
-
-        def beside(at: str) -> bool:
-            return at != path and not at.startswith(f"{path}.")
-
-        return replace(
-            self,
-            lines={at: line for at, line in self.lines.items() if beside(at)},
-            overrides={at: given for at, given in self.overrides.items() if beside(at)} | {path: text},
-        )
+        at = path
+        while at and at not in self.overrides and at not in self.lines:
+            at = at.rpartition(".")[0]
+        if at in self.overrides:
+            text = f"override {_shortened(self.overrides[at])}"
+            return text if at == path else f"{text} ({path})"
+        return f"{self.source}:{self.lines[at]} {path}" if at else f"{self.source} {path}"
 
     def located(self, problem: Problem) -> Problem:
         """Returns the problem, with its place if `where` is a recipe's field (items as .0 or [0]), else unchanged."""
@@ -106,26 +92,29 @@ def apply_overrides(
     Values are YAML; the last of several for one path wins. Absent or null sections are created; list items must
     exist.
     """
-    tree = copy.deepcopy(tree)
+    tree, lines, written = copy.deepcopy(tree), dict(places.lines), dict(places.overrides)
     problems: list[Problem] = []
     for text in overrides:
-        here = f"override {_shortened(text)}"
+        where = f"override {_shortened(text)}"
         path, equals, value_text = text.partition("=")
         if not equals or not path:
             needed = "SECTION.KEY=VALUE, such as train.layout.tensor=4"
-            problems.append(Problem(here, given=f"'{text}'", needed=needed))
+            problems.append(Problem(where, given=f"'{text}'", needed=needed))
             continue
         try:
-            value = parse(value_text, lambda line, here=here: here)  # type: ignore[misc]
+            value = parse(value_text, lambda line, where=where: where)  # type: ignore[misc]
         except RecipeError as error:
             problems += error.problems
             continue
         problems += [problem for _, problem in value.problems]
         if problem := _put(tree, path, value.tree, places.recipe_class):
-            problems.append(replace(problem, where=here))
-        else:
-            places = places.overridden(path, text)
-    return tree, places, problems
+            problems.append(replace(problem, where=where))
+            continue
+        for at in [at for at in (*lines, *written) if f"{at}.".startswith(f"{path}.")]:  # what it replaces
+            lines.pop(at, None)
+            written.pop(at, None)
+        written[path] = text
+    return tree, replace(places, lines=lines, overrides=written), problems
 
 
 def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> LoadedRecipe[AnyRecipe]:
@@ -137,10 +126,9 @@ def _load(path: str | Path, overrides: Sequence[str], kind: str | None) -> Loade
     recipe_class = KINDS[kind or nearest(str(written), KINDS) or "grpo"]
     problems = [problem for _, problem in document.problems]
     if not isinstance(document.tree, dict):
-        kinds = {type(None): "nothing", list: "a list"}
-        given = kinds.get(type(document.tree), "a single value")
+        given = {type(None): "nothing", list: "a list"}.get(type(document.tree), "a single value")
         needed = f"a mapping with the keys {', '.join(recipe_class.model_fields)}"
-        raise RecipeError([*problems, Problem(str(path), given=given, needed=needed)])
+        raise RecipeError([*problems, Problem(str(path), given, needed)])
     places = Places(str(path), document.lines, recipe_class=recipe_class)
     tree, places, of_overrides = apply_overrides(document.tree, places, overrides)
     problems += of_overrides
@@ -162,23 +150,17 @@ def _read(path: Path) -> Document:
         with path.open("rb") as file:
             text = file.read(4 * CHARACTERS_MAX + 1).decode("utf-8-sig")
     except FileNotFoundError:
-        raise RecipeError(
-            Problem(str(path), given="no such file", needed="a YAML recipe", fix=_other_recipes(path))
-        ) from None
+        names = sorted(str(p) for p in path.parent.glob("*.yaml"))[:20] if path.parent.is_dir() else []
+        fix = f"recipes in that directory: {', '.join(names)}" if names else ""
+        raise RecipeError(Problem(str(path), "no such file", "a YAML recipe", fix)) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         given = f"the byte 0x{error.object[error.start]:02x}"
         raise RecipeError(Problem(f"{path}:{line}", given, needed="UTF-8 text", fix="save it as UTF-8")) from None
     except OSError as error:
-        raise RecipeError(
-            Problem(str(path), given=f"{error.strerror}".lower(), needed="a YAML file that can be read")
-        ) from None
+        given = f"{error.strerror}".lower()
+        raise RecipeError(Problem(str(path), given, "a YAML file that can be read")) from None
     return parse(text, lambda line: f"{path}:{line}")
-
-
-def _other_recipes(path: Path) -> str:
-    names = sorted(str(p) for p in path.parent.glob("*.yaml"))[:20] if path.parent.is_dir() else []
-    return f"recipes in that directory: {', '.join(names)}" if names else ""
 
 
 def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyRecipe]) -> Problem | None:
@@ -188,17 +170,18 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
     for depth, key in enumerate(keys):
         inner = above[-1].below(key)
         if inner is None:
-            at = ".".join(keys[: depth + 1])
+            parent, at = ".".join(keys[:depth]), ".".join(keys[: depth + 1])
             if above[-1].sections:
                 return unknown_key(at, key, value, above[-1], recipe_class)
-            return _nothing_below(at, above[-1])
+            given, needed = f"`{key}` below {parent}", f"{parent} is {above[-1].words()}"
+            return Problem(at, given, needed, f"set {parent} itself")
         above.append(inner)
     container: Any = tree
     for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):
         slot: Any = key
-        if expected.is_list:
+        if expected.is_list or isinstance(container, list):
             items = len(container) if isinstance(container, list) else 0
-            if len(key) > 9 or int(key) >= items:  # Python refuses to read very long numbers
+            if not key.isdecimal() or len(key) > 9 or int(key) >= items:  # Python refuses to read very long numbers
                 needed = f"an item from 0 to {items - 1}" if items else f"{'.'.join(keys[:depth])} to have items"
                 return Problem(_shortened(path), given=f"item {_shortened(key)}", needed=needed)
             slot = int(key)
@@ -214,18 +197,6 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
     return None
 
 
-def _nothing_below(at: str, expected: Expected) -> Problem:
-    parent, _, key = at.rpartition(".")
-    return Problem(at, f"`{key}` below {parent}", f"{parent} is {expected.words()}", f"set {parent} itself")
-
-
 def _shortened(text: str) -> str:
     """Shortens an override for errors, of which many may show the same one."""
     return text if len(text) <= OVERRIDE_SHOWN else f"{text[:OVERRIDE_SHOWN]}…"
-
-
-def _outwards(path: str) -> Iterator[str]:
-    """Yields train.layout.tensor, train.layout, train."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]

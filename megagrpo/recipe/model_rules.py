@@ -7,7 +7,7 @@ from itertools import product
 
 from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
-from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, SftRecipe
 from megagrpo.recipe.schema.train import ALL_LAYERS
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import divided_sizes
@@ -27,7 +27,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
         *_adapters(recipe, architecture),
         *_muon(recipe, architecture),
         *_recomputed(recipe, architecture),
-        *(_examples(recipe, architecture) if isinstance(recipe, SftRecipe) else token_problems(recipe, architecture)),
+        *token_problems(recipe, architecture),
     ]
 
 
@@ -43,18 +43,14 @@ def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem
         return
     chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
     lengths = dict(layout.stage_lengths())
-    given = ", ".join(
-        [f"pipeline {layout.pipeline}{chunks}", *(f"{name} {length}" for name, length in lengths.items())]
-    )
-    pieces = layout.pipeline * layout.virtual_pipeline
-    needed = f"the same number of layers in each of the {pieces} pieces"
+    given = f"pipeline {layout.pipeline}{chunks}{''.join(f', {name} {length}' for name, length in lengths.items())}"
+    needed = f"the same number of layers in each of the {layout.pipeline * layout.virtual_pipeline} pieces"
     if lengths:
         field, needed = next(iter(lengths)), "; ".join(problems)
         fix = _uneven(layers, layout) or ("virtual_pipeline: 1" if layout.virtual_pipeline > 1 else "fewer stages")
     elif layers % layout.pipeline:
-        field, fix = "pipeline", f"pipeline of {either(divisors(layers))}"
-        if uneven := _uneven(layers, layout):
-            fix += f"; or {uneven}"
+        uneven = _uneven(layers, layout)
+        field, fix = "pipeline", f"pipeline of {either(divisors(layers))}{f'; or {uneven}' if uneven else ''}"
     else:
         field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
     yield Problem(f"train.layout.{field}", f"{given}, and the model has {layers} layers", needed, fix)
@@ -68,12 +64,9 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
         return None
     if pieces % layout.pipeline == 0:
         return "neither first_stage_layers nor last_stage_layers"
-    each = -(-pieces // layout.pipeline)
-    if each * others >= pieces:
-        each -= 1
-    return (
-        f"last_stage_layers: {(pieces - each * others) * chunks} only, which leaves {each * chunks} on each other stage"
-    )
+    each = min(-(-pieces // layout.pipeline), (pieces - 1) // others)
+    last = (pieces - each * others) * chunks
+    return f"last_stage_layers: {last} only, which leaves {each * chunks} on each other stage"
 
 
 def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
@@ -158,7 +151,7 @@ def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
 
 def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
     """Yields problems of recomputed modules that the model lacks, and of more layers than a stage has."""
-    again, layout, experts = recipe.train.recomputed, recipe.train.layout.parallel(), architecture.experts
+    recomputed, layout, experts = recipe.train.recomputed, recipe.train.layout.parallel(), architecture.experts
     sparse = 0 if experts is None else architecture.layers - experts.dense_layers
     missing = {
         "mla_up_proj": "latent attention" if architecture.latent is None else "",
@@ -167,28 +160,34 @@ def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Probl
         "moe_act": "" if sparse else "experts",
         "shared_experts": "" if experts and experts.shared_ffn else "shared experts",
     }
-    for module in sorted(again.modules):
+    for module in sorted(recomputed.modules):
         if what := missing.get(module):
             given = f"{module}, and the model ({architecture.family}) does not have {what}"
             yield Problem("train.recompute.modules", given, "modules of this model", f"remove {module}")
-    if not 0 < again.layers < ALL_LAYERS or layout.problems() or stage_problems(architecture.layers, layout):
+    if not 0 < recomputed.layers < ALL_LAYERS or layout.problems() or stage_problems(architecture.layers, layout):
         return
     chunks = product(range(layout.pipeline), range(layout.virtual_pipeline))
     longest = max(len(layers_of_chunk(architecture.layers, layout, *chunk)) for chunk in chunks)
-    if again.layers > longest:
+    if recomputed.layers > longest:
         where = "chunk of a stage" if layout.virtual_pipeline > 1 else "stage"
-        given = f"{again.layers}, and the longest {where} has {longest} layers"
+        given = f"{recomputed.layers}, and the longest {where} has {longest} layers"
         yield Problem("train.recompute.layers", given, f"at most {longest}", "recompute: full")
 
 
-def token_problems(recipe: Recipe, architecture: Architecture) -> Iterator[Problem]:
-    """Yields problems of prompts and responses longer than the model takes, and of stop tokens that it lacks."""
-    prompt, most = recipe.data.prompt_tokens_max, architecture.max_positions
+def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    """Yields problems of examples, or prompts and responses, longer than the model takes, and of stop tokens that it
+    lacks."""
+    most = architecture.max_positions
+    if isinstance(recipe, SftRecipe):
+        if recipe.data.tokens_max > most:
+            yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", POSITIONS.format(most), "lower it")
+        return
+    prompt = recipe.data.prompt_tokens_max
     lengths = {"rollout": recipe.rollout.response_tokens_max}
-    for name, one in recipe.eval.of_sets().items():
-        if one.response_tokens_max is not None:
+    for name, held_out in recipe.eval.of_sets().items():
+        if held_out.response_tokens_max is not None:
             of_set = recipe.eval.sets[name].response_tokens_max is not None
-            lengths[f"eval.sets.{name}" if of_set else "eval"] = one.response_tokens_max
+            lengths[f"eval.sets.{name}" if of_set else "eval"] = held_out.response_tokens_max
     for section, response in lengths.items():
         if prompt + response > most:
             given = f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens"
@@ -199,11 +198,6 @@ def token_problems(recipe: Recipe, architecture: Architecture) -> Iterator[Probl
     if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
         needed = f"token ids below {architecture.vocab}, the size of the vocabulary"
         yield Problem("rollout.stop_token_ids", ", ".join(map(str, outside)), needed, "remove them")
-
-
-def _examples(recipe: SftRecipe, architecture: Architecture) -> Iterator[Problem]:
-    if recipe.data.tokens_max > (most := architecture.max_positions):
-        yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", POSITIONS.format(most), "lower it")
 
 
 def divisors(number: int) -> list[int]:

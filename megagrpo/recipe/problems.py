@@ -7,7 +7,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,7 +28,6 @@ NAMES_OF_TYPES = re.compile(r"str$|literal\[|list\[|dict\[|constrained-str")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,2})?")
 TRUE_OR_FALSE = dict.fromkeys(("yes", "on", "true"), "true") | dict.fromkeys(("no", "off", "false"), "false")
 UNIONS = (typing.Union, types.UnionType)
-UNKNOWN_NAME = ("union_tag_invalid", "union_tag_not_found")
 
 
 @cache
@@ -56,13 +55,10 @@ class Expected:
     @cached_property
     def choice(self) -> tuple[ByName, dict[str, type[Section]]] | None:
         """Returns the key that chooses one of several sections, and these sections by name."""
-        choices = (
-            (named, named.members(kind))
-            for kind, bounds in self.members
-            for named in bounds
-            if isinstance(named, ByName)
-        )
-        return next(choices, None)
+        for kind, bounds in self.members:
+            for named in (bound for bound in bounds if isinstance(bound, ByName)):
+                return named, named.members(kind)
+        return None
 
     @property
     def sections(self) -> list[type[Section]]:
@@ -79,10 +75,6 @@ class Expected:
     @property
     def is_list(self) -> bool:
         return any(get_origin(a) is list for a in self.alternatives)
-
-    @property
-    def is_mapping(self) -> bool:
-        return any(get_origin(a) is dict for a in self.alternatives)
 
     def below(self, key: str) -> Expected | None:
         """Returns the values allowed at `key` inside this value; None if there are none."""
@@ -109,10 +101,10 @@ class Expected:
 
 def is_field(path: str, recipe_class: type[Section]) -> bool:
     """Returns whether the schema has a place with this dotted path."""
-    here: Expected | None = Expected(recipe_class)
+    expected: Expected | None = Expected(recipe_class)
     for key in path.split("."):
-        here = here.below(key) if here else None
-    return bool(path) and here is not None
+        expected = expected.below(key) if expected else None
+    return bool(path) and expected is not None
 
 
 def nearest(given: str, valid: Iterable[str]) -> str | None:
@@ -132,7 +124,7 @@ def schema_problems(
     for error in sorted(errors, key=lambda error: error["type"] == "missing"):
         keys, expected = _place(error["loc"], recipe_class)
         value, kind = _value(tree, keys), error["type"]
-        if kind in UNKNOWN_NAME and expected.choice and isinstance(value, dict):
+        if kind in ("union_tag_invalid", "union_tag_not_found") and expected.choice and isinstance(value, dict):
             keys.append(expected.choice[0].key)
             value = value.get(expected.choice[0].key)
             kind = "missing" if value is None else kind
@@ -140,7 +132,15 @@ def schema_problems(
         beside = [p.fix for at, p in problems.items() if at.rpartition(".")[0] == path.rpartition(".")[0]]
         misspelt = error["type"] == "missing" and _did_you_mean(str(keys[-1])) in beside
         if path not in problems and not misspelt:
-            problems[path] = _problem(kind, keys, value, expected, recipe_class)
+            key = str(keys[-1])
+            if kind == "extra_forbidden" and expected.sections:
+                problems[path] = unknown_key(path, key, value, expected, recipe_class)
+            else:
+                description = " ".join(expected.description.split()).rstrip(".")
+                needed = f"{expected.words()} ({description})" if description else expected.words()
+                absent = kind == "missing"
+                fix = f"add `{key}:`" if absent else _fix(path, key, value, expected)
+                problems[path] = Problem(path, "nothing" if absent else shown(value), needed, fix)
         if len(problems) == PROBLEMS_MAX:
             return [*problems.values(), Problem(path, f"more problems than these {PROBLEMS_MAX}", "a recipe that fits")]
     return [problem for path, problem in problems.items() if not any(at.startswith(f"{path}.") for at in problems)]
@@ -185,26 +185,26 @@ def shown(value: Any) -> str:
 def _place(location: Iterable[str | int], recipe_class: type[Section]) -> tuple[list[str | int], Expected]:
     """Returns the path in pydantic's location (unions add names of members), and the values allowed there."""
     keys: list[str | int] = []
-    here = Expected(recipe_class)
+    expected = Expected(recipe_class)
     for key in location:
-        if here.choice and key in here.choice[1]:
-            members = here.choice[1]
+        if expected.choice and key in expected.choice[1]:
+            members = expected.choice[1]
             others = {name: section for name, section in members.items() if section is not members[str(key)]}
-            here = Expected(members[str(key)], others=others)
+            expected = Expected(members[str(key)], others=others)
             continue
-        inner = here.below(str(key))
-        named = next((section for section in here.sections if section.__name__ == key), None)
+        inner = expected.below(str(key))
+        named = next((section for section in expected.sections if section.__name__ == key), None)
         if inner is None and named:  # pydantic's name for a section beside other values
-            here = Expected(named)
+            expected = Expected(named)
             continue
-        of_union = len(here.members) > 1 and NAMES_OF_TYPES.match(str(key))
-        if of_union or (inner is None and not here.sections):
+        of_union = len(expected.members) > 1 and NAMES_OF_TYPES.match(str(key))
+        if of_union or (inner is None and not expected.sections):
             break
         keys.append(key)
         if inner is None:  # a key that the section does not have
             break
-        here = inner
-    return keys, here
+        expected = inner
+    return keys, expected
 
 
 def _value(tree: Any, keys: Iterable[str | int]) -> Any:
@@ -215,24 +215,6 @@ def _value(tree: Any, keys: Iterable[str | int]) -> Any:
             return None
         tree = tree[key]
     return tree
-
-
-def _problem(
-    kind: str, keys: Sequence[str | int], value: Any, expected: Expected, recipe_class: type[Section]
-) -> Problem:
-    path, key = ".".join(map(str, keys)), str(keys[-1])
-    if kind == "extra_forbidden" and expected.sections:
-        return unknown_key(path, key, value, expected, recipe_class)
-    if kind == "missing":
-        return Problem(path, given="nothing", needed=_needed(expected), fix=f"add `{key}:`")
-    return Problem(path, given=shown(value), needed=_needed(expected), fix=_fix(path, key, value, expected))
-
-
-def _needed(expected: Expected) -> str:
-    """Returns type, bounds and meaning in words."""
-    words = expected.words()
-    description = " ".join(expected.description.split())
-    return f"{words} ({description.rstrip('.')})" if description else words
 
 
 def _fix(path: str, key: str, value: Any, expected: Expected) -> str:
@@ -329,10 +311,6 @@ def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"a mapping with keys among {', '.join(annotation.model_fields)}"
     kind = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[annotation]
-    return kind + _bounds(metadata)
-
-
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    words = (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
-    parts = [f"{word} {getattr(m, name)}" for m in metadata for name, word in words if hasattr(m, name)]
-    return f" {' and '.join(parts)}" if parts else ""
+    bounds = (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
+    parts = [f"{words} {getattr(m, name)}" for m in metadata for name, words in bounds if hasattr(m, name)]
+    return f"{kind} {' and '.join(parts)}" if parts else kind

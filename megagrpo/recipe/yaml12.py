@@ -20,6 +20,11 @@ CHARACTERS_MAX, VALUES_MAX = 256 * 1024, 10_000
 """A recipe has about 4,000 and 100. Aliases count as often as they are used."""
 NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 """NUL and halves of surrogate pairs, which escapes can write: no file can be named so."""
+SYNTAX_FIXES = {
+    r"'\t'": "indent with spaces, not tabs",
+    "mapping values are not allowed": "put quotes around a value that contains ': ', and check the indentation",
+}
+"""The fix for each part of a message of PyYAML's."""
 TAG = "tag:yaml.org,2002:"
 CORE_SCHEMA = (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ("~", "n", "N", "")),
@@ -47,12 +52,10 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Double quotes escape line ends and control characters; in PyYAML's other styles some of them change.
-    return dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
+# Double quotes escape line ends and control characters; in PyYAML's other styles some of them change.
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
+)
 _Loader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in CORE_SCHEMA:
     _Loader.add_implicit_resolver(TAG + _name, _pattern, list(_first))
@@ -80,18 +83,15 @@ class Document:
             return self._refuse(node, path, "a value that contains itself", "a finite value")
         if isinstance(node, yaml.SequenceNode):
             return [self.read(item, _join(path, index), (*above, node)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.MappingNode):
-            return self._read_mapping(node, path, (*above, node))
-        if NO_TEXT.search(node.value):
-            return self._refuse_text(node, path)
-        try:
-            return _scalar(node.tag.removeprefix(TAG), node.value)
-        except ValueError:
-            given = f"{node.value!r} with the tag {node.tag.replace(TAG, '!!')}"
-            needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
-            return self._refuse(node, path, given, needed, "remove the tag")
-
-    def _read_mapping(self, node: yaml.MappingNode, path: str, above: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        if isinstance(node, yaml.ScalarNode):
+            if NO_TEXT.search(node.value):
+                return self._refuse_text(node, path)
+            try:
+                return _scalar(node.tag.removeprefix(TAG), node.value)
+            except ValueError:
+                given = f"{node.value!r} with the tag {node.tag.replace(TAG, '!!')}"
+                needed = "plain YAML: text, a number, true, false, null, a list or a mapping"
+                return self._refuse(node, path, given, needed, "remove the tag")
         mapping: dict[str, Any] = {}
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -106,7 +106,7 @@ class Document:
             else:
                 first_lines[key] = key_node.start_mark.line + 1
                 self.lines.setdefault(_join(path, key), first_lines[key])
-                mapping[key] = self.read(value_node, _join(path, key), above)
+                mapping[key] = self.read(value_node, _join(path, key), (*above, node))
         return mapping
 
     def _refuse_text(self, node: yaml.Node, path: str) -> None:
@@ -128,46 +128,31 @@ def parse(text: str, where: Callable[[int], str]) -> Document:
     if len(text) > CHARACTERS_MAX:
         needed = f"a recipe, of at most {CHARACTERS_MAX:,}"
         raise RecipeError(Problem(where(1), f"{len(text):,} characters or more", needed))
-    loader = None
+    document = Document(where)
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        document = Document(where)
+        node = _Loader(text).get_single_node()
         if node is not None:
             document.tree = document.read(node)
         return document
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line if error.problem_mark else 0
         lines = text.splitlines()
-        shown = lines[line].strip() if line < len(lines) else "the end of the text"
+        given = lines[line].strip() if line < len(lines) else "the end of the text"
         since = f" on line {error.context_mark.line + 1}" if error.context_mark else ""
-        said = f"{error.context}{since}, {error.problem}" if error.context else error.problem
-        raise RecipeError(
-            Problem(where(line + 1), given=shown, needed=f"valid YAML: {said}", fix=_syntax_fix(error))
-        ) from None
+        reason = f"{error.context}{since}, {error.problem}" if error.context else error.problem
+        fix = next((fix for part, fix in SYNTAX_FIXES.items() if part in str(error.problem)), "")
+        problem = Problem(where(line + 1), given, f"valid YAML: {reason}", fix)
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n")
-        raise RecipeError(
-            Problem(where(line + 1), given=f"the character U+{error.character:04X}", needed="printable text")
-        ) from None
+        problem = Problem(where(line + 1), f"the character U+{error.character:04X}", "printable text")
     except RecursionError:
-        raise RecipeError(Problem(where(1), given="lists or mappings nested too deeply", needed="a recipe")) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+        problem = Problem(where(1), "lists or mappings nested too deeply", "a recipe")
+    raise RecipeError(problem)
 
 
 def to_text(tree: Any) -> str:
     """Returns the YAML of plain values, keys in their order; `parse` returns the same values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
-
-
-def _syntax_fix(error: yaml.MarkedYAMLError) -> str:
-    if "'\\t'" in str(error.problem):
-        return "indent with spaces, not tabs"
-    if "mapping values are not allowed" in str(error.problem):
-        return "put quotes around a value that contains ': ', and check the indentation"
-    return ""
 
 
 def _join(path: str, key: str | int) -> str:

@@ -63,7 +63,7 @@ def test_an_agent_that_says_nothing_is_refused_by_its_rule(tmp_path: Path, capsy
 
 
 def test_a_function_is_imported_where_it_will_run(function: str, tmp_path: Path) -> None:
-    assert asked(tmp_path, function=function, arguments={"depth": 2}).problems == ()
+    assert asked(tmp_path, function=function, arguments={"depth": 2}).problems == []
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_interpreter_is_run_and_asked_for_its_packages(function: str, tmp_pat
     missing: dict[str, Any] = {"function": function, "python": str(tmp_path / "python")}
     assert fields(asked(tmp_path, **missing)) == ["agent.python"]
     planned = asked(tmp_path, plan_only=True, **missing)
-    assert (planned.problems, len(planned.unchecked)) == ((), 1)
+    assert (planned.problems, len(planned.unchecked)) == ([], 1)
 
     other = tmp_path / "other"
     other.write_text("#!/bin/sh\necho no python >&2\nexit 3\n")
@@ -133,11 +133,11 @@ def test_tools_are_checked_too(tmp_path: Path) -> None:
 def test_tools_that_leave_no_room_for_a_prompt_are_told_with_their_tokens(tmp_path: Path) -> None:
     tools = ["python", f"{OWN}:add", f"{OWN}:Counter"]
     fits = asked(tmp_path, family="chatml", tools=tools, tokens_max=4096)
-    assert fits.problems == ()
+    assert fits.problems == []
     assert fits.lines["tools"].startswith("4, which take ")
     tokens = int(fits.lines["tools"].split()[3])
     assert fields(asked(tmp_path, family="chatml", tools=tools, tokens_max=tokens)) == ["agent.tokens_max"]
-    assert asked(tmp_path, family="chatml", tools=tools, tokens_max=tokens + 1).problems == ()
+    assert asked(tmp_path, family="chatml", tools=tools, tokens_max=tokens + 1).problems == []
 
 
 def test_an_mcp_server_is_started_before_the_run(tmp_path: Path) -> None:
@@ -148,12 +148,12 @@ def test_an_mcp_server_is_started_before_the_run(tmp_path: Path) -> None:
     assert problem.where == "agent.tools.0"
     assert "ImportError: no trains here" in problem.given
     planned = asked(tmp_path, plan_only=True, tools=tools)
-    assert (planned.problems, len(planned.unchecked)) == ((), 1)
+    assert (planned.problems, len(planned.unchecked)) == ([], 1)
 
 
 def test_parsers_are_known_or_found_in_the_template(tmp_path: Path) -> None:
     found = asked(tmp_path, family="chatml", tools=["python"])
-    assert (found.problems, found.lines["parser"].split(",")[0]) == ((), "hermes")
+    assert (found.problems, found.lines["parser"].split(",")[0]) == ([], "hermes")
     wrong = asked(tmp_path, family="chatml", tools=["python"], parser="harmes")
     assert fields(wrong) == ["agent.parser"]
     assert "hermes" in wrong.problems[0].needed

@@ -180,6 +180,7 @@ def test_a_very_long_index_is_no_item(path: Path) -> None:
     ((where, found),) = problems_of(path, f"data.train.{'9' * 5000}.path=a")
     assert where.startswith("override data.train.999")
     assert len(found) < 1000
+    assert problems_of(path, "data.train.0.arguments={sums: [1]}", "data.train.0.arguments.sums.x=2")
 
 
 @pytest.mark.parametrize("old", moved())

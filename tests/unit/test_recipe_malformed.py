@@ -67,6 +67,7 @@ def test_a_file_that_is_no_recipe_is_refused(content: bytes, place: str, tmp_pat
         ("reward:\n  functions:\n  - function: gsm8k\n", "", "reward"),
         ("  prompts_per_step: 4\n", "", "prompts_per_step"),
         ("/model\n", "/modle\n", "model.path"),
+        ("/model\n", f"/{'x' * 300}\n", "recipe.yaml:3 model.path"),
         ("\ntrain:\n", "\ntrain:\n  recompute: null\n", "train.recompute"),
         ("\ntrain:\n", "\ntrain:\n  recompute: some\n", "train.recompute"),
         ("\ntrain:\n", "\ntrain:\n  recompute: [mlp]\n", "train.recompute"),
@@ -84,21 +85,15 @@ def test_a_mistake_in_a_recipe_is_located(old: str, new: str, place: str, tmp_pa
     assert place in refused(recipe)
 
 
-@pytest.mark.parametrize("file", ["tiny", "tiny/checkpoints", "tiny/hugging_face"])
-def test_a_file_in_place_of_a_directory_of_the_run_is_refused(file: str, tmp_path: Path, refused: Refused) -> None:
-    (tmp_path / "runs" / file).parent.mkdir(parents=True)
-    (tmp_path / "runs" / file).write_text("")
-    told = refused(make_run(tmp_path), f"track.directory={tmp_path}/runs")
+@pytest.mark.parametrize("file", ["tiny", "tiny/checkpoints", "tiny/hugging_face", "weights", "cache"])
+def test_a_file_in_place_of_a_directory_is_refused(file: str, tmp_path: Path, refused: Refused) -> None:
+    runs = tmp_path / "runs"
+    (runs / file).parent.mkdir(parents=True)
+    (runs / file).write_text("")
+    inside = [f"weights.directory={runs}/weights/inside", "weights.transfer=disk", f"data.cache={runs}/cache/inside"]
+    told = refused(make_run(tmp_path), f"track.directory={runs}", *inside)
     assert f"{file} is a file" in told
-    assert told.startswith("cannot start:")
-
-
-@pytest.mark.parametrize("field", ["weights.directory", "data.cache"])
-def test_a_file_in_place_of_another_directory_is_refused(field: str, tmp_path: Path, refused: Refused) -> None:
-    (tmp_path / "file").write_text("")
-    told = refused(make_run(tmp_path), f"{field}={tmp_path}/file/inner", "weights.transfer=disk")
-    assert field in told
-    assert "file is a file" in told
+    assert {"weights": "weights.directory", "cache": "data.cache"}.get(file, "track.directory") in told
     assert "fix: name another directory, or move that file away" in told
 
 

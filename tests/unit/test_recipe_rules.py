@@ -81,7 +81,7 @@ BROKEN: list[tuple[str, list[str]]] = [
     ("rollout.urls", ["rollout.engine=external"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.urls=[http://a:1, http://b:1]"]),
     ("rollout.urls", ["rollout.engine=external", "rollout.engines=2", "rollout.urls=[http://a:1, http://a:1]"]),
-    ("rollout.urls", ["rollout.engine=external", "rollout.urls=[host:30000]"]),
+    ("rollout.urls", ["rollout.engine=external", "rollout.urls=['http://[x']"]),
     ("rollout.quantization", ["rollout.quantization=fp8"]),
     ("cluster.device", [*SGLANG, "rollout.quantization=fp8", "cluster.device=cpu"]),
     ("cluster.gpu", [*SGLANG, "rollout.quantization=fp8", "cluster.gpu=B200"]),
@@ -252,7 +252,7 @@ def test_every_rule_has_its_text() -> None:
     assert {name for section in sections for name in section.RULES} == set(rule_texts())
 
 
-@pytest.mark.parametrize("found", [list, iter, lambda values: (one for one in values)])
+@pytest.mark.parametrize("found", [list, iter, lambda values: values[0]])
 def test_a_rule_is_a_line_and_its_text(found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Recipe.RULES, "short", lambda r: found([{"least": 100}]))
     text = Problem("rollout.response_tokens_max", "{rollout.response_tokens_max}", "at least {{{least}}}", "raise it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from megagrpo.algorithm.advantages import AdvantageConfig, GrpoConfig, ReinforcePlusPlusConfig
@@ -121,12 +120,6 @@ class AlgorithmConfig(Section):
         """Returns whether the policy trains at `step`: the critic's warm-up, if there is one, is over."""
         return self.critic is None or step > self.critic.warmup_steps
 
-    # --- rules --------------------------------------------------------------------------------------------------------
-
-    def _gmpo_by_token(self) -> Iterator[dict[str, object]]:
-        if self.loss.name == "gmpo" and self.advantages_by_token:
-            yield {"by": f"credit: {self.credit.name}" if self.credit.by_turn else self.advantage.name}
-
     RULES: ClassVar[Rules[AlgorithmConfig]] = {
         "gae_without_critic": lambda a: a.advantage.name == "gae" and a.critic is None,
         "critic_without_gae": lambda a: a.critic is not None and a.advantage.name != "gae",
@@ -135,7 +128,11 @@ class AlgorithmConfig(Section):
         "reference_without_penalty": lambda a: a.reference.update_every_steps is not None and a.kl.coefficient == 0,
         "gdpo_penalty_in_reward": lambda a: a.advantage.name == "gdpo" and a.kl_in_reward,
         "kl_cov_of_one_step": lambda a: a.loss.name == "kl_cov" and a.minibatches * a.epochs == 1,
-        "gmpo_by_token": _gmpo_by_token,
+        "gmpo_by_token": lambda a: (
+            a.loss.name == "gmpo"
+            and a.advantages_by_token
+            and {"by": f"credit: {a.credit.name}" if a.credit.by_turn else a.advantage.name}
+        ),
         "old_logprobs_without_ratio": lambda a: (
             a.rollout_logprobs_as_old and not a.loss.has_ratio and not a.kl_in_reward
         ),

@@ -44,12 +44,14 @@ class ColumnsConfig(Section):
     extra_info: list[str] | None = None
     """Other columns that reward functions receive, each of which every row must have. null: all of them."""
 
-    def _repeating(self) -> Iterator[dict[str, str]]:
-        for field, listed in (("ground_truth", self.ground_truth), ("extra_info", self.extra_info)):
-            names = [name.rpartition(".")[2] for name in listed] if isinstance(listed, list) else []
-            yield from ({"field": field, "name": name} for name in repeated(names))
-
-    RULES: ClassVar[Rules[ColumnsConfig]] = {"columns_repeat_a_name": _repeating}
+    RULES: ClassVar[Rules[ColumnsConfig]] = {
+        "columns_repeat_a_name": lambda c: (
+            {"field": field, "name": name}
+            for field, names in (("ground_truth", c.ground_truth), ("extra_info", c.extra_info))
+            if isinstance(names, list)
+            for name in repeated([name.rpartition(".")[2] for name in names])
+        )
+    }
 
 
 class EntryConfig(Section):
@@ -77,13 +79,13 @@ class EntryConfig(Section):
 
 def weights(field: str) -> Callable[[Section], object]:
     """Makes the rule weight_missing of a field with entries. Weights are shares of a whole: all have one, or none."""
-
-    def missing(section: Section) -> Iterator[dict[str, object]]:
-        entries: Sequence[EntryConfig] = getattr(section, field)
-        without = [index for index, entry in enumerate(entries) if entry.weight is None]
-        return ({"list": field, "index": index} for index in without if len(without) < len(entries))
-
-    return missing
+    return lambda section: (
+        {"list": field, "index": index}
+        for entries in [getattr(section, field)]
+        if any(entry.weight is not None for entry in entries)
+        for index, entry in enumerate(entries)
+        if entry.weight is None
+    )
 
 
 class DataFileConfig(EntryConfig):

@@ -80,7 +80,7 @@ class EvalSetConfig(Section):
     """Longest response."""
 
     RULES: ClassVar[Rules[EvalSetConfig]] = {
-        "solved_at_without_functions": lambda one: one.solved_at is not None and not one.functions,
+        "solved_at_without_functions": lambda held_out: held_out.solved_at is not None and not held_out.functions,
         "weight_missing": weights("files"),
     }
 
@@ -145,42 +145,42 @@ class EvalConfig(Section):
 
     def of_sets(self) -> dict[str, EvalSet]:
         """Returns each set with all of its settings, by name."""
-        return {name: self._whole(name, one) for name, one in self.sets.items()}
+        return {name: self._whole(name, held_out) for name, held_out in self.sets.items()}
 
     def files_of_sets(self) -> dict[str, Sequence[DataFileConfig]]:
         """Returns the files of each set, by its name."""
-        return {name: one.files for name, one in self.sets.items()}
+        return {name: held_out.files for name, held_out in self.sets.items()}
 
     def due(self, step: int, *, last: bool = False) -> list[str]:
         """Returns the names of the sets on which the weights after `step` are evaluated: all, if it is the `last`. Step
         0 is before training."""
         return [
             name
-            for name, one in self.of_sets().items()
-            if last or (step % one.every_steps == 0 if step else one.before_training)
+            for name, held_out in self.of_sets().items()
+            if last or (step % held_out.every_steps == 0 if step else held_out.before_training)
         ]
 
-    def _whole(self, name: str, one: EvalSetConfig) -> EvalSet:
-        settings = {key: getattr(self if getattr(one, key) is None else one, key) for key in SHARED}
-        return EvalSet(name, one.files, one.functions, one.solved_at, **settings)
+    def _whole(self, name: str, held_out: EvalSetConfig) -> EvalSet:
+        settings = {key: getattr(self if getattr(held_out, key) is None else held_out, key) for key in SHARED}
+        return EvalSet(name, held_out.files, held_out.functions, held_out.solved_at, **settings)
 
     def _places(self, key: str, wrong: Callable[[EvalSet], bool]) -> Iterator[dict[str, object]]:
         """Yields the place of `key` in each set with wrong settings, or its place for all sets."""
         places: dict[str, EvalSet] = {}
-        for name, one in (self.sets or {"": ALONE}).items():
-            if wrong(whole := self._whole(name, one)):
-                places.setdefault(key if getattr(one, key) is None else f"sets.{name}.{key}", whole)
+        for name, held_out in (self.sets or {"": ALONE}).items():
+            if wrong(whole := self._whole(name, held_out)):
+                places.setdefault(key if getattr(held_out, key) is None else f"sets.{name}.{key}", whole)
         return ({"place": place, "set": whole} for place, whole in places.items())
 
     RULES: ClassVar[Rules[EvalConfig]] = {
         "name_of_a_set": lambda e: ({"name": name} for name in e.sets if not SET_NAME.fullmatch(name)),
         "set_named_train": lambda e: "train" in e.sets,
-        "temperature_near_zero": lambda e: e._places("temperature", lambda one: 0 < one.temperature < TEMPERATURE_MIN),
+        "temperature_near_zero": lambda e: e._places("temperature", lambda s: 0 < s.temperature < TEMPERATURE_MIN),
         "greedy_samples": lambda e: e._places(
-            "samples_per_prompt", lambda one: one.samples_per_prompt > 1 and one.temperature == 0
+            "samples_per_prompt", lambda s: s.samples_per_prompt > 1 and s.temperature == 0
         ),
-        "greedy_top_p": lambda e: e._places("top_p", lambda one: one.top_p != 1 and one.temperature == 0),
-        "greedy_top_k": lambda e: e._places("top_k", lambda one: one.top_k != 0 and one.temperature == 0),
+        "greedy_top_p": lambda e: e._places("top_p", lambda s: s.top_p != 1 and s.temperature == 0),
+        "greedy_top_k": lambda e: e._places("top_k", lambda s: s.top_k != 0 and s.temperature == 0),
     }
 
 

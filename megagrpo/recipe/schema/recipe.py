@@ -18,15 +18,10 @@ from megagrpo.recipe.schema.reward import RewardConfig, RewardFunctionConfig
 from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, Pause, TrackConfig, WeightsConfig
 from megagrpo.recipe.schema.schedule import AsyncConfig, OneStepOffConfig, ScheduleConfig, SyncConfig
-from megagrpo.recipe.schema.train import (
-    TRAINING_RULES,
-    TrainConfig,
-    too_long,
-)
+from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
 from megagrpo.section import Rules, Section, Seed
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-
 
 FLOAT8_GPUS = ("H100", "H100-PCIe", "H100-NVL", "H200", "H20", "H800", "L40S", "L4", "RTX-4090", "RTX-6000-Ada")
 """GPUs on which SGLang keeps float8 blocks as they are sent: Marlin packs them before Ada, DeepGEMM on Blackwell."""
@@ -141,79 +136,28 @@ class Recipe(Section):
     def metrics_asked(self) -> dict[str, str]:
         """Returns the evaluation metrics that fields ask for, by field."""
         stopping = self.eval.early_stopping
-        asked = {
+        metrics = {
             "checkpoint.keep_best": self.checkpoint.keep_best,
             "eval.early_stopping.metric": stopping.metric if stopping else None,
         }
-        return {field: metric for field, metric in asked.items() if metric is not None}
+        return {field: metric for field, metric in metrics.items() if metric is not None}
 
     @property
     def functions_by_list(self) -> dict[str, list[RewardFunctionConfig]]:
         """Returns every list of reward functions, also of evaluation sets, by its path."""
         return self.reward.lists() | {
-            f"eval.sets.{name}.functions": one.functions for name, one in self.eval.sets.items()
+            f"eval.sets.{name}.functions": held_out.functions for name, held_out in self.eval.sets.items()
         }
 
     # --- values of the rules' problems --------------------------------------------------------------------------------
 
-    def _different_minibatches(self) -> Iterator[dict[str, object]]:
-        samples, minibatches = self.rollout.samples_per_step, self.algorithm.minibatches
-        if samples % minibatches:
-            divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-            yield {"nearest": min(divisors, key=lambda n: abs(n - minibatches))}
-
-    def _small_minibatches(self) -> Iterator[dict[str, object]]:
-        each, rest = divmod(self.rollout.samples_per_step, self.algorithm.minibatches)
-        if not rest and each < self.train.layout.data:
-            yield {"each": each}
-
-    def _overlaps(self) -> Iterator[dict[str, object]]:
-        for name, files in self.eval.files_of_sets().items():
-            yield from ({"list": f"eval.sets.{name}.files"} | values for values in overlaps(self.data.train, files))
-
-    def _prompts_at_once(self) -> Iterator[dict[str, object]]:
-        schedule, least = self.schedule, self.rollout.prompts_per_step
-        if isinstance(schedule, AsyncConfig) and schedule.prompts_at_once is not None:
-            most = least * (1 + schedule.max_staleness)
-            if not least <= schedule.prompts_at_once <= most:
-                yield {"most": most}
-
-    def _carry_over(self) -> Iterator[dict[str, object]]:
-        if isinstance(self.schedule, SyncConfig):
-            most = self.rollout.prompts_per_step * self.schedule.max_staleness
-            if self.schedule.carry_over > most:
-                yield {"most": most}
-
-    def _deterministic(self) -> Iterator[dict[str, object]]:
-        if self.deterministic is True and self.order_varies:
-            yield {"settings": ", ".join(f"{key}: {value}" for key, value in self.schedule.model_dump().items())}
-
-    def _long_answers(self) -> Iterator[dict[str, object]]:
-        for name, one in self.eval.of_sets().items():
-            longer = (one.response_tokens_max or 0) > self.rollout.response_tokens_max
-            if self.agent and self.agent.tokens_max is None and longer:
-                yield {"name": name, "tokens": one.response_tokens_max}
-
-    def _shaped(self) -> Iterator[dict[str, object]]:
-        for field in ("overlong", "non_stop_score"):
-            if self.algorithm.advantage.name == "gdpo" and getattr(self.reward, field) is not None:
-                yield {"field": field}
-
-    def _metrics(self, *, of_sets: bool) -> Iterator[dict[str, object]]:
-        """Yields metrics of no set, or those that a set does not have."""
+    def _metrics_of_no_set(self) -> Iterator[dict[str, object]]:
         for field, metric in self.metrics_asked.items() if self.eval.sets else ():
-            named, _, rest = metric.partition("/")
-            if of_sets:
-                yield from ({"field": field, "metric": metric} | values for values in unknown_metric(metric, self.eval))
-            elif named not in self.eval.sets:
-                near = difflib.get_close_matches(named, self.eval.sets, n=1) if rest else []
+            name, _, rest = metric.partition("/")
+            if name not in self.eval.sets:
+                near = difflib.get_close_matches(name, self.eval.sets, n=1) if rest else []
                 meant = f"{near[0]}/{rest}" if near else f"{next(iter(self.eval.sets))}/{metric}"
                 yield {"field": field, "metric": metric, "sets": " or ".join(self.eval.sets), "near": meant}
-
-    def _offloaded_in_vain(self) -> Iterator[dict[str, object]]:
-        for_engines = [part for part in self.train.offload if part != "reference"]
-        if for_engines and self.cluster.placement == "disaggregated":
-            yield {"for_engines": for_engines}
 
     def _models_asked(self) -> Iterator[tuple[str, str, str]]:
         """Yields (field, function, model) for each function that asks a model of reward.models."""
@@ -235,13 +179,9 @@ class Recipe(Section):
                     "name": name,
                     "kind": kind,
                     "given": name if model is None else f"{name}, a {model.kind} model",
-                    "fitting": ", ".join(other for other, one in models.items() if one.kind == kind) or "(none)",
+                    "fitting": ", ".join(other for other in models if models[other].kind == kind) or "(none)",
                     "url": "" if function == "reward_model" else ", or give the url of an endpoint",
                 }
-
-    def _unasked_models(self) -> Iterator[dict[str, object]]:
-        asked = {name for _, _, name in self._models_asked()}
-        return ({"name": name} for name in self.reward.models if name not in asked)
 
     def _devices_of_engines(self) -> Iterator[dict[str, object]]:
         rollout, devices, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
@@ -256,18 +196,25 @@ class Recipe(Section):
         each, per_node = self.rollout.devices_of_engine, self.cluster.gpus_per_node
         return each > per_node and each % per_node > 0
 
-    def _stages_on_parts_of_nodes(self) -> bool:
-        pipeline, nodes = self.rollout.layout.pipeline, self.nodes_of_engine
-        return not self._engine_on_parts_of_nodes() and nodes % pipeline > 0 and pipeline % nodes > 0
-
     RULES: ClassVar[Rules[Recipe]] = {
-        "minibatches_of_different_sizes": _different_minibatches,
-        "data_ranks_without_samples": _small_minibatches,
+        "minibatches_of_different_sizes": lambda r: (
+            (samples := r.rollout.samples_per_step) % (minibatches := r.algorithm.minibatches)
+            and {"nearest": min(range(1, samples + 1), key=lambda n: (samples % n > 0, abs(n - minibatches)))}
+        ),
+        "data_ranks_without_samples": lambda r: (
+            not (samples := r.rollout.samples_per_step) % (minibatches := r.algorithm.minibatches)
+            and samples // minibatches < r.train.layout.data
+            and {"each": samples // minibatches}
+        ),
         "episodes_below_a_step": lambda r: (r.train.total_episodes or 2**63) < r.rollout.samples_per_step,
         "overlong_buffer": lambda r: (
             r.reward.overlong and r.reward.overlong.buffer_tokens > r.rollout.response_tokens_max
         ),
-        "held_out_tasks_overlap": _overlaps,
+        "held_out_tasks_overlap": lambda r: (
+            {"list": f"eval.sets.{name}.files"} | values
+            for name, files in r.eval.files_of_sets().items()
+            for values in overlaps(r.data.train, files)
+        ),
         "nothing_to_decontaminate_against": lambda r: (
             r.data.decontaminate and not r.data.decontaminate.against and not r.eval.sets
         ),
@@ -282,28 +229,51 @@ class Recipe(Section):
         "one_step_off_dynamic_sampling": lambda r: (
             r.rollout.dynamic_sampling and isinstance(r.schedule, OneStepOffConfig)
         ),
-        "prompts_at_once_of_async": _prompts_at_once,
-        "carry_over_beyond_staleness": _carry_over,
+        "prompts_at_once_of_async": lambda r: (
+            isinstance(r.schedule, AsyncConfig)
+            and r.schedule.prompts_at_once is not None
+            and (most := (least := r.rollout.prompts_per_step) * (1 + r.schedule.max_staleness))
+            and not least <= r.schedule.prompts_at_once <= most
+            and {"most": most}
+        ),
+        "carry_over_beyond_staleness": lambda r: (
+            isinstance(r.schedule, SyncConfig)
+            and r.schedule.carry_over > (most := r.rollout.prompts_per_step * r.schedule.max_staleness)
+            and {"most": most}
+        ),
         "pause_of_one_step_off": lambda r: r.weights.given("pause") and isinstance(r.schedule, OneStepOffConfig),
-        "deterministic_order": _deterministic,
+        "deterministic_order": lambda r: (
+            r.deterministic is True
+            and r.order_varies
+            and {"settings": ", ".join(f"{key}: {value}" for key, value in r.schedule.model_dump().items())}
+        ),
         "deterministic_in_place": lambda r: r.deterministic and r.order_varies and r.weights.pause == "in_place",
         "deterministic_servers_of_others": lambda r: r.deterministic and not r.rollout.kind.started_by_us,
         "agent_function_without_agent": lambda r: (
             {"list": path}
             for path, functions in r.functions_by_list.items()
-            if r.agent is None and any(one.function == "agent" for one in functions)
+            if r.agent is None and any(entry.function == "agent" for entry in functions)
         ),
         "overlong_with_agent": lambda r: r.agent and r.reward.overlong,
-        "answers_longer_than_an_agents": _long_answers,
+        "answers_longer_than_an_agents": lambda r: (
+            {"name": name, "tokens": held_out.response_tokens_max}
+            for name, held_out in r.eval.of_sets().items()
+            if r.agent and r.agent.tokens_max is None
+            if (held_out.response_tokens_max or 0) > r.rollout.response_tokens_max
+        ),
         "replayable_agent": lambda r: r.agent and r.deterministic == "replayable",
         "credit_without_agent": lambda r: r.algorithm.credit.by_turn and r.agent is None,
         "groups_of_one_sample": lambda r: r.rollout.samples_per_prompt < 2 and r.algorithm.advantage.by_group,
         "dynamic_sampling_without_groups": lambda r: r.rollout.dynamic_sampling and not r.algorithm.advantage.by_group,
-        "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and r.reward.by_source,
+        "gdpo_by_source": lambda r: r.algorithm.advantage.name == "gdpo" and bool(r.reward.by_source),
         "gdpo_of_one_function": lambda r: (
             r.algorithm.advantage.name == "gdpo" and not r.reward.by_source and len(r.reward.functions) < 2
         ),
-        "gdpo_with_shaped_rewards": _shaped,
+        "gdpo_with_shaped_rewards": lambda r: (
+            {"field": field}
+            for field in ("overlong", "non_stop_score")
+            if r.algorithm.advantage.name == "gdpo" and getattr(r.reward, field) is not None
+        ),
         "critic_that_warms_up_throughout": lambda r: r.policy_steps <= 0,
         "warmups_longer_than_the_run": lambda r: 0 < r.policy_steps < r.train.optimizer.warmup_steps,
         "no_length": lambda r: not r.train.lengths,
@@ -314,16 +284,26 @@ class Recipe(Section):
             and not (r.algorithm.computes_old_logprobs or r.algorithm.kl.coefficient or r.algorithm.critic)
         ),
         **TRAINING_RULES,
-        "offload_without_engines_beside": _offloaded_in_vain,
+        "offload_without_engines_beside": lambda r: (
+            r.cluster.placement == "disaggregated"
+            and (parts := [part for part in r.train.offload if part != "reference"])
+            and {"for_engines": parts}
+        ),
         "offload_of_no_reference": lambda r: "reference" in r.train.offload and r.algorithm.kl.coefficient == 0,
         "offload_of_no_critic": lambda r: "critic" in r.train.offload and r.algorithm.critic is None,
         "metric_without_sets": lambda r: (
             {"field": f, "metric": m} for f, m in r.metrics_asked.items() if not r.eval.sets
         ),
-        "metric_of_another_set": lambda r: r._metrics(of_sets=False),
-        "metric_of_a_set": lambda r: r._metrics(of_sets=True),
+        "metric_of_another_set": _metrics_of_no_set,
+        "metric_of_a_set": lambda r: (
+            {"field": field, "metric": metric} | values
+            for field, metric in r.metrics_asked.items()
+            for values in unknown_metric(metric, r.eval)
+        ),
         "model_of_a_function": _wrong_models,
-        "model_that_no_function_asks": _unasked_models,
+        "model_that_no_function_asks": lambda r: (
+            {"name": name} for name in r.reward.models if name not in {asked for _, _, asked in r._models_asked()}
+        ),
         "model_larger_than_a_node": lambda r: (
             {"name": name, "devices": model.devices}
             for name, model in r.reward.models.items()
@@ -344,7 +324,11 @@ class Recipe(Section):
             and r.rollout.devices_of_engine > r.train.layout.ranks
         ),
         "engine_on_parts_of_nodes": _engine_on_parts_of_nodes,
-        "engine_stages_on_parts_of_nodes": _stages_on_parts_of_nodes,
+        "engine_stages_on_parts_of_nodes": lambda r: (
+            not r._engine_on_parts_of_nodes()
+            and r.nodes_of_engine % r.rollout.layout.pipeline
+            and r.rollout.layout.pipeline % r.nodes_of_engine
+        ),
         "experts_of_an_engine_on_cpus": lambda r: (
             r.rollout.kind.starts_servers and r.rollout.layout.expert > 1 and r.cluster.device == "cpu"
         ),

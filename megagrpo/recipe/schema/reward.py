@@ -180,7 +180,7 @@ class RewardConfig(Section):
 
     RULES: ClassVar[Rules[RewardConfig]] = {
         "no_reward": lambda reward: not reward.functions and not reward.by_source,
-        "weights_of_zero": lambda reward: reward._lists(lambda one: one.weight == 0),
-        "no_function_always_counts": lambda reward: reward._lists(lambda one: one.counts == "when_others_score"),
+        "weights_of_zero": lambda reward: reward._lists(lambda entry: entry.weight == 0),
+        "no_function_always_counts": lambda reward: reward._lists(lambda entry: entry.counts == "when_others_score"),
         "score_of_masked_responses": lambda reward: reward.non_stop_score is not None and reward.truncated == "mask",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -104,6 +103,16 @@ AlertName = Literal[
 """The rules of docs/health.md."""
 
 RESPONSES_MAX = 2**20
+SGLANG_NUMBERS = ("max_running_requests", "max_total_tokens", "chunked_prefill_size")
+
+
+def has_host(url: str) -> bool:
+    """Returns whether a URL is http:// or https:// with a host."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as half of an IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 class RolloutConfig(Section):
@@ -189,53 +198,42 @@ class RolloutConfig(Section):
         """Returns the responses that a step asks for."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    def _urls_of_engines(self) -> Iterator[dict[str, object]]:
-        if self.urls and not self.kind.started_by_us and len(self.urls) != self.engines:
-            yield {"count": len(self.urls)}
-
-    def _wrong_urls(self) -> Iterator[dict[str, object]]:
-        for url in self.urls if not self.kind.started_by_us else ():
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                yield {"url": url}
-
-    def _server_fields(self) -> Iterator[dict[str, object]]:
-        for field in ("urls", "api_key_variable"):
-            if self.kind.started_by_us and (value := getattr(self, field)):
-                yield {"field": field, "value": value}
-
-    def _share(self) -> bool:
-        share = (self.sglang.model_extra or {}).get("mem_fraction_static")
-        return share is not None and not (isinstance(share, float) and 0 < share < 1)
-
-    def _numbers(self) -> Iterator[dict[str, object]]:
-        """Yields wrong arguments that plans calculate with. SGLang itself checks all arguments before a run."""
-        for name in ("max_running_requests", "max_total_tokens", "chunked_prefill_size"):
-            value = (self.sglang.model_extra or {}).get(name)
-            whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
-            if not whole and not (name == "chunked_prefill_size" and value == -1):
-                yield {"name": name, "value": value}
-
-    def _embedded_sizes(self) -> Iterator[dict[str, object]]:
-        sizes = self.layout.model_dump() if not self.kind.splits else {}
-        return ({"field": field, "size": size} for field, size in sizes.items() if size > 1)
-
     RULES: ClassVar[Rules[RolloutConfig]] = {
         "too_many_responses": lambda r: r.samples_per_step > RESPONSES_MAX,
         "top_p_of_training": lambda r: r.top_p != 1,
         "top_k_of_training": lambda r: r.top_k,
         "no_urls": lambda r: not r.kind.started_by_us and not r.urls,
-        "urls_of_engines": _urls_of_engines,
+        "urls_of_engines": lambda r: (
+            r.urls and not r.kind.started_by_us and len(r.urls) != r.engines and {"count": len(r.urls)}
+        ),
         "url_twice": lambda r: ({"urls": url} for url in repeated(r.urls) if not r.kind.started_by_us),
-        "url_of_a_server": _wrong_urls,
-        "server_fields_without_external_servers": _server_fields,
+        "url_of_a_server": lambda r: ({"url": url} for url in r.urls if not r.kind.started_by_us and not has_host(url)),
+        "server_fields_without_external_servers": lambda r: (
+            {"field": field, "value": value}
+            for field in ("urls", "api_key_variable")
+            if r.kind.started_by_us and (value := getattr(r, field))
+        ),
         "sglang_settings_without_sglang": lambda r: (
-            not r.kind.starts_servers and (r.sglang.python is not None or r.sglang.model_extra)
+            not r.kind.starts_servers and bool(r.sglang.python is not None or r.sglang.model_extra)
         ),
         "quantization_without_sglang": lambda r: not r.kind.starts_servers and r.quantization,
-        "mem_fraction_static": _share,
-        "sglang_number": _numbers,
-        "layout_of_the_embedded_engine": _embedded_sizes,
+        # Arguments that plans calculate with. SGLang itself checks all arguments before a run.
+        "mem_fraction_static": lambda r: (
+            (share := (r.sglang.model_extra or {}).get("mem_fraction_static")) is not None
+            and not (isinstance(share, float) and 0 < share < 1)
+        ),
+        "sglang_number": lambda r: (
+            {"name": name, "value": value}
+            for name in SGLANG_NUMBERS
+            if (value := (r.sglang.model_extra or {}).get(name)) is not None
+            if (name, value) != ("chunked_prefill_size", -1)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0
+        ),
+        "layout_of_the_embedded_engine": lambda r: (
+            {"field": field, "size": size}
+            for field, size in r.layout.model_dump().items()
+            if size > 1 and not r.kind.splits
+        ),
         "expert_divides_tensor": lambda r: r.kind.splits and r.layout.tensor % r.layout.expert,
         "attention_data_divides_tensor": lambda r: r.kind.splits and r.layout.tensor % r.layout.attention_data,
     }

@@ -10,11 +10,7 @@ from pydantic import Field
 from megagrpo.recipe.schema.data import EntryConfig, weights
 from megagrpo.recipe.schema.recipe import RunName
 from megagrpo.recipe.schema.run import CheckpointConfig, ClusterConfig, ModelConfig, TrackConfig
-from megagrpo.recipe.schema.train import (
-    TRAINING_RULES,
-    TrainConfig,
-    too_long,
-)
+from megagrpo.recipe.schema.train import TRAINING_RULES, TrainConfig, too_long
 from megagrpo.section import PositiveInt, Rules, Section, Seed, Tokens
 
 HELD_OUT = "held_out"

@@ -118,16 +118,15 @@ class RecomputeConfig(Section):
     layers: PositiveInt | None = None
     """Whole layers: the first so many of each pipeline stage, or of each of its chunks with virtual_pipeline."""
 
-    def _within_moe(self) -> Iterator[dict[str, object]]:
-        within = sorted({"moe_act", "shared_experts"} & {*self.modules})
-        if "moe" in self.modules and within:
-            yield {"within": " and ".join(within)}
-
     RULES: ClassVar[Rules[RecomputeConfig]] = {
         "named_twice": each_once("modules"),
         "recompute_of_nothing": lambda again: not again.modules and again.layers is None,
         "recompute_modules_and_layers": lambda again: again.modules and again.layers is not None,
-        "recompute_within_moe": _within_moe,
+        "recompute_within_moe": lambda again: (
+            "moe" in again.modules
+            and (within := sorted({"moe_act", "shared_experts"} & {*again.modules}))
+            and {"within": " and ".join(within)}
+        ),
     }
 
 
@@ -222,20 +221,19 @@ class TrainConfig(Section):
                 return Recomputed(layers=ALL_LAYERS)
         return Recomputed(frozenset(self.recompute.modules), self.recompute.layers or 0)
 
-    def _profiled_beyond(self) -> Iterator[dict[str, object]]:
-        if self.profile and (beyond := [rank for rank in self.profile.ranks if rank >= self.layout.ranks]):
-            yield {"beyond": beyond}
-
-    def _parts_of_microbatches(self) -> Iterator[dict[str, object]]:
-        trained, tokens = self.tokens_per_microbatch, self.logprob_tokens_per_microbatch
-        if tokens is not None and (tokens % trained or tokens == trained):
-            yield {"multiple": max(2, tokens // trained) * trained}
-
     RULES: ClassVar[Rules[TrainConfig]] = {
         "named_twice": each_once("offload", "overlap"),
-        "profile_of_other_ranks": _profiled_beyond,
+        "profile_of_other_ranks": lambda t: (
+            t.profile
+            and (beyond := [rank for rank in t.profile.ranks if rank >= t.layout.ranks])
+            and {"beyond": beyond}
+        ),
         "warmup_longer_than_the_run": lambda t: t.total_steps is not None and t.optimizer.warmup_steps > t.total_steps,
-        "logprob_tokens_of_whole_microbatches": _parts_of_microbatches,
+        "logprob_tokens_of_whole_microbatches": lambda t: (
+            (tokens := t.logprob_tokens_per_microbatch) is not None
+            and (tokens % t.tokens_per_microbatch or tokens == t.tokens_per_microbatch)
+            and {"multiple": max(2, tokens // t.tokens_per_microbatch) * t.tokens_per_microbatch}
+        ),
         "bfloat16_moments_without_distributed_optimizer": lambda t: (
             t.optimizer.moment_dtype == "bfloat16" and not t.distributed_optimizer
         ),
