@@ -33,9 +33,9 @@ BUDGETS = {
     ("megatron",): 3_969,
     ("layout", "batching", "algorithm"): 2_789,
     ("checkpoint", "convert"): 2_570,
-    ("rollout",): 3_087,
-    ("cluster",): 3_477,
-    ("trainer", "evaluation"): 4_386,
+    ("rollout",): 3_067,
+    ("cluster",): 3_408,
+    ("trainer", "evaluation"): 4_284,
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
     ("data",): 2_777,
@@ -47,8 +47,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
-    "tests": Limits(lines=51_769, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=350),
+    "tests": Limits(lines=51_760, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

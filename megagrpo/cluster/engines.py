@@ -321,7 +321,8 @@ class EngineActors:
         """Returns node and device of every rank of every engine, in the order of `manifests`."""
         places: list[Place] = []
         for name, manifests in self.manifests().items():
-            places += self._runtime.places_of_engine(self._index[name]) or [Place(name)] * len(manifests)
+            bundles = self._runtime.devices.bundles_of_engine[self._index[name]]  # none of an external engine
+            places += self._runtime.places_of(bundles) or [Place(name)] * len(manifests)
         return tuple(places)
 
     def give_up(self) -> None:
@@ -350,25 +351,25 @@ class EngineActors:
         return [self.by_name[engine], *self._other_nodes[engine]]
 
     def _start(self, engine: str) -> ray.ObjectRef[None]:
-        index = self._index[engine]
-        self.by_name[engine] = self._runtime.start_engine(EngineActor, index)
-        nodes = range(1, self._runtime.devices.engine_nodes)
-        others = [self._runtime.start_engine(EngineNodeActor, index, node) for node in nodes]
-        for node, other in zip(nodes, others, strict=True):
+        index, runtime, share = self._index[engine], self._runtime, self._runtime.devices.engine_share
+        first, *further = runtime.devices.node_bundles(index) or ((),)  # none of an external engine
+        self.by_name[engine] = runtime.start(EngineActor, first, share)
+        others = [runtime.start(EngineNodeActor, bundles, share) for bundles in further]
+        for node, other in enumerate(others, 1):
             other.prepare.remote(self._spec(index, node))
         self._other_nodes[engine] = others
         return self.by_name[engine].start.remote(self._spec(index), others)
 
     def _spec(self, index: int, node: int = 0) -> EngineSpec:
         model, tokenizer = self._directories
-        on_nodes = self._runtime.places_of_engine_by_node(index)
+        bundles = self._runtime.devices.node_bundles(index)
         return EngineSpec(
             recipe=self._recipe,
             index=index,
             model_directory=str(model),
             tokenizer_directory=str(tokenizer),
             device=self._runtime.device,
-            gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
+            gpus=visible_gpus(self._runtime.places_of(bundles[node] if bundles else ()), self._runtime.places),
             api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
             keeps_weights=self._keeps_weights,
         )

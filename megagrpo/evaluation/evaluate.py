@@ -46,7 +46,6 @@ from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, w
 from megagrpo.recipe.load import load
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
-from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.eval import EvalSet, evaluation_metric_names
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.judging.rubric import is_file
@@ -120,7 +119,11 @@ def evaluate(
         for name, held_out in recipe.eval.of_sets().items():
             screen.print(metrics_table(held_out, one.responses[name], one.metrics[name]))
     if compared:
-        _show_comparison(compared, screen)
+        screen.print(f"\n{compared.models[1]} less {compared.models[0]}")
+        for name, differences in compared.sets.items():
+            screen.print(comparison_table(name, differences))
+            if len(set(compared.prompts[name].values())) > 1:
+                screen.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
     console.say(f"written to {output}")
     return 0
 
@@ -196,7 +199,11 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    log.append(_scored(batch, orders, scorers))
+                    groups: dict[str, list[Group]] = {}
+                    for order in batch:
+                        groups.setdefault(orders[order], []).append(order.group())
+                    scored = {name: scorers[name].score_unshaped(of_set) for name, of_set in groups.items()}
+                    log.append([one for name, of_set in scored.items() for one in responses_of(name, of_set)])
                     work.advance(len(batch))
 
 
@@ -237,17 +244,6 @@ def _scorers(
     return {name: scorers[key] for name, key in keys.items()}
 
 
-def _scored(batch: Sequence[Order], orders: Orders, scorers: Mapping[str, Scorer]) -> list[Response]:
-    groups: dict[str, list[Group]] = {}
-    for order in batch:
-        groups.setdefault(orders[order], []).append(order.group())
-    return [
-        response
-        for name, of_set in groups.items()
-        for response in responses_of(name, scorers[name].score_unshaped(of_set))
-    ]
-
-
 # --- what is written and shown ----------------------------------------------------------------------------------------
 
 
@@ -261,13 +257,21 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
         }
         for name, one in recipe.eval.of_sets().items()
     }
+    agent: dict[str, Any] = {}
+    if recipe.agent:
+        given = recipe.agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
+        named = (tool.arguments.get("corpus") for tool in recipe.agent.tool_configs)
+        # Size and mtime identify a corpus, which may be large.
+        corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
+        changed = {corpus: [stat.st_size, stat.st_mtime_ns] for corpus, stat in corpora.items()}
+        agent = {"agent": given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}}
     return {
         "model": dict(subject.identity(recipe)),
         "seed": recipe.seed,
         "dtype": recipe.model.dtype,
         "response_tokens_max": recipe.rollout.response_tokens_max,
         "stop_token_ids": recipe.rollout.stop_token_ids,
-        **({"agent": _agent(recipe, recipe.agent)} if recipe.agent else {}),
+        **agent,
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "reward_models": {
             name: model_identity(recipe.reward.models[name].path, directory)
@@ -281,15 +285,6 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
 def _content(prompt: Prompt) -> bytes:
     row = "\0".join((prompt.id, prompt.data_source, prompt.ability, typed_json.dumps(dict(prompt.extra_info))))
     return f"{row}\0".encode(errors="surrogatepass") + prompt.content()
-
-
-def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
-    """Returns the agent's settings that rollouts depend on. Size and mtime identify a corpus, which may be large."""
-    given = agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
-    named = (tool.arguments.get("corpus") for tool in agent.tool_configs)
-    corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
-    changed = {corpus: [stat.st_size, stat.st_mtime_ns] for corpus, stat in corpora.items()}
-    return given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}
 
 
 def _own_files(recipe: Recipe) -> Iterator[str]:
@@ -369,15 +364,6 @@ def _compared(recipe: Recipe, evaluated: Sequence[Evaluated], output: Path) -> C
     )
     write_json(output / "comparison.json", asdict(compared))
     return compared
-
-
-def _show_comparison(compared: Comparison, console: Console) -> None:
-    first, second = compared.models
-    console.print(f"\n{second} less {first}")
-    for name, differences in compared.sets.items():
-        console.print(comparison_table(name, differences))
-        if len(set(compared.prompts[name].values())) > 1:
-            console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
 
 
 def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -41,14 +41,14 @@ class SoFar:
     @classmethod
     def of(cls, samples: Mapping[int, Sample]) -> SoFar:
         """Joins samples, by ticket. Drops the last token of an ended one: an engine that resumes it samples that."""
-        whole = {ticket: one if one.finish == "abort" else shortened(one) for ticket, one in samples.items()}
-        parts = {ticket: one for ticket, one in whole.items() if len(one.tokens)}
+        counts = {ticket: len(one.tokens) - (one.finish != "abort") for ticket, one in samples.items()}
+        parts = [(samples[ticket], count) for ticket, count in counts.items() if count > 0]
         return cls(
-            np.fromiter(parts, np.int64, len(parts)),
-            np.cumsum([len(one.tokens) for one in parts.values()], dtype=np.int64),
-            np.concatenate([np.empty(0, np.int32), *(one.tokens for one in parts.values())]),
-            np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in parts.values())]),
-            np.concatenate([np.empty(0, np.int32), *(one.versions for one in parts.values())]),
+            np.array([ticket for ticket, count in counts.items() if count > 0], np.int64),
+            np.cumsum([count for _, count in parts], dtype=np.int64),
+            np.concatenate([np.empty(0, np.int32), *(one.tokens[:count] for one, count in parts)]),
+            np.concatenate([np.empty(0, np.float32), *(one.logprobs[:count] for one, count in parts)]),
+            np.concatenate([np.empty(0, np.int32), *(one.versions[:count] for one, count in parts)]),
         )
 
     def counts(self) -> dict[int, int]:
@@ -277,9 +277,3 @@ class UpdateProtocol:
     def _require(self, condition: bool, called: str, needed: str) -> None:
         if not condition:
             raise EngineError(Problem(f"{self.name}: {called}", f"the engine is {self.state.value}", needed))
-
-
-def shortened(sample: Sample) -> Sample:
-    """Returns the sample without its last token."""
-    tokens, logprobs, versions = (array[:-1] for array in (sample.tokens, sample.logprobs, sample.versions))
-    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)

@@ -119,8 +119,9 @@ class Background(EngineSource):
 
     def take(self, *, then_pause: bool = False) -> Sampled:
         """Waits for the groups of the next step, and returns them. then_pause: no prompt begins in their place, as
-        `pause` follows. Raises EngineError if a token's version is outside the allowed staleness, or if no sample
-        ended within rollout.timeout_seconds."""
+        `pause` follows. Raises EngineError if the staleness exceeds the recipe's limit: a token's version is older than
+        its group's first or newer than the policy's, or the group's last step has passed; or if no sample ended within
+        rollout.timeout_seconds."""
         taken: list[Admitted] = []
 
         with progress("generating and scoring", self._per_step, "groups") as work:
@@ -129,7 +130,7 @@ class Background(EngineSource):
                 if self._failure is not None:
                     raise self._failure
                 require_alive(self._thread)
-                work.done = min(self._per_step, sum(each.group is not None for each in self._begun.values()))
+                work.done = min(self._per_step, sum(begun.group is not None for begun in self._begun.values()))
                 if self._dropped:
                     work.unit = f"groups; {len(self._dropped):,} others taught nothing"
                 taken.extend(self._admission.take() or ())
@@ -138,21 +139,25 @@ class Background(EngineSource):
             self._rollouts.wait(ready)
         with self._changed:
             begun = [self._begun.pop(admitted.number) for admitted in taken]
-            dropped, self._dropped = sorted(self._dropped, key=lambda each: each.admitted.number), []
+            dropped, self._dropped = sorted(self._dropped, key=lambda begun: begun.admitted.number), []
             self._paused = then_pause
             self._admit()
-            oldest = min((each.since for each in self._begun.values()), default=None)
-        ended = [(each.admitted, each.order.joints, each.group) for each in (*begun, *dropped) if each.group]
+            oldest = min((later.since for later in self._begun.values()), default=None)
+        ended = [(one.admitted, one.order.joints, one.group) for one in (*begun, *dropped) if one.group]
         everything = [group for _, _, group in ended]
         groups = everything[: len(begun)]
         version = self._admission.version
-        for each in begun:
-            require_versions(each, version)
+        for admitted, group in zip(taken, groups, strict=True):
+            if version + 1 > admitted.last_step:
+                given, fix = f"step {version + 1} of the run, after version {admitted.version}", "report it"
+                needed = f"a step until {admitted.last_step}"
+                raise EngineError(Problem(f"group {admitted.number}", f"{given}, with which it began", needed, fix))
+            require_version([group], version, admitted.version)
         if not any_ended(groups):
             raise none_ended(groups, version + 1, self._recipe)
         metrics = staleness_metrics(groups, version) | {
-            "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
-            "staleness/continued": float(sum(each.order.continued for each in begun)),
+            "staleness/carried_over": float(sum(admitted.version < version for admitted in taken)),
+            "staleness/continued": float(sum(one.order.continued for one in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
         logged = [
@@ -212,28 +217,27 @@ class Background(EngineSource):
     def pending(self) -> Pending:
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
-            groups = [each.group or Group(each.prompt, each.order.finished()) for each in begun]
+            groups = [one.group or Group(one.prompt, one.order.finished()) for one in begun]
             read = self._rollouts.so_far()
             left = [
-                [(each.order, index, each.order.requests[index].begun) for index in each.order.missing()]
-                for each in begun
+                [(one.order, index, one.order.requests[index].begun) for index in one.order.missing()] for one in begun
             ]
             drawn = list(self._drawn)
 
             def unfinished() -> list[list[Sample]]:
                 running = read()
-                so_far = [[running.get((order, index), before) for order, index, before in each] for each in left]
-                known = [[sample for sample in each if sample and len(sample.tokens)] for each in so_far]
+                so_far = [[running.get((order, index), before) for order, index, before in group] for group in left]
+                known = [[sample for sample in group if sample and len(sample.tokens)] for group in so_far]
                 return known + [[] for _ in drawn]
 
             return Pending(
                 groups=(*groups, *(Group(prompt, ()) for prompt in drawn)),
                 dropped=len(self._dropped),
-                numbers=tuple(each.admitted.number for each in begun),
-                versions=tuple(each.admitted.version for each in begun),
+                numbers=tuple(one.admitted.number for one in begun),
+                versions=tuple(one.admitted.version for one in begun),
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
-                joints=tuple({at: tuple(joints) for at, joints in each.order.joints.items()} for each in begun),
+                joints=tuple({at: tuple(joints) for at, joints in one.order.joints.items()} for one in begun),
                 unfinished=tuple if self._recipe.one_version else unfinished,
             )
 
@@ -268,12 +272,12 @@ class Background(EngineSource):
             order.joints = {at: list(ends) for at, ends in joints.items()}
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
-        for number, version, group, goes_on, joints in begun[pending.dropped :]:
+        for number, version, group, running, joints in begun[pending.dropped :]:
             order = self._begin(self._admission.readmit(number, version), group.prompt)
             order.samples = {sample.index: sample for sample in group.responses}
-            begun_ones = {sample.index for sample in (*group.responses, *goes_on)}  # the others begin anew
-            order.joints = {at: list(ends) for at, ends in joints.items() if at in begun_ones}
-            for sample in goes_on:
+            known = {sample.index for sample in (*group.responses, *running)}  # the others begin anew
+            order.joints = {at: list(ends) for at, ends in joints.items() if at in known}
+            for sample in running:
                 order.go_on_after(sample.index, sample)
             if group.scores:
                 # Earlier versions saved the baseline as a sample.
@@ -298,51 +302,37 @@ class Background(EngineSource):
     def _score(self) -> None:
         try:
             while not self._closed:
-                self._score_once()
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
+                    complete = list(self._unscored)
+                    self._unscored.clear()
+                if not complete or self._closed:
+                    continue
+                scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
+                with self._changed:
+                    for begun, group in zip(complete, scored, strict=True):
+                        self._take_in(begun, group)
+                    if not self._closed:
+                        self._admit()
+                    self._changed.notify_all()
         except (MegagrpoError, OSError) as error:
             self._failure = error
 
-    def _score_once(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
-            complete = list(self._unscored)
-            self._unscored.clear()
-        if not complete or self._closed:
-            return
-        scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
-        with self._changed:
-            for begun, group in zip(complete, scored, strict=True):
-                self._take_in(begun, group)
-            if not self._closed:
-                self._admit()
-            self._changed.notify_all()
-
     def _take_in(self, begun: Begun, group: Group) -> None:
+        """Takes a scored group, unless it was cut meanwhile; drops one without signal in dynamic sampling."""
         number = begun.admitted.number
-        if number not in self._begun:
-            return  # it was cut meanwhile
-        begun.group = group
-        if self._recipe.rollout.dynamic_sampling and not with_signal([group], self._recipe):
-            self._admission.drop(number)
-            del self._begun[number]
-            self._dropped.append(begun)
-            return
-        self._admission.complete(number)
+        if number in self._begun:
+            begun.group = group
+            if not self._recipe.rollout.dynamic_sampling or with_signal([group], self._recipe):
+                self._admission.complete(number)
+            else:
+                self._admission.drop(number)
+                self._dropped.append(self._begun.pop(number))
 
 
 def step_of(number: int, recipe: Recipe) -> int:
     """Returns the step number in the seeds of this group's samples: of a synchronous run that trains every group."""
     return number // recipe.rollout.prompts_per_step + 1
-
-
-def require_versions(begun: Begun, newest: int) -> None:
-    """Raises EngineError if weights older than the group's first version or newer than `newest` sampled a token, or if
-    the group's last step has passed: the staleness never exceeds the recipe's limit."""
-    first, last_step = begun.admitted.version, begun.admitted.last_step
-    if newest + 1 > last_step:
-        given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
-        raise EngineError(Problem(f"group {begun.admitted.number}", given, f"a step until {last_step}", fix))
-    require_version([begun.group] if begun.group else [], newest, first)
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -122,13 +122,7 @@ def kill(actor: Actor) -> None:
 class OneProcess(runtime.Runtime):
     """Where every actor is of this process."""
 
-    def start_rank(self, actor_class: Any, rank: int) -> Any:
-        return Actor(actor_class)
-
-    def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
-        return Actor(actor_class)
-
-    def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
+    def start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
         return Actor(actor_class, *arguments)
 
 
