@@ -267,7 +267,6 @@ async def _answer(answer: Any, limit_seconds: float) -> Any:
     """Waits for an actor's answer. Raises OSError if it died or raised, TimeoutError if it does not answer."""
     try:
         return await asyncio.wait_for(answer, limit_seconds)
-    except RayTaskError as failure:
-        raise OSError(str(failure).strip().splitlines()[-1]) from failure
     except RayError as failure:
-        raise OSError(str(failure).strip().splitlines()[0]) from failure
+        lines = str(failure).strip().splitlines()
+        raise OSError(lines[-1 if isinstance(failure, RayTaskError) else 0]) from failure

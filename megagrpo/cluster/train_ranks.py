@@ -264,7 +264,7 @@ class TrainRanks:
         """Returns the error to raise if a rank died, did not answer, or raised anything but a MegagrpoError."""
         if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
             return RankError(error.problems)
-        return RankLostError([*error.problems, *lost_ranks.what_became_of(self._processes, self.watch.names)])
+        return RankLostError([*error.problems, *lost_ranks.blamed_ranks(self._processes, self.watch.names)])
 
 
 class Policy(TrainRanks):

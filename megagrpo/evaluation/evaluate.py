@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
@@ -331,9 +331,8 @@ def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Map
     prompts, sources = ({getattr(one, name) for one in responses} for name in ("prompt_id", "data_source"))
     size = f"{len(prompts)} prompts x {held_out.samples_per_prompt}"
     shown = sorted(sources) if len(sources) > 1 else ()
-    table = Table("metric", "mean", "95 % interval", *shown, title=f"{held_out.name}: {size}", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = [Column(heading, justify="right") for heading in ("mean", "95 % interval", *shown)]
+    table = Table("metric", *numbers, title=f"{held_out.name}: {size}", title_justify="left")
     parts = [name for name in metrics if name.startswith("reward/") and name != "reward/errors"]
     for name in (*evaluation_metric_names(held_out.samples_per_prompt), *parts):
         interval = ""
@@ -368,11 +367,9 @@ def _compared(recipe: Recipe, evaluated: Sequence[Evaluated], output: Path) -> C
 
 def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
     """Draws one set: a row for each metric of two models."""
-    headings = ("metric", "first", "second", "difference", "95 % interval", "p", "test")
+    numbers = [Column(name, justify="right") for name in ("first", "second", "difference", "95 % interval", "p")]
     prompts = max((one.prompts for one in differences), default=0)
-    table = Table(*headings, title=f"{held_out}: the same {prompts} prompts", title_justify="left")
-    for column in table.columns[1:6]:
-        column.justify = "right"
+    table = Table("metric", *numbers, "test", title=f"{held_out}: the same {prompts} prompts", title_justify="left")
     for one in differences:
         interval = f"{one.low:+.3f} to {one.high:+.3f}"
         table.add_row(

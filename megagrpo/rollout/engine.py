@@ -133,7 +133,6 @@ class Engine(Protocol):
 
     def manifests(self) -> list[Manifest]:
         """Returns what each engine rank holds and where: destinations of a weight plan, in rank order."""
-        ...
 
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         """Opens the receiving end of every engine rank; `destinations` are their indices in the plan, in rank order.
@@ -141,51 +140,40 @@ class Engine(Protocol):
         Called once, and again with another plan or after a restart. Raises WeightSyncError if the engine does not hold
         what its manifests say.
         """
-        ...
 
     def begin_update(self, version: int) -> None:
         """Pauses generation and opens an update. An update that failed is begun again in the same way."""
-        ...
 
     def receive(self, version: int) -> None:
         """Writes the weights in place as they arrive. Raises WeightSyncError if some do not arrive."""
-        ...
 
     def end_update(self, version: int) -> list[Mapping[str, int]]:
         """Closes the transfer and returns, by engine rank, the digest of every checkpoint tensor that it holds."""
-        ...
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         """Returns, by engine rank, the "sent" and "arrived" digests of a tensor's buckets, to find the wrong bucket.
 
         Called after end_update of a sync to these destinations of the plan. Empty if weights do not come in buckets.
         """
-        ...
 
     def keep_weights(self, version: int) -> None:
         """Labels the weights that it serves as `version`: an update that brings nothing. Raises EngineError if it
         holds no verified weights."""
-        ...
 
     def commit_update(self, version: int) -> None:
         """Resumes generation, as the digests agree. Tokens sampled from now on carry `version`."""
-        ...
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
         """Starts to sample these requests, by ticket. Raises EngineError for a prompt without tokens."""
-        ...
 
     def give_back(self, tickets: Collection[int]) -> None:
         """Ends these requests soon: their samples have the tokens so far, and finish "abort"."""
-        ...
 
     def so_far(self) -> SoFar:
         """Returns the tokens of running requests, as far as the engine knows them. Any thread may call it."""
-        ...
 
     def rests(self) -> bool:
         """Returns whether no token is due: nothing runs, weights are on their way, or the engine cannot tell."""
-        ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Frees device memory, if the engine can. No request may be running.
@@ -193,11 +181,9 @@ class Engine(Protocol):
         After "weights" an update, which takes their memory back, must come before the next request. The cache takes its
         memory back at the next request.
         """
-        ...
 
     def close(self) -> None:
         """Ends the engine and frees its weights. May be called in any state, and twice."""
-        ...
 
 
 class EngineState(Enum):

@@ -61,8 +61,8 @@ class Training(ABC):
         """Returns metrics of these sets' held-out items, without `eval/`. step: of the weights; 0: before training."""
         raise NotImplementedError("the recipe of such a run has no eval.sets")
 
-    def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
-        """Makes the ranks ready to save inside the context. goes_on: another step follows."""
+    def saving(self, step: int, *, continues: bool) -> AbstractContextManager[None]:
+        """Makes the ranks ready to save inside the context. continues: another step follows."""
         return nullcontext()
 
     def exporting(self) -> AbstractContextManager[None]:
@@ -189,7 +189,7 @@ class Loop(Generic[AnyTraining]):
             with self.training.ranks.alone():
                 if self.state.step > self.setup.saving.wait():
                     self.training.give_up()
-                    self._save(goes_on=False)
+                    self._save(continues=False)
             if self._failure:
                 raise self._failure from None
             raise
@@ -199,7 +199,7 @@ class Loop(Generic[AnyTraining]):
                 if step > self.setup.saving.wait() and ranks.step == step:
                     try:
                         self.training.give_up()
-                        self._save(goes_on=False)
+                        self._save(continues=False)
                         say(f"step {step} is saved: the same command continues after it")
                     except MegagrpoError as error:
                         say(f"step {step} could not be saved: {error}")
@@ -276,13 +276,13 @@ class Loop(Generic[AnyTraining]):
         self._log()
         ends = bool(last or reason or self._failure)
         if ends or step % recipe.checkpoint.every_steps == 0 or self._is_new_best():
-            self._save(goes_on=not ends)
+            self._save(continues=not ends)
             if self.state.evaluation and all(map(isfinite, self.state.evaluation.values())):
                 setup.saving.confirm()
         if every := recipe.checkpoint.export_every_steps:
             setup.exports.report()
             if step % every == 0 and not self._failure:
-                with setup.clock.phase("export"), self.training.saving(step, goes_on=not (last or reason)):
+                with setup.clock.phase("export"), self.training.saving(step, continues=not (last or reason)):
                     setup.exports.begin(self.training.ranks, step)
         if self._failure:
             raise self._failure
@@ -325,11 +325,11 @@ class Loop(Generic[AnyTraining]):
         best = self.setup.saving.best()
         return best is None or evaluation[metric] > best
 
-    def _save(self, *, goes_on: bool) -> None:
-        with self.setup.clock.phase("checkpoint"), self.training.saving(self.state.step, goes_on=goes_on):
+    def _save(self, *, continues: bool) -> None:
+        with self.setup.clock.phase("checkpoint"), self.training.saving(self.state.step, continues=continues):
             state = replace(self.state, tracker_runs=self.setup.tracker.run_ids)
             self.setup.saving.begin(self.training.ranks, state, self.pending)
-        if not goes_on:
+        if not continues:
             self.setup.saving.finish()
 
 

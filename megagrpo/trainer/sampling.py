@@ -49,7 +49,7 @@ class Begun:
 
 
 class Background(EngineSource):
-    """Groups that are in progress while others train. Prompts begin once `go_on` is called. Methods are for the thread
+    """Groups that are in progress while others train. Prompts begin once `resume` is called. Methods are for the thread
     that trains; they raise the errors of engines and rewards.
 
     sync, with carry_over or oversample   sampling ends when a step has its groups; the others continue in the next
@@ -69,7 +69,6 @@ class Background(EngineSource):
         """Guards all that follows."""
         self._drawn: deque[Prompt] = deque()
         self._begun: dict[int, Begun] = {}
-        self._of_order: dict[Order, Begun] = {}
         self._unscored: deque[Begun] = deque()
         self._dropped: list[Begun] = []
         self._paused = True
@@ -93,10 +92,10 @@ class Background(EngineSource):
         clock, schedule = self.run.clock, self._recipe.schedule
         if not isinstance(schedule, SyncConfig):
             with clock.phase("rollout"):
-                self.go_on()
+                self.resume()
                 return self.take()
         with self.engines_alone(), clock.phase("rollout"):
-            self.go_on()
+            self.resume()
             sampled = self.take(then_pause=True)
             self.pause()
             return self.cut(sampled) if schedule.oversample else sampled
@@ -109,7 +108,7 @@ class Background(EngineSource):
             sync(self.run, version, changed=changed)
             self.advance(version)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Starts prompts as admission allows, and resumes those that `pause` withdrew."""
         with self._changed:
             if self._paused:
@@ -178,7 +177,7 @@ class Background(EngineSource):
             self._rollouts.drop([begun.order for begun in self._incomplete()])
 
     def pause(self) -> None:
-        """Withdraws all incomplete groups: engines work on none of them until `go_on`."""
+        """Withdraws all incomplete groups: engines work on none of them until `resume`."""
         with self._changed:
             self._paused = True
             orders = [begun.order for begun in self._incomplete()]
@@ -191,7 +190,6 @@ class Background(EngineSource):
             for begun in cut:
                 self._admission.drop(begun.admitted.number)
             self._begun.clear()
-            self._of_order.clear()
             self._unscored.clear()
         self._rollouts.drop([begun.order for begun in cut if not begun.order.complete])
         trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
@@ -254,37 +252,38 @@ class Background(EngineSource):
                 if self._cursor.exhausted:
                     break
                 self._drawn += self._cursor.next(self._per_step)
-            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()))
+            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()).order)
         if orders:
             self._rollouts.add(orders)
 
-    def _begin(self, admitted: Admitted, prompt: Prompt) -> Order:
-        order = self._rollouts.order(prompt, step_of(admitted.number, self._recipe), self._completed)
-        self._begun[admitted.number] = self._of_order[order] = Begun(admitted, prompt, order, time.monotonic())
-        return order
+    def _begin(self, admitted: Admitted, prompt: Prompt) -> Begun:
+        number = admitted.number
+        order = self._rollouts.order(prompt, step_of(number, self._recipe), lambda order: self._completed(number))
+        self._begun[number] = begun = Begun(admitted, prompt, order, time.monotonic())
+        return begun
 
     def _restore(self, pending: Pending) -> None:
         unfinished = [*pending.unfinished(), *([()] * len(pending.groups))]
         all_joints = [*pending.joints, *([{}] * len(pending.groups))]  # none in files of earlier versions
-        begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
-        for number, version, group, _, joints in begun[: pending.dropped]:
+        saved = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
+        for number, version, group, _, joints in saved[: pending.dropped]:
             order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
             order.joints = {at: list(ends) for at, ends in joints.items()}
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
-        for number, version, group, running, joints in begun[pending.dropped :]:
-            order = self._begin(self._admission.readmit(number, version), group.prompt)
+        for number, version, group, running, joints in saved[pending.dropped :]:
+            begun = self._begin(self._admission.readmit(number, version), group.prompt)
+            order = begun.order
             order.samples = {sample.index: sample for sample in group.responses}
             known = {sample.index for sample in (*group.responses, *running)}  # the others begin anew
             order.joints = {at: list(ends) for at, ends in joints.items() if at in known}
             for sample in running:
-                order.go_on_after(sample.index, sample)
+                order.resume_after(sample.index, sample)
             if group.scores:
-                # Earlier versions saved the baseline as a sample.
-                self._of_order.pop(order).group = with_baseline(group, self._recipe)
+                begun.group = with_baseline(group, self._recipe)  # earlier versions saved the baseline as a sample
                 self._admission.complete(number)
             elif order.complete:
-                self._completed(order)
+                self._completed(number)
         self._drawn += (group.prompt for group in pending.groups[len(pending.numbers) :])
 
     def _incomplete(self) -> list[Begun]:
@@ -292,10 +291,10 @@ class Background(EngineSource):
 
     # --- the thread that scores ---------------------------------------------------------------------------------------
 
-    def _completed(self, order: Order) -> None:
-        """Queues a complete order for scoring. The engines' thread calls it."""
+    def _completed(self, number: int) -> None:
+        """Queues a group for scoring, as its order is complete. The engines' thread calls it."""
         with self._changed:
-            if begun := self._of_order.pop(order, None):  # else it was cut meanwhile
+            if begun := self._begun.get(number):  # else it was cut meanwhile
                 self._unscored.append(begun)
                 self._changed.notify_all()
 

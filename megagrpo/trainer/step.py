@@ -338,7 +338,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
     return trained
 
 
-def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
+def learned_of(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings = run.recipe.track.rollouts
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:

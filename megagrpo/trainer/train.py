@@ -253,13 +253,13 @@ class GrpoTraining(PolicyTraining):
         return metrics
 
     @contextmanager
-    def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:
+    def saving(self, step: int, *, continues: bool) -> Iterator[None]:
         run = self.run
         engines_gone = run.policy.away and run.rollouts.release_memory()
         with run.policy.needed():
             run.weights.check_replicas()
             yield
-        if engines_gone and goes_on and not run.stopping.requested:
+        if engines_gone and continues and not run.stopping.requested:
             run.weights.sync(version=step)  # the engines need their weights back
 
     @contextmanager

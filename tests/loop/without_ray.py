@@ -148,7 +148,7 @@ def replace_ray() -> None:
     runtime.start, runtime.stop = start, lambda started: None
     runtime.damage_on_nodes = lambda started, seconds, root: damage(root)
     lost_ranks.begin_log = lambda log: lost_ranks.ProcessAt(os.getpid(), 0.0, HERE, log)
-    lost_ranks.what_became_of = lambda ranks, nodes: []
+    lost_ranks.blamed_ranks = lambda ranks, nodes: []
     actors.end_with_parent = lambda: None
 
 
