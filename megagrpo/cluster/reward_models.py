@@ -87,15 +87,9 @@ class ClassifierActor:
             with importing():
                 from megagrpo.cluster.classifier import Classifier
 
-            spec, config = self._spec, self._spec.config
+            spec, alone = self._spec, bool(self._spec.recipe.deterministic)
             self._classifier = Classifier(
-                spec.directory,
-                device=spec.device,
-                dtype=spec.dtype,
-                tokens_per_batch=config.tokens_per_batch,
-                tokens_max=config.tokens_max,
-                chat_template=config.chat_template,
-                one_by_one=bool(spec.recipe.deterministic),
+                spec.directory, spec.config, device=spec.device, dtype=spec.dtype, one_by_one=alone
             )
         return self._classifier
 

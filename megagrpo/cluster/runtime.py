@@ -138,8 +138,11 @@ def _reserve(
         if nodes := nodes_of_devices(devices, tensor, dict(sorted(free.items(), key=lambda item: names[item[0]]))):
             selectors = [{NODE_LABEL: node} for node in nodes]
             group = placement_group([dict(bundle) for _ in nodes], strategy="PACK", bundle_label_selector=selectors)
-            if _is_ready(group, watch):
-                return group, nodes
+            ready, late = group.ready(), time.monotonic() + RESERVE_SECONDS
+            while time.monotonic() < late:
+                watch.check()
+                if ray.wait([ready], timeout=SLICE_SECONDS)[0]:
+                    return group, nodes
             remove_placement_group(group)  # another job was faster
         if time.monotonic() > deadline:
             break
@@ -157,16 +160,6 @@ def _reserve(
             fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
         )
     )
-
-
-def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
-    """Returns whether the group is ready within RESERVE_SECONDS, as it is if the devices were still free."""
-    ready, deadline = group.ready(), time.monotonic() + RESERVE_SECONDS
-    while time.monotonic() < deadline:
-        watch.check()
-        if ray.wait([ready], timeout=SLICE_SECONDS)[0]:
-            return True
-    return False
 
 
 def _gpus(

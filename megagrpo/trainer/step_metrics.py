@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
-from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
@@ -22,7 +22,7 @@ from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.step import Loaded, Trained, baselines_of, with_signal
-from megagrpo.types import AgentRun, Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import StepMetrics
@@ -203,9 +203,28 @@ def mismatch_record(
 ) -> MismatchRecord:
     """Returns the step's line of mismatch.jsonl, with the worst tokens as text."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    worst = tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst)
+    worst = []
+    for token in mismatch.worst:
+        prompt, sample = samples[token.row]
+        branches = branches_of(np.array(prompt.tokens, np.int64), sample)
+        branch, at = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)][token.index]
+        tokens = branch.tokens.tolist()
+        worst.append(
+            WorstToken(
+                prompt_id=prompt.id,
+                sample=sample.index,
+                position=token.index,
+                token=tokens[at],
+                before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
+                text=decode([tokens[at]]),
+                after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
+                train_logprob=token.train_logprob,
+                rollout_logprob=token.rollout_logprob,
+                weight_version=int(sample.versions[token.index]),
+            )
+        )
     figures = {name: getattr(mismatch, name) for name in MISMATCH_FIGURES}
-    return MismatchRecord(step=step, tokens=mismatch.tokens, worst=worst, **figures)
+    return MismatchRecord(step=step, tokens=mismatch.tokens, worst=tuple(worst), **figures)
 
 
 def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory: Path) -> Problem | None:
@@ -224,27 +243,6 @@ def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory:
         fix=f"`megagrpo report {directory} --mismatch` shows whether it grew slowly or at once, and in which tokens. "
         "All tokens: the engine's weights, temperature or dtype differ from the trainer's. Few: its kernels or its "
         "cache. To go on with the same command, raise rollout.mismatch.above or set rollout.mismatch.then to warn",
-    )
-
-
-def _worst_token(
-    worst: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
-) -> WorstToken:
-    branches = branches_of(np.array(prompt.tokens, np.int64), sample)
-    places = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)]
-    branch, at = places[worst.index]
-    tokens = branch.tokens.tolist()
-    return WorstToken(
-        prompt_id=prompt.id,
-        sample=sample.index,
-        position=worst.index,
-        token=tokens[at],
-        before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
-        text=decode([tokens[at]]),
-        after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
-        train_logprob=worst.train_logprob,
-        rollout_logprob=worst.rollout_logprob,
-        weight_version=int(sample.versions[worst.index]),
     )
 
 
