@@ -34,8 +34,8 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_789,
     ("checkpoint", "convert"): 2_570,
     ("rollout",): 3_053,
-    ("cluster",): 3_387,
-    ("trainer", "evaluation"): 4_278,
+    ("cluster",): 3_366,
+    ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
     ("data",): 2_777,
@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=350),
-    "tests": Limits(lines=51_760, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_764, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

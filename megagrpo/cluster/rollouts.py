@@ -12,18 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
 from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors, ask_engine
-from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
-from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import evaluation_requests, training_requests
@@ -37,21 +34,12 @@ RETRY_SECONDS = 10.0
 
 
 class Rollouts:
-    """One actor per engine. The constructor starts them; they are ready after `wait_until_ready`."""
+    """Started engines, which are ready after `wait_until_ready`. For engines that keep their weights `serve_all` takes
+    the place of weight syncs."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        recipe: Recipe,
-        model_directory: Path,
-        tokenizer_directory: Path,
-        *,
-        keeps_weights: bool = False,
-    ) -> None:
-        """Starts the engines. keeps_weights: engines sample from the weights that they start with; `serve_all` takes
-        the place of weight syncs."""
-        self._runtime, self._recipe = runtime, recipe
-        self.engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
+    def __init__(self, engines: EngineActors) -> None:
+        self.engines, self._runtime, self._recipe = engines, engines.runtime, engines.recipe
+        recipe = self._recipe
         self.bring_back: Callable[[], None] | None = None
         """Gives engines the weights that the others have. Set by the weight sync."""
         self.say: Callable[[str], None] = lambda line: None
@@ -79,7 +67,7 @@ class Rollouts:
         if recipe.agent:
             from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
 
-            self._agents = AgentTurns(recipe, tokenizer_directory, self)
+            self._agents = AgentTurns(recipe, engines.tokenizer_directory, self)
         self._restarts_counted = 0
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()

@@ -84,7 +84,7 @@ def start(
     raised here, Ray is left again, or ended if it was started here.
     Raises RankError if there is no such cluster, or if the devices are not free in `cluster.start_timeout_seconds`.
     """
-    address = _address(recipe)
+    address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         patience = recipe.cluster.start_timeout_seconds
@@ -111,15 +111,6 @@ def start(
         undoing.pop_all()
     places = tuple(Place(node, gpus.get(index)) for index, node in enumerate(nodes))
     return Runtime(device, devices, group, places, watch, pulse)
-
-
-def joins_cluster(recipe: AnyRecipe) -> bool:
-    """Returns whether the run joins a Ray that runs already, and may have several nodes."""
-    return _address(recipe) != "local"
-
-
-def _address(recipe: AnyRecipe) -> str:
-    return recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def _reserve(

@@ -29,6 +29,7 @@ from rich.table import Column, Table
 from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
 from megagrpo.cluster import runtime
+from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.reward_models import RewardModels
 from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
@@ -213,7 +214,7 @@ def _started(ray: Runtime, placed: Recipe, checked: Preflight[Recipe], closing: 
     check_files(ray, placed, read=(model, tokenizer, *checked.reward_models.values()))
     where = ", ".join(placed.rollout.urls) or f"{placed.rollout.engines} engines ({placed.rollout.engine}) with {model}"
     say(f"starting {where}")
-    rollouts = Rollouts(ray, placed, model, tokenizer, keeps_weights=True)
+    rollouts = Rollouts(EngineActors(ray, placed, model, tokenizer, keeps_weights=True))
     closing.callback(rollouts.close)
     rollouts.bring_back, rollouts.say = rollouts.serve_all, say
     rollouts.wait_until_ready()

@@ -11,6 +11,7 @@ from typing import Any, Self
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.reward_models import RewardModels
 from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
@@ -87,7 +88,7 @@ def start_training(
             say(line)
 
     def start_engines() -> Rollouts:
-        started = Rollouts(ray, placed, model, tokenizer)
+        started = Rollouts(EngineActors(ray, placed, model, tokenizer))
         closing.callback(started.close)
         return started
 

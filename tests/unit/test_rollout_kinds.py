@@ -90,7 +90,8 @@ def test_a_kind_is_sampled_from_as_the_driver_does(monkeypatch: pytest.MonkeyPat
         watch=SimpleNamespace(check=lambda: None),
     )
     recipe = with_toys(recipe_with())
-    rollouts = Rollouts(runtime, recipe, Path("model"), Path("model"), keeps_weights=True)
+    actors = engines.EngineActors(runtime, recipe, Path("model"), Path("model"), keeps_weights=True)
+    rollouts = Rollouts(actors)
     try:
         rollouts.wait_until_ready()
         rollouts.serve_all()
