@@ -116,14 +116,14 @@ def in_turns(measured: Measured) -> Iterator[None]:
         measured.own[measured.step] += time.perf_counter() - begin
         return found
 
-    def what_was_learned(run: Any, sampled: Any, loaded: Any, trained: Any) -> Learned:
+    def learned_of(run: Any, sampled: Any, loaded: Any, trained: Any) -> Learned:
         if not measured.on:
             return Learned(loaded.rows, loaded.advantages)
-        return timed(step_stages.what_was_learned, run, sampled, loaded, trained)
+        return timed(step_stages.learned_of, run, sampled, loaded, trained)
 
     with (
         patch.object(train, "grpo_step", step),
-        patch.object(schedule, "what_was_learned", what_was_learned),
+        patch.object(schedule, "learned_of", learned_of),
         patch.object(Tracker, "_keep", lambda *given: timed(keep, *given) if measured.on else None),
         patch.object(PrometheusEndpoint, "log", lambda *given: timed(serve, *given) if measured.on else None),
         patch.object(FollowerProcess, "finish", finished),

@@ -33,9 +33,9 @@ BUDGETS = {
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_426,
-    ("rollout",): 3_087,
-    ("cluster",): 3_477,
-    ("trainer", "evaluation"): 4_386,
+    ("rollout",): 3_053,
+    ("cluster",): 3_366,
+    ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_507,
     ("plan",): 5_191,
     ("data",): 2_777,
@@ -47,8 +47,8 @@ BUDGETS = {
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=348),
-    "tests": Limits(lines=51_740, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=347),
+    "tests": Limits(lines=51_735, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

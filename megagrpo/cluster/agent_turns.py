@@ -111,7 +111,17 @@ class AgentTurns:
         try:
             return await self._in_time(answer, order, key)
         finally:
-            self._end_turn(order, turn)
+            if (order, turn) in self._new:
+                self._new.remove((order, turn))
+            else:
+                with self._changed:
+                    turns = self._turns.get(order, set())
+                    turns.discard(turn)
+                    if not turns:
+                        self._turns.pop(order, None)
+                    if not turn.complete:  # the agent has gone away
+                        self._engines.give_back([turn])
+                    order.continued += turn.continued
 
     async def _in_time(self, answer: asyncio.Future[Sample], order: Order, key: str) -> Sample:
         """Waits for the answer. A turn that exceeds its timeout ends together with its rollout. The clock stops while
@@ -133,19 +143,6 @@ class AgentTurns:
                 self._turns.setdefault(order, set()).add(turn)
             self._pool.add(turn for order, turn in new if order not in self._held)
             self._engines.hand_out()
-
-    def _end_turn(self, order: Order, turn: Order) -> None:
-        if (order, turn) in self._new:
-            self._new.remove((order, turn))
-            return
-        with self._changed:
-            turns = self._turns.get(order, set())
-            turns.discard(turn)
-            if not turns:
-                self._turns.pop(order, None)
-            if not turn.complete:  # the agent has gone away
-                self._engines.give_back([turn])
-            order.continued += turn.continued
 
     def _finished(self, order: Order, index: int, key: str, sample: Sample | None) -> None:
         with self._changed:

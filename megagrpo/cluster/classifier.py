@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from megagrpo.errors import ModelError, Problem, first_line
+from megagrpo.recipe.schema import ClassifierConfig
 from megagrpo.reward.verifiers.reward_model import Conversation
 from megagrpo.tokenizer import encode_conversation, load_chat_tokenizer
 
@@ -22,17 +23,9 @@ class Classifier:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        device: str,
-        dtype: str,
-        tokens_per_batch: int,
-        tokens_max: int | None = None,
-        chat_template: str | None = None,
-        one_by_one: bool = False,
+        self, directory: Path, config: ClassifierConfig, *, device: str, dtype: str, one_by_one: bool = False
     ) -> None:
-        self._tokenizer = load_chat_tokenizer(directory, chat_template)
+        self._tokenizer = load_chat_tokenizer(directory, config.chat_template)
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=getattr(torch, dtype), output_loading_info=True
@@ -44,8 +37,8 @@ class Classifier:
             given = f"no weights for {', '.join(missing[:3])}"
             raise ModelError(Problem(f"reward model {directory}", given, "a head for classification that is trained"))
         self._model, self._device = model.to(device).eval(), device
-        self._tokens_per_batch, self._one_by_one = tokens_per_batch, one_by_one
-        self._tokens_max = tokens_max or getattr(model.config, "max_position_embeddings", None)
+        self._tokens_per_batch, self._one_by_one = config.tokens_per_batch, one_by_one
+        self._tokens_max = config.tokens_max or getattr(model.config, "max_position_embeddings", None)
         model.config.use_cache = False
         self._pad = model.config.get_text_config().pad_token_id
         self.labels = [model.config.id2label[number] for number in range(model.config.num_labels)]

@@ -269,8 +269,9 @@ class EngineActors:
         *,
         keeps_weights: bool = False,
     ) -> None:
-        self._runtime, self._recipe, self._keeps_weights = runtime, recipe, keeps_weights
-        self._directories = model_directory, tokenizer_directory
+        """Starts the engines. keeps_weights: they sample from the weights that they start with."""
+        self.runtime, self.recipe, self._keeps_weights = runtime, recipe, keeps_weights
+        self._model_directory, self.tokenizer_directory = model_directory, tokenizer_directory
         self._index = {f"engine {index}": index for index in range(recipe.rollout.engines)}
         self.names = tuple(self._index)
         self.by_name: dict[str, Any] = {}
@@ -298,12 +299,12 @@ class EngineActors:
                     for actor in self._actors_of(engine):
                         ray.kill(actor)
                     restart.started = self._start(engine)
-                    restart.late_at = time.monotonic() + self._recipe.cluster.start_timeout_seconds
+                    restart.late_at = time.monotonic() + self.recipe.cluster.start_timeout_seconds
             elif ray.wait([restart.started], timeout=0)[0]:
                 answer = answer_of(restart.started, engine, "starting", EngineError, None)
                 over[engine] = answer if isinstance(answer, MegagrpoError) else None
             elif time.monotonic() > restart.late_at:
-                given = f"nothing after {self._recipe.cluster.start_timeout_seconds:g} s"
+                given = f"nothing after {self.recipe.cluster.start_timeout_seconds:g} s"
                 fix = "look at its log; cluster.start_timeout_seconds is the longest wait"
                 over[engine] = EngineError(Problem(f"starting: no answer from {engine}", given, fix=fix))
         for engine in over:
@@ -321,7 +322,8 @@ class EngineActors:
         """Returns node and device of every rank of every engine, in the order of `manifests`."""
         places: list[Place] = []
         for name, manifests in self.manifests().items():
-            places += self._runtime.places_of_engine(self._index[name]) or [Place(name)] * len(manifests)
+            bundles = self.runtime.devices.bundles_of_engine[self._index[name]]  # none of an external engine
+            places += self.runtime.places_of(bundles) or [Place(name)] * len(manifests)
         return tuple(places)
 
     def give_up(self) -> None:
@@ -343,32 +345,31 @@ class EngineActors:
             del self.by_name[name], self._other_nodes[name]
 
     def _wait(self, results: Mapping[str, ray.ObjectRef[Any]], doing: str, bar: str = "") -> dict[str, Any]:
-        seconds, watch = self._recipe.cluster.start_timeout_seconds, self._runtime.watch
+        seconds, watch = self.recipe.cluster.start_timeout_seconds, self.runtime.watch
         return wait_for(results, doing=doing, timeout_seconds=seconds, error=EngineError, watch=watch, bar=bar)
 
     def _actors_of(self, engine: str) -> list[Any]:
         return [self.by_name[engine], *self._other_nodes[engine]]
 
     def _start(self, engine: str) -> ray.ObjectRef[None]:
-        index = self._index[engine]
-        self.by_name[engine] = self._runtime.start_engine(EngineActor, index)
-        nodes = range(1, self._runtime.devices.engine_nodes)
-        others = [self._runtime.start_engine(EngineNodeActor, index, node) for node in nodes]
-        for node, other in zip(nodes, others, strict=True):
+        index, runtime, share = self._index[engine], self.runtime, self.runtime.devices.engine_share
+        first, *further = runtime.devices.node_bundles(index) or ((),)  # none of an external engine
+        self.by_name[engine] = runtime.start(EngineActor, first, share)
+        others = [runtime.start(EngineNodeActor, bundles, share) for bundles in further]
+        for node, other in enumerate(others, 1):
             other.prepare.remote(self._spec(index, node))
         self._other_nodes[engine] = others
         return self.by_name[engine].start.remote(self._spec(index), others)
 
     def _spec(self, index: int, node: int = 0) -> EngineSpec:
-        model, tokenizer = self._directories
-        on_nodes = self._runtime.places_of_engine_by_node(index)
+        bundles = self.runtime.devices.node_bundles(index)
         return EngineSpec(
-            recipe=self._recipe,
+            recipe=self.recipe,
             index=index,
-            model_directory=str(model),
-            tokenizer_directory=str(tokenizer),
-            device=self._runtime.device,
-            gpus=visible_gpus(on_nodes[node] if on_nodes else (), self._runtime.places),
-            api_key=os.environ.get(self._recipe.rollout.api_key_variable or ""),
+            model_directory=str(self._model_directory),
+            tokenizer_directory=str(self.tokenizer_directory),
+            device=self.runtime.device,
+            gpus=visible_gpus(self.runtime.places_of(bundles[node] if bundles else ()), self.runtime.places),
+            api_key=os.environ.get(self.recipe.rollout.api_key_variable or ""),
             keeps_weights=self._keeps_weights,
         )

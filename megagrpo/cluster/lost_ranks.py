@@ -61,7 +61,7 @@ class ProcessAt:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankState:
     """The state of a process."""
 
     text: str
@@ -83,7 +83,7 @@ def begin_log(log: Path) -> ProcessAt:
     return ProcessAt(os.getpid(), born, ray.get_runtime_context().get_node_id(), log)
 
 
-def what_became_of(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> list[Problem]:
+def blamed_ranks(ranks: Mapping[str, ProcessAt], nodes: Mapping[str, str]) -> list[Problem]:
     """Returns a problem for each rank that the others wait for, at most NAMED, if the reason is known: it has died, is
     stopped, or is busy elsewhere. nodes: names by Ray's id."""
     states = _on_nodes(look, ranks)
@@ -126,16 +126,16 @@ def end(processes: Sequence[ProcessAt]) -> list[bool]:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def look(processes: Sequence[ProcessAt]) -> list[Found]:
+def look(processes: Sequence[ProcessAt]) -> list[RankState]:
     """Returns the states of these processes of this node."""
     written = [process.log.stat().st_size for process in processes]
     for process in processes:
         process.signal(STACK_SIGNAL)
     time.sleep(STACK_SECONDS)
-    return [found_at(process, size) for process, size in zip(processes, written, strict=True)]
+    return [state_of(process, size) for process, size in zip(processes, written, strict=True)]
 
 
-def found_at(at: ProcessAt, size: int) -> Found:
+def state_of(at: ProcessAt, size: int) -> RankState:
     """Returns the state of a process that was signalled to write its stacks when its log had `size` bytes."""
     status = psutil.STATUS_DEAD
     if process := at.process:
@@ -146,12 +146,12 @@ def found_at(at: ProcessAt, size: int) -> Found:
         lines = log.read(min(size, LINES * LINE_BYTES)).decode(errors="replace").splitlines()[-LINES:]
         stacks = log.read().decode(errors="replace")
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-        return Found("it has died; its last output:" if lines else "it has died without a word", 3, lines)
+        return RankState("it has died; its last output:" if lines else "it has died without a word", 3, lines)
     if not stacks:
-        return Found(f"it does not react: its state is {status}", 2)
+        return RankState(f"it does not react: its state is {status}", 2)
     threads = (thread for thread in stacks.split("\n\n") if TASK in thread)
     working = next((thread for thread in threads if not WRITES.search(thread)), "")  # no rank waits for files
     if not working or any(file in working for file in WAITING):
-        return Found("", 0)
+        return RankState("", 0)
     frames = [line.strip() for line in working.splitlines() if line.startswith("  File")]
-    return Found("the others wait for it; it is at", 1, frames[:LINES])
+    return RankState("the others wait for it; it is at", 1, frames[:LINES])

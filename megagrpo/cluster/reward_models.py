@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from megagrpo.cluster.actors import prepare_process
 from megagrpo.cluster.runtime import Runtime
@@ -87,15 +87,9 @@ class ClassifierActor:
             with importing():
                 from megagrpo.cluster.classifier import Classifier
 
-            spec, config = self._spec, self._spec.config
+            spec, alone = self._spec, bool(self._spec.recipe.deterministic)
             self._classifier = Classifier(
-                spec.directory,
-                device=spec.device,
-                dtype=spec.dtype,
-                tokens_per_batch=config.tokens_per_batch,
-                tokens_max=config.tokens_max,
-                chat_template=config.chat_template,
-                one_by_one=bool(spec.recipe.deterministic),
+                spec.directory, spec.config, device=spec.device, dtype=spec.dtype, one_by_one=alone
             )
         return self._classifier
 
@@ -124,7 +118,12 @@ class JudgeActor:
             endpoint = await self._running()
             return await endpoint.post(body, timeout_seconds)
         except TimeoutError:
-            await self._end_if_ill()
+            async with self._starting:
+                try:
+                    if self._server is not None:
+                        await asyncio.to_thread(self._server.wait_until_ready, HEALTH_SECONDS)
+                except EngineError:
+                    await self._end()
             return Reply(503, text=f"no answer in {timeout_seconds:g} s")
         except (MegagrpoError, OSError) as error:
             return Reply(503, text=str(error))
@@ -151,14 +150,6 @@ class JudgeActor:
                     raise
                 self._endpoint = HttpEndpoint(f"{self._server.url}/v1", self._server.api_key, 0, proxies=False)
             return self._endpoint
-
-    async def _end_if_ill(self) -> None:
-        async with self._starting:
-            try:
-                if self._server is not None:
-                    await asyncio.to_thread(self._server.wait_until_ready, HEALTH_SECONDS)
-            except EngineError:
-                await self._end()
 
     async def _end(self) -> None:
         if self._endpoint is not None:
@@ -203,13 +194,14 @@ class RewardModels:
     def __init__(self, runtime: Runtime, recipe: Recipe, directories: Mapping[str, Path]) -> None:
         self._runtime, self._recipe = runtime, recipe
         self._actors: dict[str, Any] = {}
-        for place, (name, config) in enumerate(recipe.reward.models.items()):
-            gpus = tuple(gpu.device for gpu in runtime.places_of_model(place) if gpu.device is not None)
+        for number, (name, config) in enumerate(recipe.reward.models.items()):
+            bundles = runtime.devices.bundles_of_model[number]
+            gpus = tuple(place.device for place in runtime.places_of(bundles) if place.device is not None)
             on_cpu = isinstance(config, ClassifierConfig) and config.device == "cpu"
             device = "cpu" if on_cpu else runtime.device
             spec = ModelSpec(recipe, name, config, directories[name].absolute(), device, gpus)
             actor_class = ClassifierActor if isinstance(config, ClassifierConfig) else JudgeActor
-            self._actors[name] = runtime.start_model(actor_class, place, spec)
+            self._actors[name] = runtime.start(actor_class, bundles, 1.0, spec)
         self._starting = {f"reward model {name}": actor.ready.remote() for name, actor in self._actors.items()}
 
     def wait_until_ready(self) -> None:
@@ -269,7 +261,6 @@ async def _answer(answer: Any, limit_seconds: float) -> Any:
     """Waits for an actor's answer. Raises OSError if it died or raised, TimeoutError if it does not answer."""
     try:
         return await asyncio.wait_for(answer, limit_seconds)
-    except RayTaskError as failure:
-        raise OSError(str(failure).strip().splitlines()[-1]) from failure
-    except (RayActorError, RayError) as failure:
-        raise OSError(str(failure).strip().splitlines()[0]) from failure
+    except RayError as failure:
+        lines = str(failure).strip().splitlines()
+        raise OSError(lines[-1 if isinstance(failure, RayTaskError) else 0]) from failure

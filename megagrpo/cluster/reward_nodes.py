@@ -88,7 +88,10 @@ class RewardNodes(Executor):
     def _run(self, calls: Calls, futures: Sequence[Outcomes]) -> None:
         running: dict[Future[Any], tuple[str, slice]] = {}
         try:
-            self._start_there()
+            living = node_names()
+            for node, workers in self._workers_there.items():
+                if node in living and node not in self._there:
+                    self._there[node] = on_node(RewardNodeActor, node).remote(self._specs, workers, self._limits)
             size = -(-len(calls) // (PARTS_PER_NODE * (1 + len(self._workers_there))))
             waiting = deque(slice(start, start + size) for start in range(0, len(calls), size))
 
@@ -137,13 +140,6 @@ class RewardNodes(Executor):
                 raise CancelledError
             future.set_result(of_call)
         return True
-
-    def _start_there(self) -> None:
-        """Starts the pools of other nodes that are alive and have none."""
-        living = node_names()
-        for node, workers in self._workers_there.items():
-            if node in living and node not in self._there:
-                self._there[node] = on_node(RewardNodeActor, node).remote(self._specs, workers, self._limits)
 
     def _end_there(self) -> None:
         end_actors(list(self._there.values()), END_SECONDS)

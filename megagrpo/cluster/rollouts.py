@@ -12,18 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
 from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors, ask_engine
-from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
 from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
-from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
 from megagrpo.rollout.requests import evaluation_requests, training_requests
@@ -37,21 +34,12 @@ RETRY_SECONDS = 10.0
 
 
 class Rollouts:
-    """One actor per engine. The constructor starts them; they are ready after `wait_until_ready`."""
+    """Started engines, which are ready after `wait_until_ready`. For engines that keep their weights `serve_all` takes
+    the place of weight syncs."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        recipe: Recipe,
-        model_directory: Path,
-        tokenizer_directory: Path,
-        *,
-        keeps_weights: bool = False,
-    ) -> None:
-        """Starts the engines. keeps_weights: engines sample from the weights that they start with; `serve_all` takes
-        the place of weight syncs."""
-        self._runtime, self._recipe = runtime, recipe
-        self.engines = EngineActors(runtime, recipe, model_directory, tokenizer_directory, keeps_weights=keeps_weights)
+    def __init__(self, engines: EngineActors) -> None:
+        self.engines, self._runtime, self._recipe = engines, engines.runtime, engines.recipe
+        recipe = self._recipe
         self.bring_back: Callable[[], None] | None = None
         """Gives engines the weights that the others have. Set by the weight sync."""
         self.say: Callable[[str], None] = lambda line: None
@@ -79,7 +67,7 @@ class Rollouts:
         if recipe.agent:
             from megagrpo.cluster.agent_turns import AgentTurns  # a gateway costs a start that needs none seconds
 
-            self._agents = AgentTurns(recipe, tokenizer_directory, self)
+            self._agents = AgentTurns(recipe, engines.tokenizer_directory, self)
         self._restarts_counted = 0
         self._collecting = threading.Thread(target=self._collect, name="collects samples", daemon=True)
         self._collecting.start()
@@ -108,7 +96,11 @@ class Rollouts:
                 began = time.monotonic()
                 with self.changed:
                     self._require_collecting()
-                    self._start_lost_again()
+                    for engine in self.lost:
+                        waits = engine in self._started or engine in self.engines.restarts
+                        if not waits and time.monotonic() > self._retry_at.get(engine, 0.0):
+                            self.say(f"warning: restarting {engine}: it could not start before")
+                            self.engines.restart(engine)
                     up = self._up()
                     if up and not (self._runtime.shares_gpus and self.engines.restarts):
                         return up
@@ -145,7 +137,17 @@ class Rollouts:
                 return
             self.lost[engine] = error
             self._started.discard(engine)
-            self._leave(engine, failed=failed)
+            self._answers.forget(engine, self.pool.engines.get(engine, ()))
+            try:
+                requests = self.pool.leave(engine, failed=failed)
+            except EngineError as too_often:
+                self._failure = too_often
+            else:
+                so_far = self._answers.so_far.pop(engine, None)
+                if so_far is None or self._recipe.one_version:
+                    self.pool.put_back(requests, {})
+                else:
+                    self._answers.expect(so_far, requests)
             self.engines.restart(engine)
             first = error.problems[0]
             self.say(f"warning: restarting {engine}: {first.where}: {first.given} ({self._left()})")
@@ -310,26 +312,23 @@ class Rollouts:
     def _collect(self) -> None:
         try:
             while not self._closed:
-                self._collect_once()
+                with self.changed:
+                    self._look_at_restarts()
+                    expected = self._answers.expected
+                if not expected:
+                    time.sleep(SLICE_SECONDS)
+                    continue
+                ray.wait(expected, num_returns=1, timeout=SLICE_SECONDS)
+                ready, _ = ray.wait(expected, num_returns=len(expected), timeout=0)
+                for ref in ready:
+                    self._take(ref)
+                self._put_back(ready)
+                with self.changed:
+                    for engine, tickets in list(self.pool.engines.items()):
+                        if silence := self._answers.silence(engine, tickets):
+                            self.lose(engine, self.engines.by_name[engine], silence)
         except (MegagrpoError, OSError) as error:
             self._failure = error
-
-    def _collect_once(self) -> None:
-        with self.changed:
-            self._look_at_restarts()
-            expected = self._answers.expected
-        if not expected:
-            time.sleep(SLICE_SECONDS)
-            return
-        ray.wait(expected, num_returns=1, timeout=SLICE_SECONDS)
-        ready, _ = ray.wait(expected, num_returns=len(expected), timeout=0)
-        for ref in ready:
-            self._take(ref)
-        self._put_back(ready)
-        with self.changed:
-            for engine, tickets in list(self.pool.engines.items()):
-                if error := self._answers.silence(engine, tickets):
-                    self._lose(engine, error)
 
     def _take(self, ref: ray.ObjectRef[Any]) -> None:
         """Takes an engine's answer: its samples, or the error with which it failed."""
@@ -340,22 +339,23 @@ class Rollouts:
         engine, so_far = expected
         try:
             answer = answer_of(ref, engine, "rollout", EngineError, None)
-        except (OSError, MemoryError) as lack:
-            answer = EngineError(Problem("rollout: this process cannot read samples", str(lack)))
+        except (OSError, MemoryError) as error:
+            answer = EngineError(Problem("rollout: this process cannot read samples", str(error)))
         completed: list[Order] = []
         with self.changed:
             if engine not in self.pool.engines:
                 return
+            actor = self.engines.by_name[engine]
             if isinstance(answer, MegagrpoError):
-                self._lose(engine, answer)
+                self.lose(engine, actor, answer)
             else:
                 self._count_idle()
                 completed = self.pool.answered(engine, answer.samples)
-                if ill := self._answers.take(engine, answer, so_far):
-                    error, failed = ill
-                    self._lose(engine, error, failed=failed)
+                if loss := self._answers.take(engine, answer, so_far):
+                    reason, failed = loss
+                    self.lose(engine, actor, reason, failed=failed)
                 else:
-                    self._answers.ask(engine, self.engines.by_name[engine])
+                    self._answers.ask(engine, actor)
             self.hand_out()
         for order in completed:
             order.on_complete(order)
@@ -374,9 +374,6 @@ class Rollouts:
         for engine, requests in self.pool.hand_out().items():
             self._answers.hand(self.engines.by_name[engine], requests)
 
-    def _lose(self, engine: str, error: MegagrpoError, *, failed: bool = True) -> None:
-        self.lose(engine, self.engines.by_name[engine], error, failed=failed)
-
     def _look_at_restarts(self) -> None:
         """Advances the restarts: an engine that has restarted waits for weights."""
         may_start = self._awaited or not self._runtime.shares_gpus
@@ -390,26 +387,6 @@ class Rollouts:
                 first = error.problems[0]
                 self.say(f"warning: {engine} could not start: {first.where}: {first.given} ({self._left()})")
             self.changed.notify_all()
-
-    def _start_lost_again(self) -> None:
-        for engine in self.lost:
-            waits = engine in self._started or engine in self.engines.restarts
-            if not waits and time.monotonic() > self._retry_at.get(engine, 0.0):
-                self.say(f"warning: restarting {engine}: it could not start before")
-                self.engines.restart(engine)
-
-    def _leave(self, engine: str, *, failed: bool) -> None:
-        self._answers.forget(engine, self.pool.engines.get(engine, ()))
-        try:
-            lost = self.pool.leave(engine, failed=failed)
-        except EngineError as error:
-            self._failure = error
-            return
-        so_far = self._answers.so_far.pop(engine, None)
-        if so_far is None or self._recipe.one_version:
-            self.pool.put_back(lost, {})
-        else:
-            self._answers.expect(so_far, lost)
 
     def _put_back(self, ready: Sequence[ray.ObjectRef[Any]]) -> None:
         """Moves requests of lost engines to others, once their tokens so far are here or too late."""

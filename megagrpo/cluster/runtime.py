@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -51,25 +51,9 @@ class Runtime:
     """Ends waits when a node of `places` is lost, or when the run is told to stop."""
     pulse: RayPulse
 
-    def start_rank(self, actor_class: Any, rank: int) -> Any:
-        """Starts an actor on the device of a training rank; returns its handle. ray.remote decorates `actor_class`."""
-        return self._start(actor_class, [self.devices.bundle_of_rank[rank]], self.devices.rank_share)
-
-    def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
-        """Starts an actor on the first device of an engine's `node`-th node, and returns its handle. The actor of an
-        external engine goes to any node of the cluster."""
-        nodes = self.devices.node_bundles(engine)
-        return self._start(actor_class, nodes[node] if nodes else (), self.devices.engine_share)
-
-    def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
-        """Starts an actor on the first device of one of reward.models, and returns its handle. A model without a device
-        of its own goes to any node. If the actor dies, Ray restarts it."""
-        return self._start(actor_class, self.devices.bundles_of_model[model], 1.0, *arguments)
-
-    def places_of_model(self, model: int) -> tuple[Place, ...]:
-        return tuple(self.places[bundle] for bundle in self.devices.bundles_of_model[model])
-
-    def _start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
+    def start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
+        """Starts an actor on a share of the first of its bundles, as `devices` names them, and returns its handle. One
+        without bundles goes to any node of the cluster. ray.remote decorates `actor_class`."""
         if not bundles:
             return actor_class.options(num_cpus=0).remote(*arguments)
         resources = {"num_gpus": share, "num_cpus": 0} if self.devices.resource == "GPU" else {"num_cpus": share}
@@ -82,15 +66,9 @@ class Runtime:
         of_engines = set(chain.from_iterable(self.devices.bundles_of_engine))
         return self.devices.resource == "GPU" and not of_engines.isdisjoint(self.devices.bundle_of_rank)
 
-    def place_of_rank(self, rank: int) -> Place:
-        return self.places[self.devices.bundle_of_rank[rank]]
-
-    def places_of_engine_by_node(self, engine: int) -> list[tuple[Place, ...]]:
-        return [tuple(self.places[bundle] for bundle in bundles) for bundles in self.devices.node_bundles(engine)]
-
-    def places_of_engine(self, engine: int) -> tuple[Place, ...]:
-        """Returns the place of each rank of an engine; empty for an external engine."""
-        return tuple(self.places[bundle] for bundle in self.devices.bundles_of_engine[engine])
+    def places_of(self, bundles: Iterable[int]) -> tuple[Place, ...]:
+        """Returns the places of bundles, as `devices` names them: those of ranks, of an engine or of a model."""
+        return tuple(self.places[bundle] for bundle in bundles)
 
 
 def start(
@@ -106,7 +84,7 @@ def start(
     raised here, Ray is left again, or ended if it was started here.
     Raises RankError if there is no such cluster, or if the devices are not free in `cluster.start_timeout_seconds`.
     """
-    address = _address(recipe)
+    address = recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as undoing:
         undoing.callback(ray.shutdown)
         patience = recipe.cluster.start_timeout_seconds
@@ -135,15 +113,6 @@ def start(
     return Runtime(device, devices, group, places, watch, pulse)
 
 
-def joins_cluster(recipe: AnyRecipe) -> bool:
-    """Returns whether the run joins a Ray that runs already, and may have several nodes."""
-    return _address(recipe) != "local"
-
-
-def _address(recipe: AnyRecipe) -> str:
-    return recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-
-
 def _reserve(
     devices: DevicePlan, recipe: AnyRecipe, names: Mapping[str, str], watch: NodeWatch
 ) -> tuple[PlacementGroup, tuple[str, ...]]:
@@ -160,8 +129,11 @@ def _reserve(
         if nodes := nodes_of_devices(devices, tensor, dict(sorted(free.items(), key=lambda item: names[item[0]]))):
             selectors = [{NODE_LABEL: node} for node in nodes]
             group = placement_group([dict(bundle) for _ in nodes], strategy="PACK", bundle_label_selector=selectors)
-            if _is_ready(group, watch):
-                return group, nodes
+            ready, late = group.ready(), time.monotonic() + RESERVE_SECONDS
+            while time.monotonic() < late:
+                watch.check()
+                if ray.wait([ready], timeout=SLICE_SECONDS)[0]:
+                    return group, nodes
             remove_placement_group(group)  # another job was faster
         if time.monotonic() > deadline:
             break
@@ -179,16 +151,6 @@ def _reserve(
             fix="wait for other jobs to end, add nodes, or use a smaller train.layout",
         )
     )
-
-
-def _is_ready(group: PlacementGroup, watch: NodeWatch) -> bool:
-    """Returns whether the group is ready within RESERVE_SECONDS, as it is if the devices were still free."""
-    ready, deadline = group.ready(), time.monotonic() + RESERVE_SECONDS
-    while time.monotonic() < deadline:
-        watch.check()
-        if ray.wait([ready], timeout=SLICE_SECONDS)[0]:
-            return True
-    return False
 
 
 def _gpus(
@@ -221,27 +183,18 @@ def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) 
     engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
     models = tuple(filter(None, devices.bundles_of_model))
     for unsplit in ((*engines, *whole_groups, *models), (*engines, *models)):
-        if nodes := _fill(_blocks(devices.bundles, unsplit), free):
-            return nodes
+        # The smallest blocks of neighbouring devices that split none of these, in order, the largest node first.
+        inner = {device for block in unsplit for device in block[1:]}
+        ends = [device for device in range(devices.bundles) if device not in inner]
+        left = [after - before for before, after in pairwise([*ends, devices.bundles])][::-1]
+        nodes: list[str] = []
+        for node, room in sorted(free.items(), key=lambda item: -item[1]):
+            while left and left[-1] <= room:
+                nodes += [node] * left[-1]
+                room -= left.pop()
+        if not left:
+            return tuple(nodes)
     return None
-
-
-def _blocks(devices: int, unsplit: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Returns the sizes of the smallest blocks of neighbouring devices that split none of the blocks in `unsplit`."""
-    inner = {device for block in unsplit for device in block[1:]}
-    ends = [device for device in range(devices) if device not in inner]
-    return [after - before for before, after in pairwise([*ends, devices])]
-
-
-def _fill(blocks: list[int], free: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Assigns blocks in order to nodes, largest node first. Returns each device's node; None if some are left."""
-    nodes: list[str] = []
-    left = list(reversed(blocks))
-    for node, room in sorted(free.items(), key=lambda item: -item[1]):
-        while left and left[-1] <= room:
-            nodes += [node] * left[-1]
-            room -= left.pop()
-    return None if left else tuple(nodes)
 
 
 def _connect(address: str, patience_seconds: float, settings: dict[str, Any]) -> RayPulse:

@@ -72,18 +72,6 @@ class Stopping:
         if self._may_give_up and threading.current_thread() is threading.main_thread():
             self.stop_here()
 
-    def error(self, checkpoint: Path | None) -> RunStopped:
-        """Returns the error that ends the run. checkpoint: the newest; None if there is none."""
-        return RunStopped(
-            Problem(
-                where=f"stopped by {(self.signal or signal.SIGTERM).name}",
-                given=f"everything up to the newest checkpoint is saved: {checkpoint}"
-                if checkpoint
-                else "no step was finished: there is nothing to save",
-                fix="start the same command again: it continues with the same numbers",
-            )
-        )
-
     def handle_signals(self) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -115,7 +103,12 @@ def until_stopped(newest: Callable[[], Path | None]) -> Iterator[Stopping]:
     try:
         yield stopping
     except StopRequested:
-        raise stopping.error(newest()) from None
+        given, checkpoint = "no step was finished: there is nothing to save", newest()
+        if checkpoint:
+            given = f"everything up to the newest checkpoint is saved: {checkpoint}"
+        fix = "start the same command again: it continues with the same numbers"
+        where = f"stopped by {(stopping.signal or signal.SIGTERM).name}"
+        raise RunStopped(Problem(where, given, fix=fix)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

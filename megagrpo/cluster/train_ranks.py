@@ -27,7 +27,6 @@ from megagrpo.processes.store import StoreHost
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.weights.boxes import Place
 
 if TYPE_CHECKING:
     from megagrpo.checkpoint.store import SavedFile
@@ -60,9 +59,10 @@ class TrainRanks:
         # One rank of those of the last stage that hold the same tokens.
         last = [at for at in rank_grid(layout) if at.pipeline == layout.pipeline - 1 and at.tensor == 0]
         self._answering = [f"train rank {at.rank}" for at in last]
-        self.places: tuple[Place, ...] = tuple(runtime.place_of_rank(rank) for rank in range(len(self._data_rank)))
+        self.places = runtime.places_of(runtime.devices.bundle_of_rank)
         self.actors: dict[str, Any] = {
-            name: runtime.start_rank(RankActor, rank) for rank, name in enumerate(self._data_rank)
+            name: runtime.start(RankActor, [bundle], runtime.devices.rank_share)
+            for name, bundle in zip(self._data_rank, runtime.devices.bundle_of_rank, strict=True)
         }
         starting, logs = recipe.cluster.start_timeout_seconds, run_directory(recipe).absolute() / "logs"
         self._processes: dict[str, lost_ranks.ProcessAt] = {}
@@ -175,7 +175,7 @@ class TrainRanks:
             grace_seconds=FILE_GRACE_SECONDS,
         )
         if failed:
-            error = next((each for each in failed.values() if " died" in str(each)), next(iter(failed.values())))
+            error = next((one for one in failed.values() if " died" in str(one)), next(iter(failed.values())))
             raise self.lost(error) if isinstance(error, RankLostError) else error
         return list(done.values())
 
@@ -264,7 +264,7 @@ class TrainRanks:
         """Returns the error to raise if a rank died, did not answer, or raised anything but a MegagrpoError."""
         if error.__cause__ is not None and not isinstance(error.__cause__, OF_MACHINES):
             return RankError(error.problems)
-        return RankLostError([*error.problems, *lost_ranks.what_became_of(self._processes, self.watch.names)])
+        return RankLostError([*error.problems, *lost_ranks.blamed_ranks(self._processes, self.watch.names)])
 
 
 class Policy(TrainRanks):

@@ -19,7 +19,6 @@ import psutil
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
-    GetTimeoutError,
     NodeDiedError,
     RayActorError,
     RayError,
@@ -163,9 +162,9 @@ class RayPulse:
 
 def raylet_with(socket: str) -> int:
     """Returns the process id of the raylet of this node that has this socket."""
-    raylets = (each for each in psutil.process_iter(["name", "cmdline"]) if each.info["name"] == "raylet")
+    raylets = (raylet for raylet in psutil.process_iter(["name", "cmdline"]) if raylet.info["name"] == "raylet")
     # Another raylet may have just ended: it has no command line then.
-    return next(each.pid for each in raylets if any(word.endswith(socket) for word in each.info["cmdline"] or ()))
+    return next(one.pid for one in raylets if any(word.endswith(socket) for word in one.info["cmdline"] or ()))
 
 
 def end_process(error: MegagrpoError) -> None:
@@ -193,23 +192,16 @@ def wait_for(
     with progress(bar, len(results)) if bar else nullcontext() as work:
         for name, answer in _as_they_come(results, doing, timeout_seconds, error, watch):
             if isinstance(answer, MegagrpoError):
+                # Others may have noticed the death of an actor, and raised about it, before Ray did.
                 left = {other: ref for other, ref in results.items() if other not in done and other != name}
-                raise _death(left, doing, error, watch) or answer
+                ready = ray.wait(list(left.values()), num_returns=len(left), timeout=DEATH_SECONDS)[0] if left else ()
+                others = (answer_of(ref, other, doing, error, watch) for other, ref in left.items() if ref in ready)
+                deaths = (a for a in others if isinstance(a, MegagrpoError) and " died" in a.problems[0].where)
+                raise next(deaths, answer)
             done[name] = answer
             if work is not None:
                 work.advance()
     return {name: done[name] for name in results}  # they came in the order in which the actors answered
-
-
-def _death(
-    results: Mapping[str, ray.ObjectRef[Any]], doing: str, error: type[MegagrpoError], watch: NodeWatch
-) -> MegagrpoError | None:
-    """Returns the error of an actor that died; others may have noticed, and raised about it, before Ray did."""
-    ready, _ = (
-        ray.wait(list(results.values()), num_returns=len(results), timeout=DEATH_SECONDS) if results else ([], [])
-    )
-    answers = (answer_of(ref, name, doing, error, watch) for name, ref in results.items() if ref in ready)
-    return next((a for a in answers if isinstance(a, MegagrpoError) and " died" in a.problems[0].where), None)
 
 
 def settle(
@@ -295,10 +287,10 @@ def answer_of(
         if watch:
             watch.after_failure(failure)
         return error(Problem(f"{doing}: {name} died", str(failure).strip(), fix=CONTINUES))
-    except (GetTimeoutError, RayError) as failure:
-        lack = failure.client_exc if isinstance(failure, RaySystemError) else None
-        if isinstance(lack, OSError | MemoryError):  # of this process, while it read the answer
-            raise lack from failure
+    except RayError as failure:
+        cause = failure.client_exc if isinstance(failure, RaySystemError) else None
+        if isinstance(cause, OSError | MemoryError):  # of this process, while it read the answer
+            raise cause from failure
         return error(Problem(where=f"{doing}: no result from {name}", given=str(failure).strip()))
 
 

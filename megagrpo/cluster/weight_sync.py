@@ -41,9 +41,9 @@ def with_transport(recipe: Recipe, runtime: Runtime) -> Recipe:
     it before they import torch. Raises RecipeError if the recipe names one that cannot work here."""
     if not recipe.rollout.kind.started_by_us:
         return recipe
-    ranks = map(runtime.place_of_rank, range(len(runtime.devices.bundle_of_rank)))
-    of_engines = chain.from_iterable(map(runtime.places_of_engine, range(len(runtime.devices.bundles_of_engine))))
-    transport = choose_transport(recipe.weights.transfer, Topology(tuple(ranks), tuple(of_engines)))
+    ranks = runtime.places_of(runtime.devices.bundle_of_rank)
+    engines = runtime.places_of(chain.from_iterable(runtime.devices.bundles_of_engine))
+    transport = choose_transport(recipe.weights.transfer, Topology(ranks, engines))
     weights = recipe.weights.model_copy(update={"transfer": transport.value})
     return recipe.model_copy(update={"weights": weights})
 
@@ -251,27 +251,23 @@ class WeightSync:
         The first tensor that differs is compared bucket by bucket too, if the transport has buckets.
         """
         problems = []
+        ranks = self._policy.actors
         for destination, held in zip(self._destinations[engine], arrived, strict=True):
             wanted = expected[destination]
             problems += digest_problems(self.plan.destinations[destination].holder, wanted, held)
             differing = sorted(name for name in wanted.keys() & held.keys() if wanted[name] != held[name])
-            if differing:
-                problems += self._bucket_problems(engine, actor, differing[0], active)
+            if not differing:
+                continue
+            tensor = differing[0]
+            digests = {name: rank.bucket_digests.remote(tensor, active) for name, rank in ranks.items()}
+            digests[engine] = ask_engine(actor, "bucket_digests", tensor, active)
+            answers, failed = self._settle(digests, f"looking for the bucket of {tensor}", grace_seconds=0.0)
+            if failed:  # the tensor is named already; the next attempt finds the process that failed
+                continue
+            sent = {label: digest for name in ranks for label, digest in answers[name].items()}
+            for of_rank in answers[engine]:
+                problems += bucket_problems(tensor, sent | of_rank["sent"], of_rank["arrived"])
         return problems
-
-    def _bucket_problems(self, engine: str, actor: Any, tensor: str, active: Sequence[int]) -> list[Problem]:
-        ranks = self._policy.actors
-        digests = {name: actor.bucket_digests.remote(tensor, active) for name, actor in ranks.items()}
-        digests[engine] = ask_engine(actor, "bucket_digests", tensor, active)
-        answers, failed = self._settle(digests, f"looking for the bucket of {tensor}", grace_seconds=0.0)
-        if failed:  # the tensor is named already; the next attempt finds the process that failed
-            return []
-        sent = {label: digest for name in ranks for label, digest in answers[name].items()}
-        return [
-            problem
-            for of_rank in answers[engine]
-            for problem in bucket_problems(tensor, sent | of_rank["sent"], of_rank["arrived"])
-        ]
 
     def _connect(self, engines: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         """Opens the receiving ends of engines that have started since the last sync. Returns the engines that are left,

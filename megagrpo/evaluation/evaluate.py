@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megagrpo import typed_json
 from megagrpo.checkpoint.trainer_state import changes
 from megagrpo.cluster import runtime
+from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.reward_models import RewardModels
 from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
@@ -46,7 +47,6 @@ from megagrpo.recipe.defaults import own_rewards, plan_engines, run_directory, w
 from megagrpo.recipe.load import load
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
-from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.recipe.schema.eval import EvalSet, evaluation_metric_names
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.judging.rubric import is_file
@@ -120,7 +120,11 @@ def evaluate(
         for name, held_out in recipe.eval.of_sets().items():
             screen.print(metrics_table(held_out, one.responses[name], one.metrics[name]))
     if compared:
-        _show_comparison(compared, screen)
+        screen.print(f"\n{compared.models[1]} less {compared.models[0]}")
+        for name, differences in compared.sets.items():
+            screen.print(comparison_table(name, differences))
+            if len(set(compared.prompts[name].values())) > 1:
+                screen.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
     console.say(f"written to {output}")
     return 0
 
@@ -196,7 +200,11 @@ def _sample(recipe: Recipe, directory: Path, orders: Orders, log: ResponseLog, s
                     rollouts.wait(lambda: bool(complete))
                     rollouts.serve_all()  # also those that were lost and have started again
                     batch = [complete.popleft() for _ in range(min(len(complete), PROMPTS_AT_ONCE))]
-                    log.append(_scored(batch, orders, scorers))
+                    groups: dict[str, list[Group]] = {}
+                    for order in batch:
+                        groups.setdefault(orders[order], []).append(order.group())
+                    scored = {name: scorers[name].score_unshaped(of_set) for name, of_set in groups.items()}
+                    log.append([one for name, of_set in scored.items() for one in responses_of(name, of_set)])
                     work.advance(len(batch))
 
 
@@ -206,7 +214,7 @@ def _started(ray: Runtime, placed: Recipe, checked: Preflight[Recipe], closing: 
     check_files(ray, placed, read=(model, tokenizer, *checked.reward_models.values()))
     where = ", ".join(placed.rollout.urls) or f"{placed.rollout.engines} engines ({placed.rollout.engine}) with {model}"
     say(f"starting {where}")
-    rollouts = Rollouts(ray, placed, model, tokenizer, keeps_weights=True)
+    rollouts = Rollouts(EngineActors(ray, placed, model, tokenizer, keeps_weights=True))
     closing.callback(rollouts.close)
     rollouts.bring_back, rollouts.say = rollouts.serve_all, say
     rollouts.wait_until_ready()
@@ -237,17 +245,6 @@ def _scorers(
     return {name: scorers[key] for name, key in keys.items()}
 
 
-def _scored(batch: Sequence[Order], orders: Orders, scorers: Mapping[str, Scorer]) -> list[Response]:
-    groups: dict[str, list[Group]] = {}
-    for order in batch:
-        groups.setdefault(orders[order], []).append(order.group())
-    return [
-        response
-        for name, of_set in groups.items()
-        for response in responses_of(name, scorers[name].score_unshaped(of_set))
-    ]
-
-
 # --- what is written and shown ----------------------------------------------------------------------------------------
 
 
@@ -261,13 +258,21 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
         }
         for name, one in recipe.eval.of_sets().items()
     }
+    agent: dict[str, Any] = {}
+    if recipe.agent:
+        given = recipe.agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
+        named = (tool.arguments.get("corpus") for tool in recipe.agent.tool_configs)
+        # Size and mtime identify a corpus, which may be large.
+        corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
+        changed = {corpus: [stat.st_size, stat.st_mtime_ns] for corpus, stat in corpora.items()}
+        agent = {"agent": given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}}
     return {
         "model": dict(subject.identity(recipe)),
         "seed": recipe.seed,
         "dtype": recipe.model.dtype,
         "response_tokens_max": recipe.rollout.response_tokens_max,
         "stop_token_ids": recipe.rollout.stop_token_ids,
-        **({"agent": _agent(recipe, recipe.agent)} if recipe.agent else {}),
+        **agent,
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "reward_models": {
             name: model_identity(recipe.reward.models[name].path, directory)
@@ -281,15 +286,6 @@ def _settings(recipe: Recipe, subject: EvaluatedModel, prompts: Mapping[str, Seq
 def _content(prompt: Prompt) -> bytes:
     row = "\0".join((prompt.id, prompt.data_source, prompt.ability, typed_json.dumps(dict(prompt.extra_info))))
     return f"{row}\0".encode(errors="surrogatepass") + prompt.content()
-
-
-def _agent(recipe: Recipe, agent: AgentConfig) -> dict[str, Any]:
-    """Returns the agent's settings that rollouts depend on. Size and mtime identify a corpus, which may be large."""
-    given = agent.model_dump(mode="json", exclude={"processes", "rollouts_at_once"})
-    named = (tool.arguments.get("corpus") for tool in agent.tool_configs)
-    corpora = {corpus: Path(corpus).stat() for corpus in named if isinstance(corpus, str) and Path(corpus).exists()}
-    changed = {corpus: [stat.st_size, stat.st_mtime_ns] for corpus, stat in corpora.items()}
-    return given | {"tokens_max": recipe.sequence_tokens_max, "corpora": changed}
 
 
 def _own_files(recipe: Recipe) -> Iterator[str]:
@@ -336,9 +332,8 @@ def metrics_table(held_out: EvalSet, responses: Sequence[Response], metrics: Map
     prompts, sources = ({getattr(one, name) for one in responses} for name in ("prompt_id", "data_source"))
     size = f"{len(prompts)} prompts x {held_out.samples_per_prompt}"
     shown = sorted(sources) if len(sources) > 1 else ()
-    table = Table("metric", "mean", "95 % interval", *shown, title=f"{held_out.name}: {size}", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    numbers = [Column(heading, justify="right") for heading in ("mean", "95 % interval", *shown)]
+    table = Table("metric", *numbers, title=f"{held_out.name}: {size}", title_justify="left")
     parts = [name for name in metrics if name.startswith("reward/") and name != "reward/errors"]
     for name in (*evaluation_metric_names(held_out.samples_per_prompt), *parts):
         interval = ""
@@ -371,22 +366,11 @@ def _compared(recipe: Recipe, evaluated: Sequence[Evaluated], output: Path) -> C
     return compared
 
 
-def _show_comparison(compared: Comparison, console: Console) -> None:
-    first, second = compared.models
-    console.print(f"\n{second} less {first}")
-    for name, differences in compared.sets.items():
-        console.print(comparison_table(name, differences))
-        if len(set(compared.prompts[name].values())) > 1:
-            console.print("{both} prompts that both have, of {first} and {second}".format(**compared.prompts[name]))
-
-
 def comparison_table(held_out: str, differences: Sequence[Difference]) -> Table:
     """Draws one set: a row for each metric of two models."""
-    headings = ("metric", "first", "second", "difference", "95 % interval", "p", "test")
+    numbers = [Column(name, justify="right") for name in ("first", "second", "difference", "95 % interval", "p")]
     prompts = max((one.prompts for one in differences), default=0)
-    table = Table(*headings, title=f"{held_out}: the same {prompts} prompts", title_justify="left")
-    for column in table.columns[1:6]:
-        column.justify = "right"
+    table = Table("metric", *numbers, "test", title=f"{held_out}: the same {prompts} prompts", title_justify="left")
     for one in differences:
         interval = f"{one.low:+.3f} to {one.high:+.3f}"
         table.add_row(

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -189,7 +188,7 @@ def _server_info(url: str, variable: str | None) -> Mapping[str, Any]:
         request = urllib.request.Request(f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as answer:
             info = json.load(answer)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:
         fix = "check the URL; --api-key-variable names the environment variable with the server's key"
         raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
     return info if isinstance(info, dict) else {}

@@ -167,7 +167,7 @@ def device_problems(
 
 
 def joins_cluster(recipe: AnyRecipe) -> bool:
-    return bool(recipe.cluster.address or os.environ.get("RAY_ADDRESS"))
+    return (recipe.cluster.address or os.environ.get("RAY_ADDRESS") or "local") != "local"
 
 
 def gpu_problems(needed: int, purpose: str, smaller: str) -> Iterator[Problem]:

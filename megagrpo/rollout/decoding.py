@@ -154,15 +154,12 @@ class Record:
 
     def samples(self) -> list[Sample]:
         """Returns the sample so far of each request, without text. Its finish is "abort" until it has ended."""
-        return [self._sample(row, length) for row, length in enumerate(self.lengths.tolist())]
-
-    def _sample(self, row: int, length: int) -> Sample:
-        request, ended = self.requests[row], length == self.limits[row]
-        finish: FinishReason = "stop" if self.stopped[row] else "length" if ended else "abort"
-        tokens, logprobs, versions = (
-            array[row, :length].copy() for array in (self.tokens, self.logprobs, self.versions)
-        )
-        return after_begun(request, Sample(request.prompt_id, request.index, tokens, logprobs, versions, finish, ""))
+        samples, arrays = [], (self.tokens, self.logprobs, self.versions)
+        for row, (at, length) in enumerate(zip(self.requests, self.lengths.tolist(), strict=True)):
+            finish: FinishReason = "stop" if self.stopped[row] else "length" if length == self.limits[row] else "abort"
+            tokens, logprobs, versions = (array[row, :length].copy() for array in arrays)
+            samples.append(after_begun(at, Sample(at.prompt_id, at.index, tokens, logprobs, versions, finish, "")))
+        return samples
 
 
 # --- one token for each row -------------------------------------------------------------------------------------------

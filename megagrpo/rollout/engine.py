@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -41,14 +41,14 @@ class SoFar:
     @classmethod
     def of(cls, samples: Mapping[int, Sample]) -> SoFar:
         """Joins samples, by ticket. Drops the last token of an ended one: an engine that resumes it samples that."""
-        whole = {ticket: one if one.finish == "abort" else shortened(one) for ticket, one in samples.items()}
-        parts = {ticket: one for ticket, one in whole.items() if len(one.tokens)}
+        counts = {ticket: len(one.tokens) - (one.finish != "abort") for ticket, one in samples.items()}
+        parts = [(samples[ticket], count) for ticket, count in counts.items() if count > 0]
         return cls(
-            np.fromiter(parts, np.int64, len(parts)),
-            np.cumsum([len(one.tokens) for one in parts.values()], dtype=np.int64),
-            np.concatenate([np.empty(0, np.int32), *(one.tokens for one in parts.values())]),
-            np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in parts.values())]),
-            np.concatenate([np.empty(0, np.int32), *(one.versions for one in parts.values())]),
+            np.array([ticket for ticket, count in counts.items() if count > 0], np.int64),
+            np.cumsum([count for _, count in parts], dtype=np.int64),
+            np.concatenate([np.empty(0, np.int32), *(one.tokens[:count] for one, count in parts)]),
+            np.concatenate([np.empty(0, np.float32), *(one.logprobs[:count] for one, count in parts)]),
+            np.concatenate([np.empty(0, np.int32), *(one.versions[:count] for one, count in parts)]),
         )
 
     def counts(self) -> dict[int, int]:
@@ -133,7 +133,6 @@ class Engine(Protocol):
 
     def manifests(self) -> list[Manifest]:
         """Returns what each engine rank holds and where: destinations of a weight plan, in rank order."""
-        ...
 
     def connect(self, plan: WeightPlan, destinations: Sequence[int], channel: Channel) -> None:
         """Opens the receiving end of every engine rank; `destinations` are their indices in the plan, in rank order.
@@ -141,51 +140,40 @@ class Engine(Protocol):
         Called once, and again with another plan or after a restart. Raises WeightSyncError if the engine does not hold
         what its manifests say.
         """
-        ...
 
     def begin_update(self, version: int) -> None:
         """Pauses generation and opens an update. An update that failed is begun again in the same way."""
-        ...
 
     def receive(self, version: int) -> None:
         """Writes the weights in place as they arrive. Raises WeightSyncError if some do not arrive."""
-        ...
 
     def end_update(self, version: int) -> list[Mapping[str, int]]:
         """Closes the transfer and returns, by engine rank, the digest of every checkpoint tensor that it holds."""
-        ...
 
     def bucket_digests(self, tensor: str, destinations: Sequence[int]) -> list[Mapping[str, Mapping[str, int]]]:
         """Returns, by engine rank, the "sent" and "arrived" digests of a tensor's buckets, to find the wrong bucket.
 
         Called after end_update of a sync to these destinations of the plan. Empty if weights do not come in buckets.
         """
-        ...
 
     def keep_weights(self, version: int) -> None:
         """Labels the weights that it serves as `version`: an update that brings nothing. Raises EngineError if it
         holds no verified weights."""
-        ...
 
     def commit_update(self, version: int) -> None:
         """Resumes generation, as the digests agree. Tokens sampled from now on carry `version`."""
-        ...
 
     def begin(self, requests: Mapping[int, Request], done: Done) -> None:
         """Starts to sample these requests, by ticket. Raises EngineError for a prompt without tokens."""
-        ...
 
     def give_back(self, tickets: Collection[int]) -> None:
         """Ends these requests soon: their samples have the tokens so far, and finish "abort"."""
-        ...
 
     def so_far(self) -> SoFar:
         """Returns the tokens of running requests, as far as the engine knows them. Any thread may call it."""
-        ...
 
     def rests(self) -> bool:
         """Returns whether no token is due: nothing runs, weights are on their way, or the engine cannot tell."""
-        ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Frees device memory, if the engine can. No request may be running.
@@ -193,11 +181,9 @@ class Engine(Protocol):
         After "weights" an update, which takes their memory back, must come before the next request. The cache takes its
         memory back at the next request.
         """
-        ...
 
     def close(self) -> None:
         """Ends the engine and frees its weights. May be called in any state, and twice."""
-        ...
 
 
 class EngineState(Enum):
@@ -277,9 +263,3 @@ class UpdateProtocol:
     def _require(self, condition: bool, called: str, needed: str) -> None:
         if not condition:
             raise EngineError(Problem(f"{self.name}: {called}", f"the engine is {self.state.value}", needed))
-
-
-def shortened(sample: Sample) -> Sample:
-    """Returns the sample without its last token."""
-    tokens, logprobs, versions = (array[:-1] for array in (sample.tokens, sample.logprobs, sample.versions))
-    return replace(sample, tokens=tokens, logprobs=logprobs, versions=versions)

@@ -59,7 +59,7 @@ class Order:
         """Returns the indices of the requests without a sample."""
         return [index for index in range(len(self.requests)) if index not in self.samples]
 
-    def go_on_after(self, index: int, sample: Sample) -> None:
+    def resume_after(self, index: int, sample: Sample) -> None:
         """Makes the next engine resume this request after the tokens of `sample`."""
         request = self.requests[index]
         if 0 < len(sample.tokens) < request.sampling.max_tokens:  # a continued run may have another limit
@@ -163,7 +163,7 @@ class Pool:
         for number in reversed(list(lost)):
             ticket = self.lost.pop(number)
             if number in so_far:
-                ticket.order.go_on_after(ticket.index, so_far[number])
+                ticket.order.resume_after(ticket.index, so_far[number])
             if ticket.order not in self._withdrawn:
                 self._wait(ticket, first=True)
 
@@ -219,12 +219,12 @@ class Pool:
                 continue
             order = ticket.order
             if order in self._withdrawn and sample.finish == "abort":
-                order.go_on_after(ticket.index, sample)
+                order.resume_after(ticket.index, sample)
                 continue
             before = ticket.request.begun.tokens if ticket.request.begun else ()
             goes_on = len(before) < len(sample.tokens) < ticket.request.sampling.max_tokens
             if self._continues and sample.finish == "abort" and goes_on:
-                order.go_on_after(ticket.index, sample)
+                order.resume_after(ticket.index, sample)
                 self._wait(ticket, first=True)
                 continue
             order.samples[ticket.index] = sample

@@ -138,7 +138,14 @@ class TransformersEngine(Engine):
 
     def _work(self) -> None:
         torch.set_num_threads(self._threads)  # of this thread: OpenMP counts them for each
-        while self._next_batches():
+        while True:
+            with self._changed:
+                self._rest()
+                self._changed.wait_for(lambda: self._closed or (self._serves and bool(self._waiting)))
+                self._running, self._waiting = self._waiting, {}
+                self._samples = True
+                if self._closed:
+                    return
             for batch in _batches(self._running, self._requests_at_once):
                 try:
                     with torch.inference_mode():
@@ -150,15 +157,6 @@ class TransformersEngine(Engine):
                     self._answer(dict.fromkeys(batch, EngineError(problem)))
                 else:
                     self._answer(dict(zip(batch, samples, strict=True)))
-
-    def _next_batches(self) -> bool:
-        """Waits for requests, and for weights to sample with. Returns False if the engine is closed."""
-        with self._changed:
-            self._rest()
-            self._changed.wait_for(lambda: self._closed or (self._serves and bool(self._waiting)))
-            self._running, self._waiting = self._waiting, {}
-            self._samples = True
-            return not self._closed
 
     def _answer(self, answers: Mapping[int, Sample | MegagrpoError]) -> None:
         """Hands answers to `done`. Queues a response again if an update ended it."""

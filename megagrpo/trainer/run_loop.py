@@ -61,8 +61,8 @@ class Training(ABC):
         """Returns metrics of these sets' held-out items, without `eval/`. step: of the weights; 0: before training."""
         raise NotImplementedError("the recipe of such a run has no eval.sets")
 
-    def saving(self, step: int, *, goes_on: bool) -> AbstractContextManager[None]:
-        """Makes the ranks ready to save inside the context. goes_on: another step follows."""
+    def saving(self, step: int, *, continues: bool) -> AbstractContextManager[None]:
+        """Makes the ranks ready to save inside the context. continues: another step follows."""
         return nullcontext()
 
     def exporting(self) -> AbstractContextManager[None]:
@@ -189,12 +189,20 @@ class Loop(Generic[AnyTraining]):
             with self.training.ranks.alone():
                 if self.state.step > self.setup.saving.wait():
                     self.training.give_up()
-                    self._save(goes_on=False)
+                    self._save(continues=False)
             if self._failure:
                 raise self._failure from None
             raise
         except (EngineError, WeightSyncError, RewardError, MachineError, NodeLostError, OSError):
-            self._save_whole_step()
+            step, ranks, say = self.state.step, self.training.ranks, self.setup.tracker.say
+            with ranks.alone():
+                if step > self.setup.saving.wait() and ranks.step == step:
+                    try:
+                        self.training.give_up()
+                        self._save(continues=False)
+                        say(f"step {step} is saved: the same command continues after it")
+                    except MegagrpoError as error:
+                        say(f"step {step} could not be saved: {error}")
             raise
         if reason:
             self.setup.tracker.say(f"stopped after step {self.state.step}: {reason}")
@@ -204,7 +212,11 @@ class Loop(Generic[AnyTraining]):
         setup, begun = self.setup, self.state.step
         taken = begun  # the newest step whose update was not skipped
         if begun == 0 and setup.recipe.eval.due(0):
-            self._evaluate_start()
+            self._evaluate(last=False)
+            metrics = self._evaluation_metrics()
+            setup.tracker.log(0, metrics | setup.clock.take())
+            if setup.alerts:
+                setup.alerts.after(0, metrics)
         reason = reason_to_stop(setup.recipe, self.state, setup.cursor)
         while self.state.unlogged is not None or (self.state.step < setup.last_step and not reason):
             if self.state.unlogged is None:
@@ -264,21 +276,17 @@ class Loop(Generic[AnyTraining]):
         self._log()
         ends = bool(last or reason or self._failure)
         if ends or step % recipe.checkpoint.every_steps == 0 or self._is_new_best():
-            self._save(goes_on=not ends)
+            self._save(continues=not ends)
             if self.state.evaluation and all(map(isfinite, self.state.evaluation.values())):
                 setup.saving.confirm()
-        self._export(goes_on=not (last or reason))
+        if every := recipe.checkpoint.export_every_steps:
+            setup.exports.report()
+            if step % every == 0 and not self._failure:
+                with setup.clock.phase("export"), self.training.saving(step, continues=not (last or reason)):
+                    setup.exports.begin(self.training.ranks, step)
         if self._failure:
             raise self._failure
         return reason
-
-    def _evaluate_start(self) -> None:
-        """Evaluates and logs the model as it was before the first step."""
-        self._evaluate(last=False)
-        metrics = self._evaluation_metrics()
-        self.setup.tracker.log(0, metrics | self.setup.clock.take())
-        if self.setup.alerts:
-            self.setup.alerts.after(0, metrics)
 
     def _evaluate(self, *, last: bool) -> None:
         """Evaluates the sets that are due after the newest step and not evaluated yet."""
@@ -317,33 +325,12 @@ class Loop(Generic[AnyTraining]):
         best = self.setup.saving.best()
         return best is None or evaluation[metric] > best
 
-    def _save(self, *, goes_on: bool) -> None:
-        with self.setup.clock.phase("checkpoint"), self.training.saving(self.state.step, goes_on=goes_on):
+    def _save(self, *, continues: bool) -> None:
+        with self.setup.clock.phase("checkpoint"), self.training.saving(self.state.step, continues=continues):
             state = replace(self.state, tracker_runs=self.setup.tracker.run_ids)
             self.setup.saving.begin(self.training.ranks, state, self.pending)
-        if not goes_on:
+        if not continues:
             self.setup.saving.finish()
-
-    def _save_whole_step(self) -> None:
-        """Saves the last step after an error outside the ranks, if they are whole and still hold it."""
-        step, ranks, say = self.state.step, self.training.ranks, self.setup.tracker.say
-        with ranks.alone():
-            if step > self.setup.saving.wait() and ranks.step == step:
-                try:
-                    self.training.give_up()
-                    self._save(goes_on=False)
-                    say(f"step {step} is saved: the same command continues after it")
-                except MegagrpoError as also:
-                    say(f"step {step} could not be saved: {also}")
-
-    def _export(self, *, goes_on: bool) -> None:
-        """Reports exports that are over, and begins one if it is due and the step has no failure."""
-        setup, step = self.setup, self.state.step
-        if every := setup.recipe.checkpoint.export_every_steps:
-            setup.exports.report()
-            if step % every == 0 and not self._failure:
-                with setup.clock.phase("export"), self.training.saving(step, goes_on=goes_on):
-                    setup.exports.begin(self.training.ranks, step)
 
 
 @contextmanager

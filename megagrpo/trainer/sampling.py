@@ -49,7 +49,7 @@ class Begun:
 
 
 class Background(EngineSource):
-    """Groups that are in progress while others train. Prompts begin once `go_on` is called. Methods are for the thread
+    """Groups that are in progress while others train. Prompts begin once `resume` is called. Methods are for the thread
     that trains; they raise the errors of engines and rewards.
 
     sync, with carry_over or oversample   sampling ends when a step has its groups; the others continue in the next
@@ -69,7 +69,6 @@ class Background(EngineSource):
         """Guards all that follows."""
         self._drawn: deque[Prompt] = deque()
         self._begun: dict[int, Begun] = {}
-        self._of_order: dict[Order, Begun] = {}
         self._unscored: deque[Begun] = deque()
         self._dropped: list[Begun] = []
         self._paused = True
@@ -93,10 +92,10 @@ class Background(EngineSource):
         clock, schedule = self.run.clock, self._recipe.schedule
         if not isinstance(schedule, SyncConfig):
             with clock.phase("rollout"):
-                self.go_on()
+                self.resume()
                 return self.take()
         with self.engines_alone(), clock.phase("rollout"):
-            self.go_on()
+            self.resume()
             sampled = self.take(then_pause=True)
             self.pause()
             return self.cut(sampled) if schedule.oversample else sampled
@@ -109,7 +108,7 @@ class Background(EngineSource):
             sync(self.run, version, changed=changed)
             self.advance(version)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Starts prompts as admission allows, and resumes those that `pause` withdrew."""
         with self._changed:
             if self._paused:
@@ -119,8 +118,9 @@ class Background(EngineSource):
 
     def take(self, *, then_pause: bool = False) -> Sampled:
         """Waits for the groups of the next step, and returns them. then_pause: no prompt begins in their place, as
-        `pause` follows. Raises EngineError if a token's version is outside the allowed staleness, or if no sample
-        ended within rollout.timeout_seconds."""
+        `pause` follows. Raises EngineError if the staleness exceeds the recipe's limit: a token's version is older than
+        its group's first or newer than the policy's, or the group's last step has passed; or if no sample ended within
+        rollout.timeout_seconds."""
         taken: list[Admitted] = []
 
         with progress("generating and scoring", self._per_step, "groups") as work:
@@ -129,7 +129,7 @@ class Background(EngineSource):
                 if self._failure is not None:
                     raise self._failure
                 require_alive(self._thread)
-                work.done = min(self._per_step, sum(each.group is not None for each in self._begun.values()))
+                work.done = min(self._per_step, sum(begun.group is not None for begun in self._begun.values()))
                 if self._dropped:
                     work.unit = f"groups; {len(self._dropped):,} others taught nothing"
                 taken.extend(self._admission.take() or ())
@@ -138,21 +138,25 @@ class Background(EngineSource):
             self._rollouts.wait(ready)
         with self._changed:
             begun = [self._begun.pop(admitted.number) for admitted in taken]
-            dropped, self._dropped = sorted(self._dropped, key=lambda each: each.admitted.number), []
+            dropped, self._dropped = sorted(self._dropped, key=lambda begun: begun.admitted.number), []
             self._paused = then_pause
             self._admit()
-            oldest = min((each.since for each in self._begun.values()), default=None)
-        ended = [(each.admitted, each.order.joints, each.group) for each in (*begun, *dropped) if each.group]
+            oldest = min((later.since for later in self._begun.values()), default=None)
+        ended = [(one.admitted, one.order.joints, one.group) for one in (*begun, *dropped) if one.group]
         everything = [group for _, _, group in ended]
         groups = everything[: len(begun)]
         version = self._admission.version
-        for each in begun:
-            require_versions(each, version)
+        for admitted, group in zip(taken, groups, strict=True):
+            if version + 1 > admitted.last_step:
+                given, fix = f"step {version + 1} of the run, after version {admitted.version}", "report it"
+                needed = f"a step until {admitted.last_step}"
+                raise EngineError(Problem(f"group {admitted.number}", f"{given}, with which it began", needed, fix))
+            require_version([group], version, admitted.version)
         if not any_ended(groups):
             raise none_ended(groups, version + 1, self._recipe)
         metrics = staleness_metrics(groups, version) | {
-            "staleness/carried_over": float(sum(each.admitted.version < version for each in begun)),
-            "staleness/continued": float(sum(each.order.continued for each in begun)),
+            "staleness/carried_over": float(sum(admitted.version < version for admitted in taken)),
+            "staleness/continued": float(sum(one.order.continued for one in begun)),
             "staleness/oldest_seconds": 0.0 if oldest is None else time.monotonic() - oldest,
         }
         logged = [
@@ -173,7 +177,7 @@ class Background(EngineSource):
             self._rollouts.drop([begun.order for begun in self._incomplete()])
 
     def pause(self) -> None:
-        """Withdraws all incomplete groups: engines work on none of them until `go_on`."""
+        """Withdraws all incomplete groups: engines work on none of them until `resume`."""
         with self._changed:
             self._paused = True
             orders = [begun.order for begun in self._incomplete()]
@@ -186,7 +190,6 @@ class Background(EngineSource):
             for begun in cut:
                 self._admission.drop(begun.admitted.number)
             self._begun.clear()
-            self._of_order.clear()
             self._unscored.clear()
         self._rollouts.drop([begun.order for begun in cut if not begun.order.complete])
         trained = [len(sample.tokens) for group in sampled.groups for sample in group.samples]
@@ -212,28 +215,27 @@ class Background(EngineSource):
     def pending(self) -> Pending:
         with self._changed:
             begun = [*self._dropped, *self._begun.values()]
-            groups = [each.group or Group(each.prompt, each.order.finished()) for each in begun]
+            groups = [one.group or Group(one.prompt, one.order.finished()) for one in begun]
             read = self._rollouts.so_far()
             left = [
-                [(each.order, index, each.order.requests[index].begun) for index in each.order.missing()]
-                for each in begun
+                [(one.order, index, one.order.requests[index].begun) for index in one.order.missing()] for one in begun
             ]
             drawn = list(self._drawn)
 
             def unfinished() -> list[list[Sample]]:
                 running = read()
-                so_far = [[running.get((order, index), before) for order, index, before in each] for each in left]
-                known = [[sample for sample in each if sample and len(sample.tokens)] for each in so_far]
+                so_far = [[running.get((order, index), before) for order, index, before in group] for group in left]
+                known = [[sample for sample in group if sample and len(sample.tokens)] for group in so_far]
                 return known + [[] for _ in drawn]
 
             return Pending(
                 groups=(*groups, *(Group(prompt, ()) for prompt in drawn)),
                 dropped=len(self._dropped),
-                numbers=tuple(each.admitted.number for each in begun),
-                versions=tuple(each.admitted.version for each in begun),
+                numbers=tuple(one.admitted.number for one in begun),
+                versions=tuple(one.admitted.version for one in begun),
                 next_number=self._admission.next_number,
                 cursor=self._cursor.state(),
-                joints=tuple({at: tuple(joints) for at, joints in each.order.joints.items()} for each in begun),
+                joints=tuple({at: tuple(joints) for at, joints in one.order.joints.items()} for one in begun),
                 unfinished=tuple if self._recipe.one_version else unfinished,
             )
 
@@ -250,37 +252,38 @@ class Background(EngineSource):
                 if self._cursor.exhausted:
                     break
                 self._drawn += self._cursor.next(self._per_step)
-            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()))
+            orders.append(self._begin(self._admission.admit(), self._drawn.popleft()).order)
         if orders:
             self._rollouts.add(orders)
 
-    def _begin(self, admitted: Admitted, prompt: Prompt) -> Order:
-        order = self._rollouts.order(prompt, step_of(admitted.number, self._recipe), self._completed)
-        self._begun[admitted.number] = self._of_order[order] = Begun(admitted, prompt, order, time.monotonic())
-        return order
+    def _begin(self, admitted: Admitted, prompt: Prompt) -> Begun:
+        number = admitted.number
+        order = self._rollouts.order(prompt, step_of(number, self._recipe), lambda order: self._completed(number))
+        self._begun[number] = begun = Begun(admitted, prompt, order, time.monotonic())
+        return begun
 
     def _restore(self, pending: Pending) -> None:
         unfinished = [*pending.unfinished(), *([()] * len(pending.groups))]
         all_joints = [*pending.joints, *([{}] * len(pending.groups))]  # none in files of earlier versions
-        begun = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
-        for number, version, group, _, joints in begun[: pending.dropped]:
+        saved = list(zip(pending.numbers, pending.versions, pending.groups, unfinished, all_joints, strict=False))
+        for number, version, group, _, joints in saved[: pending.dropped]:
             order = self._rollouts.order(group.prompt, step_of(number, self._recipe))
             order.joints = {at: list(ends) for at, ends in joints.items()}
             admitted = Admitted(number, version, version, complete=True)
             self._dropped.append(Begun(admitted, group.prompt, order, time.monotonic(), group))
-        for number, version, group, goes_on, joints in begun[pending.dropped :]:
-            order = self._begin(self._admission.readmit(number, version), group.prompt)
+        for number, version, group, running, joints in saved[pending.dropped :]:
+            begun = self._begin(self._admission.readmit(number, version), group.prompt)
+            order = begun.order
             order.samples = {sample.index: sample for sample in group.responses}
-            begun_ones = {sample.index for sample in (*group.responses, *goes_on)}  # the others begin anew
-            order.joints = {at: list(ends) for at, ends in joints.items() if at in begun_ones}
-            for sample in goes_on:
-                order.go_on_after(sample.index, sample)
+            known = {sample.index for sample in (*group.responses, *running)}  # the others begin anew
+            order.joints = {at: list(ends) for at, ends in joints.items() if at in known}
+            for sample in running:
+                order.resume_after(sample.index, sample)
             if group.scores:
-                # Earlier versions saved the baseline as a sample.
-                self._of_order.pop(order).group = with_baseline(group, self._recipe)
+                begun.group = with_baseline(group, self._recipe)  # earlier versions saved the baseline as a sample
                 self._admission.complete(number)
             elif order.complete:
-                self._completed(order)
+                self._completed(number)
         self._drawn += (group.prompt for group in pending.groups[len(pending.numbers) :])
 
     def _incomplete(self) -> list[Begun]:
@@ -288,61 +291,47 @@ class Background(EngineSource):
 
     # --- the thread that scores ---------------------------------------------------------------------------------------
 
-    def _completed(self, order: Order) -> None:
-        """Queues a complete order for scoring. The engines' thread calls it."""
+    def _completed(self, number: int) -> None:
+        """Queues a group for scoring, as its order is complete. The engines' thread calls it."""
         with self._changed:
-            if begun := self._of_order.pop(order, None):  # else it was cut meanwhile
+            if begun := self._begun.get(number):  # else it was cut meanwhile
                 self._unscored.append(begun)
                 self._changed.notify_all()
 
     def _score(self) -> None:
         try:
             while not self._closed:
-                self._score_once()
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
+                    complete = list(self._unscored)
+                    self._unscored.clear()
+                if not complete or self._closed:
+                    continue
+                scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
+                with self._changed:
+                    for begun, group in zip(complete, scored, strict=True):
+                        self._take_in(begun, group)
+                    if not self._closed:
+                        self._admit()
+                    self._changed.notify_all()
         except (MegagrpoError, OSError) as error:
             self._failure = error
 
-    def _score_once(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._unscored) or self._closed, LOOK_SECONDS)
-            complete = list(self._unscored)
-            self._unscored.clear()
-        if not complete or self._closed:
-            return
-        scored = self._scorer.score([with_baseline(begun.order.group(), self._recipe) for begun in complete])
-        with self._changed:
-            for begun, group in zip(complete, scored, strict=True):
-                self._take_in(begun, group)
-            if not self._closed:
-                self._admit()
-            self._changed.notify_all()
-
     def _take_in(self, begun: Begun, group: Group) -> None:
+        """Takes a scored group, unless it was cut meanwhile; drops one without signal in dynamic sampling."""
         number = begun.admitted.number
-        if number not in self._begun:
-            return  # it was cut meanwhile
-        begun.group = group
-        if self._recipe.rollout.dynamic_sampling and not with_signal([group], self._recipe):
-            self._admission.drop(number)
-            del self._begun[number]
-            self._dropped.append(begun)
-            return
-        self._admission.complete(number)
+        if number in self._begun:
+            begun.group = group
+            if not self._recipe.rollout.dynamic_sampling or with_signal([group], self._recipe):
+                self._admission.complete(number)
+            else:
+                self._admission.drop(number)
+                self._dropped.append(self._begun.pop(number))
 
 
 def step_of(number: int, recipe: Recipe) -> int:
     """Returns the step number in the seeds of this group's samples: of a synchronous run that trains every group."""
     return number // recipe.rollout.prompts_per_step + 1
-
-
-def require_versions(begun: Begun, newest: int) -> None:
-    """Raises EngineError if weights older than the group's first version or newer than `newest` sampled a token, or if
-    the group's last step has passed: the staleness never exceeds the recipe's limit."""
-    first, last_step = begun.admitted.version, begun.admitted.last_step
-    if newest + 1 > last_step:
-        given, fix = f"step {newest + 1} of the run, after version {first}, with which it began", "report it"
-        raise EngineError(Problem(f"group {begun.admitted.number}", given, f"a step until {last_step}", fix))
-    require_version([begun.group] if begun.group else [], newest, first)
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from megagrpo.errors import EngineError, MegagrpoError, NodeLostError, WeightSyncError
 from megagrpo.trainer.batches import Sampled
 from megagrpo.trainer.run import Run, SampleSource, Step, TrainRun
-from megagrpo.trainer.step import load, sample, solved_prompts, sync, train, what_was_learned
+from megagrpo.trainer.step import learned_of, load, sample, solved_prompts, sync, train
 from megagrpo.trainer.step_metrics import step_metrics
 
 
@@ -26,7 +26,7 @@ def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: fl
     sampled = source.next(step)
     loaded = load(run, sampled, step, kl_coefficient)
     trained = train(run, loaded, step, kl_coefficient)
-    learned = what_was_learned(run, sampled, loaded, trained)
+    learned = learned_of(run, sampled, loaded, trained)
     failure: MegagrpoError | None = None
     try:
         source.sync(step, changed=trained.changed)

@@ -20,6 +20,7 @@ from megagrpo.data.prompts import Read
 from megagrpo.errors import RecipeError
 from megagrpo.plan.plan import plan_of
 from megagrpo.plan.show.as_json import plan_json
+from megagrpo.preflight.machine import joins_cluster
 from megagrpo.preflight.preflight import Preflight
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import plan_devices, run_directory, total_steps
@@ -57,7 +58,7 @@ class Setup(Generic[Kind, AnyItem]):
         self._ray: Runtime | None = None
         closing.enter_context(only_process_of(run_directory(recipe)))
         # Large checkpoints are verified by all nodes, which takes Ray; on one machine this process reads as fast.
-        if store.newest() and runtime.joins_cluster(recipe):
+        if store.newest() and joins_cluster(recipe):
             self.start_ray()
         with stopping.giving_up(), progress("looking for a checkpoint, and verifying it"):
             self.resumed = checkpoint_to_resume(store, recipe)

@@ -23,12 +23,12 @@ from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.errors import AgentError, EngineError, Problem
 from megagrpo.recipe.defaults import prompts_of_round
-from megagrpo.recipe.schema import DynamicSamplingConfig, Recipe
+from megagrpo.recipe.schema import Recipe
 from megagrpo.rollout.requests import with_baseline
 from megagrpo.track.rollout_writer import Learned, first_groups
 from megagrpo.trainer.batches import Sampled, branches_of, save_batch
 from megagrpo.trainer.run import Run, TrainRun
-from megagrpo.types import Branch, Group, Prompt, Sample, Score, Turn
+from megagrpo.types import Group, Prompt, Sample, Score, Turn
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import CriticMetrics, StepMetrics
@@ -37,19 +37,25 @@ ATTEMPTS = 3
 """Attempts at a step's responses while engines give up on every one."""
 
 ERRORS_SHOWN = 3
-NEVER_ASKED = "no answer of the policy: the agent never asked for one"
 
 # --- sample and score -------------------------------------------------------------------------------------------------
 
 
 def sample(run: Run, step: int) -> Sampled:
-    """Generates and scores responses to the next prompts: in rounds with dynamic sampling, greedy ones for remax."""
-    recipe = run.recipe
-    if recipe.rollout.dynamic_sampling:
-        return _in_rounds(run, step, recipe.rollout.dynamic_sampling)
-    prompts = run.cursor.next(recipe.rollout.prompts_per_step)
-    groups = score(run, generate(run, prompts, step))
-    return Sampled(groups, groups)
+    """Generates and scores responses to the next prompts, with greedy ones for remax. Dynamic sampling replaces groups
+    without signal by those of new prompts, in further rounds (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
+    wanted, dynamic = run.recipe.rollout.prompts_per_step, run.recipe.rollout.dynamic_sampling
+    useful: list[Group] = []
+    everything: list[Group] = []
+    drawn: Counter[str] = Counter()
+    rounds = 0
+    while len(useful) < wanted and rounds < (dynamic.rounds_max if dynamic else 1):
+        prompts = run.cursor.next(prompts_of_round(wanted, len(useful), len(everything)), drawn)
+        groups = score(run, generate(run, prompts, step))
+        everything += groups
+        useful += with_signal(groups, run.recipe) if dynamic else groups
+        rounds += 1
+    return Sampled(useful[:wanted], everything, rounds, left_over=max(0, len(useful) - wanted))
 
 
 def generate(run: Run, prompts: Sequence[Prompt], step: int) -> list[Group]:
@@ -105,7 +111,8 @@ def agent_error(sample: Sample) -> str:
     refused = [name.removeprefix("refused/") for name in sorted(run.counts) if name.startswith("refused/")]
     if len(sample.tokens) or "turn_aborted" in refused or (run.error and not refused):
         return ""
-    return f"no answer of the policy: requests were refused, {', '.join(refused)}" if refused else NEVER_ASKED
+    why = f"requests were refused, {', '.join(refused)}" if refused else "the agent never asked for one"
+    return f"no answer of the policy: {why}"
 
 
 def score(run: Run, groups: Sequence[Group]) -> list[Group]:
@@ -140,22 +147,6 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
     ]
 
 
-def _in_rounds(run: Run, step: int, dynamic: DynamicSamplingConfig) -> Sampled:
-    """Replaces groups without signal by those of new prompts (DAPO, arXiv:2503.14476, section 3.2, eq. 11)."""
-    wanted = run.recipe.rollout.prompts_per_step
-    useful: list[Group] = []
-    everything: list[Group] = []
-    drawn: Counter[str] = Counter()
-    rounds = 0
-    while len(useful) < wanted and rounds < dynamic.rounds_max:
-        prompts = run.cursor.next(prompts_of_round(wanted, len(useful), len(everything)), drawn)
-        groups = score(run, generate(run, prompts, step))
-        everything += groups
-        useful += with_signal(groups, run.recipe)
-        rounds += 1
-    return Sampled(useful[:wanted], everything, rounds, left_over=max(0, len(useful) - wanted))
-
-
 # --- advantages and batch ---------------------------------------------------------------------------------------------
 
 
@@ -186,8 +177,15 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
     rows = trainable_rows(inputs)
     if algorithm.reads_batch:
         with run.clock.phase("logprobs"):
-            batches = load_batch(run, sampled.groups, rows, step)
-            inputs = _with_kl_and_values(run, inputs, kl_coefficient, loaded=bool(batches))
+            batches, zeros = load_batch(run, sampled.groups, rows, step), ragged_zeros(inputs.tokens)
+            if algorithm.kl_in_reward:
+                kl = run.policy.of_tokens("token_kl", inputs.tokens) if batches else zeros
+                inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
+            if algorithm.critic is not None:
+                if batches:
+                    run.policy.call("compute_values")
+                values = run.policy.of_tokens("token_values", inputs.tokens) if batches else zeros
+                inputs = replace(inputs, values=values)
         return Loaded(rows, algorithm.advantage.advantages(inputs), batches)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
     with run.clock.phase("logprobs"):
@@ -280,39 +278,17 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
     sequences: list[TrainSequence] = []
     for row, (prompt, sample) in enumerate(samples):
-        if rows[row]:
-            sequences += _sequences(branches_of(prompt, sample), sample, row)
-    return sequences
-
-
-def _with_kl_and_values(
-    run: TrainRun, inputs: AdvantageInputs, kl_coefficient: float, *, loaded: bool
-) -> AdvantageInputs:
-    """Adds the KL and values that the ranks compute for every response token; zeros if no batch is loaded."""
-    algorithm, policy = run.recipe.algorithm, run.policy
-    nothing = ragged_zeros(inputs.tokens)
-    if algorithm.kl_in_reward:
-        kl = policy.of_tokens("token_kl", inputs.tokens) if loaded else nothing
-        inputs = replace(inputs, kl=kl, kl_coefficient=kl_coefficient)
-    if algorithm.critic is not None:
-        if loaded:
-            policy.call("compute_values")
-        inputs = replace(inputs, values=policy.of_tokens("token_values", inputs.tokens) if loaded else nothing)
-    return inputs
-
-
-def _sequences(branches: Sequence[Branch], sample: Sample, row: int) -> list[TrainSequence]:
-    sequences, first = [], 0
-    for branch in branches:
-        trained = np.flatnonzero(branch.trained)
-        if not len(trained):
-            continue
-        length = int(trained[-1]) + 1  # nothing depends on what comes after
-        rollout_logprobs = np.zeros(length, np.float32)
-        rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
-        tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
-        sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first))
-        first += len(trained)
+        first = 0
+        for branch in branches_of(prompt, sample) if rows[row] else ():
+            trained = np.flatnonzero(branch.trained)
+            if not len(trained):
+                continue
+            length = int(trained[-1]) + 1  # nothing depends on what comes after
+            rollout_logprobs = np.zeros(length, np.float32)
+            rollout_logprobs[trained] = sample.logprobs[first : first + len(trained)]
+            tokens, loss_mask = branch.tokens[:length].astype(np.int64), branch.trained[:length]
+            sequences.append(TrainSequence(tokens, loss_mask, rollout_logprobs, row, first))
+            first += len(trained)
     return sequences
 
 
@@ -338,20 +314,31 @@ class Trained:
 
 def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
     """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
-    trained = Trained(kl_coefficient)
-    with run.policy.updating(step):
+    recipe, policy, advantages = run.recipe, run.policy, loaded.advantages
+    trained, algorithm = Trained(kl_coefficient), recipe.algorithm
+    with policy.updating(step):
         if loaded.batches:
             with run.clock.phase("update"):
-                trained = _update_policy(run, _update_critic(run, trained, loaded, step), loaded, step)
-            trained = replace(trained, memory_peak=run.policy.memory_peak())
-        every = run.recipe.algorithm.reference.update_every_steps
+                if advantages.returns is not None:
+                    lr = critic_learning_rate(recipe, step, run.total_steps)
+                    trained = replace(trained, critic=policy.update_critic(advantages.returns, lr), critic_lr=lr)
+                if algorithm.policy_learns(step):
+                    lr = policy_learning_rate(recipe, step, run.total_steps)
+                    in_loss = 0.0 if algorithm.kl_in_reward else kl_coefficient
+                    updated = policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
+                    if updated.kl is not None:
+                        rows = int(loaded.rows.sum())
+                        kl_coefficient = algorithm.kl.next_coefficient(kl_coefficient, updated.kl, rows)
+                    trained = replace(trained, kl_coefficient=kl_coefficient, policy=updated, lr=lr)
+            trained = replace(trained, memory_peak=policy.memory_peak())
+        every = algorithm.reference.update_every_steps
         if every is not None and step % every == 0:
             with run.clock.phase("update"):
-                run.policy.call("update_reference")
+                policy.call("update_reference")
     return trained
 
 
-def what_was_learned(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
+def learned_of(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings = run.recipe.track.rollouts
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
@@ -384,23 +371,3 @@ def critic_learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
         raise ValueError("no critic")
     optimizer = recipe.train.optimizer
     return learning_rate(step, total_steps, optimizer) * recipe.algorithm.critic.lr / optimizer.lr
-
-
-def _update_critic(run: TrainRun, trained: Trained, loaded: Loaded, step: int) -> Trained:
-    returns = loaded.advantages.returns
-    if returns is None:
-        return trained
-    lr = critic_learning_rate(run.recipe, step, run.total_steps)
-    return replace(trained, critic=run.policy.update_critic(returns, lr), critic_lr=lr)
-
-
-def _update_policy(run: TrainRun, trained: Trained, loaded: Loaded, step: int) -> Trained:
-    recipe, algorithm, coefficient = run.recipe, run.recipe.algorithm, trained.kl_coefficient
-    if not algorithm.policy_learns(step):
-        return trained
-    lr = policy_learning_rate(recipe, step, run.total_steps)
-    advantages, in_loss = loaded.advantages, 0.0 if algorithm.kl_in_reward else coefficient
-    updated = run.policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
-    if updated.kl is not None:
-        coefficient = algorithm.kl.next_coefficient(coefficient, updated.kl, int(loaded.rows.sum()))
-    return replace(trained, kl_coefficient=coefficient, policy=updated, lr=lr)

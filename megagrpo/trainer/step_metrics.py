@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
-from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
+from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import run_directory
@@ -22,7 +22,7 @@ from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
 from megagrpo.trainer.step import Loaded, Trained, baselines_of, with_signal
-from megagrpo.types import AgentRun, Group, Prompt, Sample, Score
+from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
     from megagrpo.rank_results import StepMetrics
@@ -66,10 +66,10 @@ def step_metrics(
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Returns metrics of the sampled responses' rewards and lengths."""
     scores = [score for group in groups for score in group.scores]
-    known = _known(scores)
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
     errors = sum(bool(score.error) for score in scores)
+    known = _known(scores)
     spread = {"mean": known.mean(), "std": known.std(), "max": known.max(), "min": known.min()} if len(known) else {}
     metrics = {
         **{f"reward/{name}": float(value) for name, value in spread.items()},
@@ -203,9 +203,28 @@ def mismatch_record(
 ) -> MismatchRecord:
     """Returns the step's line of mismatch.jsonl, with the worst tokens as text."""
     samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-    worst = tuple(_worst_token(token, *samples[token.row], decode) for token in mismatch.worst)
+    worst = []
+    for token in mismatch.worst:
+        prompt, sample = samples[token.row]
+        branches = branches_of(np.array(prompt.tokens, np.int64), sample)
+        branch, at = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)][token.index]
+        tokens = branch.tokens.tolist()
+        worst.append(
+            WorstToken(
+                prompt_id=prompt.id,
+                sample=sample.index,
+                position=token.index,
+                token=tokens[at],
+                before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
+                text=decode([tokens[at]]),
+                after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
+                train_logprob=token.train_logprob,
+                rollout_logprob=token.rollout_logprob,
+                weight_version=int(sample.versions[token.index]),
+            )
+        )
     figures = {name: getattr(mismatch, name) for name in MISMATCH_FIGURES}
-    return MismatchRecord(step=step, tokens=mismatch.tokens, worst=worst, **figures)
+    return MismatchRecord(step=step, tokens=mismatch.tokens, worst=tuple(worst), **figures)
 
 
 def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory: Path) -> Problem | None:
@@ -227,27 +246,6 @@ def excess_mismatch(record: MismatchRecord, settings: MismatchConfig, directory:
     )
 
 
-def _worst_token(
-    worst: TokenMismatch, prompt: Prompt, sample: Sample, decode: Callable[[Sequence[int]], str]
-) -> WorstToken:
-    branches = branches_of(np.array(prompt.tokens, np.int64), sample)
-    places = [(branch, int(at)) for branch in branches for at in np.flatnonzero(branch.trained)]
-    branch, at = places[worst.index]
-    tokens = branch.tokens.tolist()
-    return WorstToken(
-        prompt_id=prompt.id,
-        sample=sample.index,
-        position=worst.index,
-        token=tokens[at],
-        before=decode(tokens[max(0, at - TOKENS_BEFORE) : at]),
-        text=decode([tokens[at]]),
-        after=decode(tokens[at + 1 : at + 1 + TOKENS_AFTER]),
-        train_logprob=worst.train_logprob,
-        rollout_logprob=worst.rollout_logprob,
-        weight_version=int(sample.versions[worst.index]),
-    )
-
-
 # --- agent rollouts: turns, tools, branches, failures -----------------------------------------------------------------
 
 
@@ -259,8 +257,9 @@ def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for run in runs:
         counts.update(run.counts)
-    turns = np.array([_turns(run) for run in runs])
-    given, trained = (np.array([_tokens(run, trained=of) for run in runs]) for of in (False, True))
+    turns = np.array([run.counts.get("turns", len(run.turns)) for run in runs])
+    trained = np.array([sum(int(branch.trained.sum()) for branch in run.branches) for run in runs])
+    given = np.array([sum(len(branch.trained) for branch in run.branches) for run in runs]) - trained
     metrics = {
         "agent/turns/mean": float(turns.mean()),
         "agent/turns/max": float(turns.max()),
@@ -271,16 +270,17 @@ def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if whole := given.sum() + trained.sum():
         metrics["agent/given_tokens/share"] = float(given.sum() / whole)
     for name, value in sorted(counts.items()):
-        of, _, what = name.partition("/")
-        if of in BY_NAME:
-            metrics[f"agent/{BY_NAME[of]}/{what}"] = float(value)
+        kind, _, detail = name.partition("/")
+        if kind in BY_NAME:
+            metrics[f"agent/{BY_NAME[kind]}/{detail}"] = float(value)
     return metrics | _of_events(runs)
 
 
 def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
     """Returns metrics of tool calls, prefix reuse and seconds."""
     turns, tools = [turn_events(run) for run in runs], [event for run in runs for event in tool_events(run)]
-    calls = Counter(name for run in turns for event in run for name in called(event["said"]))
+    answers = [event["said"].get("tool_calls") or [] for run in turns for event in run]
+    calls = Counter(call["function"]["name"] for answer in answers for call in answer)
     metrics = {"agent/tool_calls/mean": sum(calls.values()) / len(runs)}
     if tools:
         metrics["agent/tool_failures/share"] = float(np.mean([bool(event.get("error")) for event in tools]))
@@ -313,20 +313,6 @@ def _by_tool(calls: Counter[str], events: Sequence[ToolEvent]) -> dict[str, floa
             metrics[f"agent/tools/{tool}/seconds_mean"] = float(np.mean(seconds))
             metrics[f"agent/tools/{tool}/seconds_max"] = float(np.max(seconds))
     return metrics
-
-
-def called(said: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the tools that an answer calls."""
-    calls = said.get("tool_calls") or []
-    return [call["function"]["name"] for call in calls]
-
-
-def _turns(run: AgentRun) -> float:
-    return run.counts.get("turns", len(run.turns))
-
-
-def _tokens(run: AgentRun, *, trained: bool) -> int:
-    return sum(int((branch.trained == trained).sum()) for branch in run.branches)
 
 
 def _spans(turns: Sequence[TurnEvent]) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.pending import pending_of
 from megagrpo.checkpoint.store import Checkpoint
+from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.reward_models import RewardModels
 from megagrpo.cluster.reward_nodes import scorer_maker
 from megagrpo.cluster.rollouts import Rollouts
@@ -87,7 +88,7 @@ def start_training(
             say(line)
 
     def start_engines() -> Rollouts:
-        started = Rollouts(ray, placed, model, tokenizer)
+        started = Rollouts(EngineActors(ray, placed, model, tokenizer))
         closing.callback(started.close)
         return started
 
@@ -253,13 +254,13 @@ class GrpoTraining(PolicyTraining):
         return metrics
 
     @contextmanager
-    def saving(self, step: int, *, goes_on: bool) -> Iterator[None]:
+    def saving(self, step: int, *, continues: bool) -> Iterator[None]:
         run = self.run
         engines_gone = run.policy.away and run.rollouts.release_memory()
         with run.policy.needed():
             run.weights.check_replicas()
             yield
-        if engines_gone and goes_on and not run.stopping.requested:
+        if engines_gone and continues and not run.stopping.requested:
             run.weights.sync(version=step)  # the engines need their weights back
 
     @contextmanager

@@ -13,6 +13,7 @@ import ray
 
 from megagrpo.cluster import engine_answers, runtime, weight_sync
 from megagrpo.cluster import rollouts as cluster_rollouts
+from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.weight_sync import WeightSync
@@ -40,7 +41,7 @@ class Cluster:
         self.recipe = Recipe.model_validate(values)
         self.runtime = runtime.start(self.recipe)
         model = inputs / "model"
-        self.rollouts = Rollouts(self.runtime, self.recipe, model, model)
+        self.rollouts = Rollouts(EngineActors(self.runtime, self.recipe, model, model))
         self.policy = Policy(self.runtime, self.recipe, model)
         self.rollouts.wait_until_ready()
         self.said: list[str] = []

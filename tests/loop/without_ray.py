@@ -122,13 +122,7 @@ def kill(actor: Actor) -> None:
 class OneProcess(runtime.Runtime):
     """Where every actor is of this process."""
 
-    def start_rank(self, actor_class: Any, rank: int) -> Any:
-        return Actor(actor_class)
-
-    def start_engine(self, actor_class: Any, engine: int, node: int = 0) -> Any:
-        return Actor(actor_class)
-
-    def start_model(self, actor_class: Any, model: int, *arguments: Any) -> Any:
+    def start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
         return Actor(actor_class, *arguments)
 
 
@@ -154,7 +148,7 @@ def replace_ray() -> None:
     runtime.start, runtime.stop = start, lambda started: None
     runtime.damage_on_nodes = lambda started, seconds, root: damage(root)
     lost_ranks.begin_log = lambda log: lost_ranks.ProcessAt(os.getpid(), 0.0, HERE, log)
-    lost_ranks.what_became_of = lambda ranks, nodes: []
+    lost_ranks.blamed_ranks = lambda ranks, nodes: []
     actors.end_with_parent = lambda: None
 
 

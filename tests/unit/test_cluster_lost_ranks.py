@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megagrpo.cluster.lost_ranks import STACK_SIGNAL, Found, ProcessAt, found_at
+from megagrpo.cluster.lost_ranks import STACK_SIGNAL, ProcessAt, RankState, state_of
 from tests.loop import small_run
 
 # Ranks as actors have them, which take for ever: in torch.distributed, or elsewhere. Their processes are copies of one,
@@ -67,13 +67,13 @@ def ranks_in(directory: Path, *files: str) -> Iterator[list[ProcessAt]]:
             process.communicate()
 
 
-def found(at: ProcessAt, until: str | None = None) -> Found:
+def found(at: ProcessAt, until: str | None = None) -> RankState:
     """until: where its stacks end."""
     size = at.log.stat().st_size
     at.signal(STACK_SIGNAL)
     if until:
         small_run.wait_until(lambda: at.log.read_text().endswith(until), "stacks")
-    return found_at(at, size)
+    return state_of(at, size)
 
 
 def test_a_dead_rank_is_blamed_before_a_stopped_one_and_one_elsewhere_before_those_that_wait(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_another_process_with_the_number_of_a_dead_rank_is_left_alone(tmp_path: 
         at.signal(signal.SIGKILL)
         time.sleep(0.2)
         assert other.poll() is None
-        assert found_at(at, 0).text == "it has died without a word"
+        assert state_of(at, 0).text == "it has died without a word"
         os.kill(other.pid, signal.SIGKILL)

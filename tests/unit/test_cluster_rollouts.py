@@ -35,6 +35,9 @@ class Engines:
 
     def __init__(self, *given: Any) -> None:
         self.names = ("engine 0", "engine 1")
+        self.runtime: Any = SimpleNamespace(shares_gpus=False, watch=SimpleNamespace(check=lambda: None))
+        self.recipe: Any = None
+        self.tokenizer_directory = Path()
         self.by_name = {name: self._actor(name) for name in self.names}
         self.begun: dict[str, dict[int, Request]] = {name: {} for name in self.names}
         self.there: set[str] = set()
@@ -77,7 +80,6 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     found = Engines()
-    monkeypatch.setattr(cluster_rollouts, "EngineActors", lambda *given, **options: found)
     monkeypatch.setattr(cluster_rollouts, "answer_of", found.answered)
     monkeypatch.setattr(ray, "wait", found.wait)
     monkeypatch.setattr(ray, "get", found.get)
@@ -86,8 +88,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 def rollouts_with(engines: Engines, *overrides: str) -> Rollouts:
     """Both engines serve."""
-    runtime: Any = SimpleNamespace(shares_gpus=False, watch=SimpleNamespace(check=lambda: None))
-    rollouts = Rollouts(runtime, recipe_with(*overrides), Path(), Path())
+    engines.recipe = recipe_with(*overrides)
+    rollouts = Rollouts(engines)  # type: ignore[arg-type]
     rollouts.wait_until_ready()
     rollouts.serve(engines.by_name)
     return rollouts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.evaluation.statistics import best_of, intervals, majority, means, paired_p_value
+from megagrpo.evaluation.metrics import best_of, intervals, majority, means, paired_p_value
 
 SCORES = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=7)
 

@@ -15,7 +15,7 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, RewardErr
 from megagrpo.plan.memory import reward_model_bytes
 from megagrpo.preflight.model import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import plan_devices
-from megagrpo.recipe.schema import Recipe
+from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.reward.scorer import Scorer
 from megagrpo.reward.verifiers.reward_model import StandardConfig, label_of, score_of
 from megagrpo.section import broken_rules
@@ -45,9 +45,9 @@ def untrained(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def classifier(directory: Path, **changes: object) -> Classifier:
-    given = {"device": "cpu", "dtype": "float32", "tokens_per_batch": 128, **changes}
-    return Classifier(directory, **given)
+def classifier(directory: Path, one_by_one: bool = False, **changes: object) -> Classifier:
+    config = ClassifierConfig(path=str(directory), **{"tokens_per_batch": 128, **changes})
+    return Classifier(directory, config, device="cpu", dtype="float32", one_by_one=one_by_one)
 
 
 def check_logits(directory: Path, **changes: object) -> None:

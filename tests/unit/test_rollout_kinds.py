@@ -82,15 +82,16 @@ def test_a_kind_is_sampled_from_as_the_driver_does(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     runtime: Any = SimpleNamespace(
         device="cpu",
-        devices=SimpleNamespace(engine_nodes=1),
+        devices=SimpleNamespace(engine_share=1.0, node_bundles=lambda engine: ()),
         places=(),
-        places_of_engine_by_node=lambda engine: [],
+        places_of=lambda bundles: (),
         shares_gpus=False,
-        start_engine=lambda actor_class, engine, node=0: Here(actor_class),
+        start=lambda actor_class, bundles, share: Here(actor_class),
         watch=SimpleNamespace(check=lambda: None),
     )
     recipe = with_toys(recipe_with())
-    rollouts = Rollouts(runtime, recipe, Path("model"), Path("model"), keeps_weights=True)
+    actors = engines.EngineActors(runtime, recipe, Path("model"), Path("model"), keeps_weights=True)
+    rollouts = Rollouts(actors)
     try:
         rollouts.wait_until_ready()
         rollouts.serve_all()

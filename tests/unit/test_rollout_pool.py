@@ -167,7 +167,7 @@ def test_a_request_that_ends_one_engine_after_another_ends_the_run() -> None:
 def test_a_request_that_goes_on_after_fewer_tokens_than_before_did_not_go_on_behind_them() -> None:
     one = order("p", 1)
     for tokens in (5, 9, 8):
-        one.go_on_after(0, sample(replace(one.requests[0], begun=None), tokens, "abort"))
+        one.resume_after(0, sample(replace(one.requests[0], begun=None), tokens, "abort"))
     assert one.joints == {0: [5, 8]}
 
 

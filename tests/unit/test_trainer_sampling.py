@@ -90,7 +90,7 @@ class Engines:
         for order in self.orders:
             for index in order.missing():
                 if begun := order.requests[index].begun:
-                    order.go_on_after(index, begun)
+                    order.resume_after(index, begun)
 
     def _sampled(self, request: Request, begun: int, read: int) -> Sample:
         tokens: list[int] = []
@@ -153,7 +153,7 @@ def test_over_sampling_throws_away_what_is_late_and_says_what_that_does_to_lengt
     with in_background(recipe) as run:
         quickly = run.scorer.score
         for step in range(1, STEPS):
-            run.sampling.go_on()
+            run.sampling.resume()
             taken = run.sampling.take(then_pause=True)
             late = list(run.rollouts.orders)
             run.sampling.pause()
@@ -186,7 +186,7 @@ def test_of_rollouts_of_agents_that_were_cut_no_lengths_are_reported():
     agent = {"agent.function": "agent.py:rollout", "agent.tokens_max": 64}
     overrides = [f"{name}={value}" for name, value in agent.items()]
     with in_background(recipe_with("schedule={kind: sync, oversample: 6}", *overrides)) as run:
-        run.sampling.go_on()
+        run.sampling.resume()
         taken = run.sampling.take(then_pause=True)
         run.sampling.pause()
         metrics = run.sampling.cut(taken).metrics
@@ -239,7 +239,7 @@ def trained(run: SimpleNamespace, steps: Iterable[int]) -> list[Sampled]:
     """Weights change, and engines are lost, in the middle of responses, whatever the threads' speed."""
     found = []
     for step in steps:
-        run.sampling.go_on()
+        run.sampling.resume()
         found.append(run.sampling.take())
         with run.rollouts.changed:
             run.rollouts.work()
@@ -310,14 +310,14 @@ def test_unfinished_samples_of_a_checkpoint_go_on_after_their_tokens_unless_grou
 ) -> None:
     recipe = recipe_with(*schedule)
     with in_background(recipe) as run:
-        run.sampling.go_on()
+        run.sampling.resume()
         with run.rollouts.changed:
             run.rollouts.work()
         pending = written(run.sampling.pending(), tmp_path)
     known = {(one.prompt_id, one.index): one for each in pending.unfinished() for one in each}
     assert bool(known) == (schedule == ASYNC)
     with in_background(recipe, pending=pending) as again:
-        again.sampling.go_on()
+        again.sampling.resume()
         orders = list(again.rollouts.orders)
         left = {(at.prompt_id, index): at for order in orders for index, at in enumerate(order.requests)}
         assert {at: one.begun.tokens.tolist() for at, one in left.items() if one.begun} == {
@@ -356,7 +356,7 @@ def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_t
     dropped = comparable(restored.groups[: restored.dropped])
     with in_background(recipe, restored, step=1) as again:
         assert comparable(again.sampling.pending().groups) == comparable(pending.groups)
-        again.sampling.go_on()
+        again.sampling.resume()
         sampled = again.sampling.take()
     first = len(sampled.groups)
     assert comparable(sampled.all[first : first + len(dropped)]) == dropped
@@ -366,7 +366,7 @@ def test_a_checkpoint_keeps_the_groups_that_dynamic_sampling_has_dropped_since_t
 def test_a_prompt_that_is_set_aside_does_not_begin_though_it_was_drawn() -> None:
     recipe = recipe_with(*ASYNC, "schedule.prompts_at_once=6")
     with in_background(recipe) as run:
-        run.sampling.go_on()  # begins p0 to p5; p6 and p7 are drawn
+        run.sampling.resume()  # begins p0 to p5; p6 and p7 are drawn
         run.sampling.set_aside(["p1", "p6"])
         steps = trained(run, [1, 2, 3])
     begun = {

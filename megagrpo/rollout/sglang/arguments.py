@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.errors import EngineError, Problem
+from megagrpo.errors import Problem
 from megagrpo.recipe.defaults import cpu_cache_tokens, run_directory
 from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
@@ -142,11 +142,7 @@ def server_arguments(
     `tokens_per_request` is the longest prompt plus response. `longest_pause_seconds` is how long a weight update may
     take: SGLang's watchdog, which ends a scheduler that does nothing, must wait longer. The server begins with weights
     that mean nothing, and the first update brings the policy's, unless it `loads_weights` of the model directory.
-
-    Raises: EngineError if megagrpo sets an option itself.
     """
-    if ours := sorted(options.keys() & OWNED.keys()):
-        raise EngineError(Problem(f"rollout.sglang.{ours[0]}", given="set", needed="not set: megagrpo sets it"))
     of_cpus = {
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
@@ -192,7 +188,7 @@ def _defaults_of_gpus(requests_at_once: int, layout: EngineLayoutConfig, options
 
 def judge_arguments(*, device: str, **given: Any) -> dict[str, Any]:
     """Returns fields of ServerArgs for a server that answers chats with its directory's weights. Takes what
-    server_arguments takes, but for longest_pause_seconds. Raises EngineError."""
+    server_arguments takes, but for longest_pause_seconds."""
     arguments = server_arguments(device=device, longest_pause_seconds=0.0, loads_weights=True, **given)
     for field in ("custom_weight_loader", "moe_runner_backend", "weight_version", "disable_shared_experts_fusion"):
         arguments.pop(field, None)
@@ -266,19 +262,20 @@ def server_environment(device: str, ranks: int, threads: int, engine: int = 0) -
     `threads`. Engines, counted by `engine`, get different cores if there are enough."""
     if device != "cpu":
         return cache_variables()
-    each = max(1, threads // ranks)
+    per_rank = max(1, threads // ranks)
     common = {
         **cache_variables(),
         DEVICE_VARIABLE: "cpu",
         "CUDA_VISIBLE_DEVICES": "",
         "TORCHDYNAMO_DISABLE": "1",  # compiling for a CPU gains nothing
-        "OMP_NUM_THREADS": str(each),
+        "OMP_NUM_THREADS": str(per_rank),
     }
     if ranks == 1:
         return common
     # With fewer memory nodes than ranks, SGLang needs the cores of each rank.
     cores = sorted(os.sched_getaffinity(0))
-    first = engine * ranks * each
-    blocks = [[cores[(first + rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+    first = engine * ranks * per_rank
+    starts = range(first, first + ranks * per_rank, per_rank)
+    blocks = [[cores[core % len(cores)] for core in range(start, start + per_rank)] for start in starts]
     bind = "|".join(",".join(map(str, block)) for block in blocks)
     return common | {"SGLANG_CPU_OMP_THREADS_BIND": bind}

@@ -123,17 +123,13 @@ class Answer:
                     needed="a finite logprob for each token, a known end, and a weight version of this run for each",
                 )
             )
-        if finish == "abort":
-            finish = self._finish_if_complete(stops)
+        # SGLang reports abort even if the last token ends the response: resumed, it would have tokens after its end.
+        if finish == "abort" and self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
+            finish = "stop"
+        elif finish == "abort" and self.count == self.request.tokens_left:
+            finish = "length"
         sample = self._after_begun(versions, finish)
         return replace(sample, text=text_of(sample.tokens, finish))
-
-    def _finish_if_complete(self, stops: Collection[int]) -> FinishReason:
-        """Returns the finish reason of an aborted request. SGLang reports abort even if the last token ends the
-        response: if such a response were resumed, it would have tokens after its end."""
-        if self.count and self._tokens[-1] in (*stops, *self.request.sampling.stop_tokens):
-            return "stop"
-        return "length" if self.count == self.request.tokens_left else "abort"
 
     def _after_begun(self, versions: np.ndarray, finish: FinishReason) -> Sample:
         request, known = self.request, len(versions)
@@ -188,11 +184,11 @@ class SglangClient:
 
         Retries only if no connection was made: then the server has not seen the request.
         """
-        return self.run(self._answer("POST", path, body))
+        return self.run(self._answer(f"POST {path}", body))
 
     def get(self, path: str) -> Mapping[str, Any]:
         """Sends a control request that asks the server about itself. Raises EngineError likewise."""
-        return self.run(self._answer("GET", path, None))
+        return self.run(self._answer(f"GET {path}", None))
 
     async def generate(
         self, body: Mapping[str, Any], answer: Answer, up: asyncio.Event, held: Callable[[], bool] = lambda: False
@@ -219,7 +215,7 @@ class SglangClient:
     async def abort(self, rid: str) -> None:
         """Aborts the request of this id: the server soon answers with its tokens so far. All ids have one length,
         because SGLang takes a prefix of an id for the id."""
-        await self._answer("POST", "/abort_request", {"rid": rid})
+        await self._answer("POST /abort_request", {"rid": rid})
 
     def close(self) -> None:
         """Drops every connection. May be called twice."""
@@ -261,23 +257,22 @@ class SglangClient:
             if not answer.ended:
                 raise aiohttp.ClientPayloadError("the answer has no end")
 
-        await self._exchange("POST", "/generate", body, None, take)
+        await self._exchange(call, body, None, take)
 
-    async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    async def _answer(self, call: str, body: Mapping[str, Any] | None) -> Mapping[str, Any]:
         async def take(response: aiohttp.ClientResponse) -> Mapping[str, Any]:
-            return self._read(f"{method} {path}", response.status, await response.text())
+            return self._read(call, response.status, await response.text())
 
-        return await self._exchange(method, path, body, self._timeout, take)
+        return await self._exchange(call, body, self._timeout, take)
 
     async def _exchange(
         self,
-        method: str,
-        path: str,
+        call: str,
         body: Mapping[str, Any] | None,
         timeout_seconds: float | None,
         take: Callable[[aiohttp.ClientResponse], Awaitable[Result]],
     ) -> Result:
-        call = f"{method} {path}"
+        method, path = call.split()
         for attempt in range(CONNECT_ATTEMPTS):
             try:
                 async with asyncio.timeout(timeout_seconds):

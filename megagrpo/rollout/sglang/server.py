@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from pathlib import Path
