@@ -76,15 +76,15 @@ class Program:
 
     def run(self, stdin: str, seconds: float) -> Ran:
         """Runs the program as a script. The value is the printed text."""
-        channel = self._ready("scripts")
+        channel = self.ready("scripts")
         files = [memory_file(stdin.encode(errors="replace")), memory_file(b""), memory_file(b"")]
         failure = ""
         deadline = min(self.deadline, time.monotonic() + seconds)
         try:
             channel.settimeout(_left(deadline))
             socket.send_fds(channel, [b"x"], files)
-            if (said := channel.recv(1)) != b"1":
-                failure = "failed" if said == b"0" else self._end(_left(deadline))
+            if (finished := channel.recv(1)) != b"1":
+                failure = "failed" if finished == b"0" else self._end(_left(deadline))
         except TimeoutError:
             self.stop()
             failure = "took too long"
@@ -103,7 +103,7 @@ class Program:
         """Calls a function of the program, or a method of its class `Solution`. The value is the returned value."""
         request = {"do": "call", "object": name, "arguments": encode(list(arguments)), "named": encode({})}
         deadline = min(self.deadline, time.monotonic() + seconds)
-        channel = self._ready("calls")
+        channel = self.ready("calls")
         try:
             channel.settimeout(_left(deadline))
             channel.sendall(json.dumps(request).encode() + b"\n")
@@ -138,7 +138,7 @@ class Program:
                 return bytes(line) if data else b""
         return None
 
-    def _ready(self, mode: Mode) -> socket.socket:
+    def ready(self, mode: Mode) -> socket.socket:
         """Returns the channel to the process, which is started if there is none."""
         if self._channel is None:
             self._channel, theirs = socket.socketpair()
@@ -184,21 +184,16 @@ def verdicts(
     Tests run one after another in one process. After a test that took too long, or that ended the program, the rest
     runs in new processes. Each test has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
     """
-    of_program.renew()
+    program = Program(of_program, source, deadline=deadline)
     of_tests.renew()
     done = 0
     while done < len(given.tests) and time.monotonic() < deadline:
-        with contextlib.ExitStack() as stack:
-            ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-            asks, answers = (stack.enter_context(end) for end in socket.socketpair())
-            job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
-            cpu_seconds = _cpu_seconds(deadline)
-            stack.callback(os.close, of_program.start("calls", {"source": source}, [answers], cpu_seconds))
-            stack.callback(of_program.finish)
-            stack.callback(os.close, of_tests.start("tests", job, [theirs, asks], cpu_seconds))
+        job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
+        ours, theirs = socket.socketpair()
+        with ours, program, contextlib.ExitStack() as stack:
+            with theirs, program.ready("calls") as asks:
+                stack.callback(os.close, of_tests.start("tests", job, [theirs, asks], _cpu_seconds(deadline)))
             stack.callback(of_tests.finish)
-            for channel in (answers, theirs, asks):
-                channel.close()
             verdict = b"1"
             while verdict in (b"1", b"0") and done < len(given.tests) and (left := deadline - time.monotonic()) > 0:
                 ours.settimeout(min(seconds, left))

@@ -166,14 +166,14 @@ class Sandbox:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        said = memory_file(b"")
+        errors = memory_file(b"")
         try:
             self._process = subprocess.Popen(
                 self._command(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=errors,
                 env=ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
@@ -182,11 +182,11 @@ class Sandbox:
             self._control.settimeout(START_SECONDS)
             ready = self._control.recv(4096) == b"ready"
         except OSError as error:
-            os.write(said, str(error).encode())
+            os.write(errors, str(error).encode())
             ready = False
         finally:
             theirs.close()
-            reason = read_and_close(said, STDERR_BYTES_MAX).decode(errors="replace").strip()
+            reason = read_and_close(errors, STDERR_BYTES_MAX).decode(errors="replace").strip()
         self._clean = True
         if not ready:
             self.close()
@@ -326,17 +326,7 @@ def filter_bytes(*, files: bool, threads: bool) -> bytes:
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ERRNO | errno.EPERM)))
     if not context:
         raise OSError("seccomp_init failed")
-    try:
-        _add_rules(library, context, files=files, threads=threads)
-        _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
-        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
-            _checked(library.seccomp_export_bpf(context, file.fileno()))
-            return os.pread(file.fileno(), 1 << 20, 0)
-    finally:
-        library.seccomp_release(context)
 
-
-def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, threads: bool) -> None:
     def rule(action: int, name: str, comparisons: Iterable[tuple[int, int, int, int]] = ()) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this processor's kernel has no such call
@@ -345,26 +335,33 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, t
         array = (_Comparison * len(given))(*given)
         _checked(library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(given), array))
 
-    for name in (*ALWAYS, *(FILES if files else ())):
-        rule(_ALLOW, name)
-    if not files:
-        rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
-        rule(_ALLOW, "getcwd")
-        for name in LOOKS:
-            rule(_ERRNO | errno.ENOENT, name)
-        rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
-        for name, flags in {"open": 1, "openat": 2}.items():
-            rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
-    if threads:
-        rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
-    rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
-    rule(_ALLOW, "sendto", [(4, _EQUAL, 0, 0)])  # to the other end of a socketpair, to no address
-    for request in TERMINAL_QUESTIONS:
-        rule(_ALLOW, "ioctl", [(1, _EQUAL, request, 0)])
-    # Programs raise their own limits and would end if they could not: they are told that it was done.
-    rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
-    rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
-    rule(_ERRNO, "setrlimit")
+    try:
+        for name in (*ALWAYS, *(FILES if files else ())):
+            rule(_ALLOW, name)
+        if not files:
+            rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
+            rule(_ALLOW, "getcwd")
+            for name in LOOKS:
+                rule(_ERRNO | errno.ENOENT, name)
+            rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
+            for name, flags in {"open": 1, "openat": 2}.items():
+                rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
+        if threads:
+            rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
+        rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
+        rule(_ALLOW, "sendto", [(4, _EQUAL, 0, 0)])  # to the other end of a socketpair, to no address
+        for request in TERMINAL_QUESTIONS:
+            rule(_ALLOW, "ioctl", [(1, _EQUAL, request, 0)])
+        # Programs raise their own limits and would end if they could not: they are told that it was done.
+        rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
+        rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
+        rule(_ERRNO, "setrlimit")
+        _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
+        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
+            _checked(library.seccomp_export_bpf(context, file.fileno()))
+            return os.pread(file.fileno(), 1 << 20, 0)
+    finally:
+        library.seccomp_release(context)
 
 
 def _checked(result: int) -> None:

@@ -88,7 +88,7 @@ def _found(text: str) -> Any:
 
 def _parsed(text: str, all_of_it: bool = True) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse) if all_of_it else _DECODER.raw_decode(text)[0]
+        return _DECODER.decode(text) if all_of_it else _DECODER.raw_decode(text)[0]
     except (ValueError, RecursionError):
         return _NONE
 

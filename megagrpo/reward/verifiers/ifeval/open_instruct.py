@@ -9,19 +9,11 @@ originals, but for the differences that docs/rewards.md lists.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from megagrpo.reward.verifiers.ifeval import constraints
-
-Quantifier = Literal["at least", "around", "at most"]
+from megagrpo.reward.verifiers.ifeval.constraints import Quantifier, holds
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
-
-
-def holds(count: int, quantifier: Quantifier, limit: int, tolerance: int) -> bool:
-    if quantifier == "around":
-        return abs(count - limit) <= tolerance
-    return count >= limit if quantifier == "at least" else count <= limit
 
 
 def tenth(limit: int) -> int:
