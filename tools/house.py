@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
     ("data",): 2_777,
-    ("reward",): 7936,
+    ("reward",): 7_889,
     ("agents",): 5_148,
     ("track", "report"): 5_010,
     ("importing",): 3_247,

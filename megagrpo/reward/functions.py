@@ -12,13 +12,13 @@ import math
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.recipe.reward_functions import BUILT_IN, executor_of
@@ -61,15 +61,6 @@ TAKEN_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFunction:
-    """The result of `make` for a function that asks a model: called with the model, then with the usual arguments."""
-
-    function: Callable[..., Awaitable[Any]]
-    arguments: Any
-    """The checked arguments: they name the model and set how it is asked."""
-
-
-@dataclass(frozen=True, slots=True)
 class Signature:
     """The names of the arguments that a reward function takes, and whether it is async."""
 
@@ -88,7 +79,13 @@ class Function(Signature):
 
     function: RewardCallable
     arguments: Any = None
-    """For a function that asks a model, the arguments of its ModelFunction."""
+    """For a function that is called with a model first: its checked arguments, which name that and set how it is
+    asked."""
+
+    @classmethod
+    def of(cls, function: RewardCallable, arguments: Any = None) -> Self:
+        """Makes a Function from a built-in one, whose parameters name what it takes."""
+        return cls(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function, arguments)
 
 
 def messages_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
@@ -329,8 +326,6 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
     """Returns the spec with the text of the user's file. Raises RewardError if it cannot be read."""
     if spec.built_in:
         return spec
-    if problem := user_file_problem(spec):
-        raise RewardError(problem)
     file = Path(spec.function.rpartition(":")[0])
     try:
         return replace(spec, source=file.read_bytes())
@@ -341,7 +336,13 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
 def load(spec: FunctionSpec) -> Function:
     """Returns the function of a spec with the recipe's arguments bound. Raises RewardError. Runs a user's file."""
     if spec.built_in:
-        return _load_built_in(spec)
+        if problems := _argument_problems(spec):
+            raise RewardError(problems)
+        try:
+            made = _maker(spec)(**spec.arguments)
+        except ValueError as error:
+            raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
+        return made if isinstance(made, Function) else Function.of(made)
     where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
     function = load_function(spec.function, where, RewardError, spec.source)
     wanted = wanted_arguments(function, spec.arguments)
@@ -371,18 +372,6 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
 
 def _maker(spec: FunctionSpec) -> Any:
     return importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
-
-
-def _load_built_in(spec: FunctionSpec) -> Function:
-    if problems := _argument_problems(spec):
-        raise RewardError(problems)
-    try:
-        function = _maker(spec)(**spec.arguments)
-    except ValueError as error:
-        raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
-    if isinstance(function, ModelFunction):
-        return Function(wanted_arguments(function.function, {}), True, function.function, function.arguments)
-    return Function(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function)
 
 
 def _argument_problems(spec: FunctionSpec) -> list[Problem]:

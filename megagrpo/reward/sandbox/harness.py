@@ -256,7 +256,7 @@ def _module(name: str, names: Mapping[str, Any]) -> types.ModuleType:
 def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
     """Runs the program as a script each time that the channel brings its standard input, output and error.
 
-    Answers 1, or 0 after an exception. One process for all runs saves most of the time of a short program.
+    Answers a line: 1, or 0 after an exception. One process for all runs saves most of the time of a short program.
     """
     code = compile(job["source"], "program.py", "exec")
     recursion = sys.getrecursionlimit()
@@ -276,7 +276,7 @@ def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: 
         names = vars(_module("__main__", {}))
         finished = _finished(functools.partial(exec, code, names))
         opened[1].flush()  # the program may have put another object in its place
-        channels[0].send(b"1" if finished else b"0")
+        channels[0].send(b"1\n" if finished else b"0\n")
 
 
 def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
@@ -288,13 +288,13 @@ def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: 
         while line := requests.readline(LINE_BYTES_MAX):
             request = json.loads(line)
             try:
-                answer = {"value": encode(_done(request, module, objects), objects)}
+                answer = {"value": encode(_result(request, module, objects), objects)}
             except Exception as raised:  # noqa: BLE001
                 answer = {"raised": type(raised).__name__, "text": str(raised)[:200]}
             _send(channels[0], answer)
 
 
-def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
+def _result(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
     name, target_of = request["object"], objects.__getitem__
     if not isinstance(name, str):
         target: Any = target_of(name)

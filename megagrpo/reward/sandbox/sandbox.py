@@ -110,24 +110,24 @@ class Sandbox:
         channels: Sequence[socket.socket],
         cpu_seconds: int,
         prepare: Sequence[str] = (),
-    ) -> int:
+    ) -> None:
         """Starts a job with these sockets, which its function in harness.MODES uses. One job at a time.
 
         prepare: arguments of the preloaded module's function of that name, which is called before the job and outside
-        of it. Returns the file that the job writes its errors to.
+        of it.
         """
         if self._process is None:
             self._start()
-        files = [memory_file(json.dumps(job).encode()), memory_file(b"")]
+        self._errors, source = memory_file(b""), memory_file(json.dumps(job).encode())
         request = {"mode": mode, "cpu_seconds": cpu_seconds, "prepare": prepare}
         with contextlib.suppress(OSError):  # it ended just now: `finish` will say so
-            sent = [*files, *(channel.fileno() for channel in channels)]
+            sent = [source, self._errors, *(channel.fileno() for channel in channels)]
             socket.send_fds(self._control, [json.dumps(request).encode()], sent)
-        os.close(files[0])
-        return files[1]
+        os.close(source)
 
-    def finish(self, seconds: float = 0.0) -> int:
-        """Returns the status of the running job: 0, 1 after an exception, or minus the signal that killed it.
+    def finish(self, seconds: float = 0.0) -> tuple[int, bytes]:
+        """Returns the status of the running job: 0, 1 after an exception, or minus the signal that killed it; and the
+        errors that it wrote.
 
         Kills the job after `seconds`; it is dead on return. Raises RewardError if the harness is gone, which no program
         can cause: nothing is known of the program then.
@@ -137,12 +137,13 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self._control.send(b"kill")
             answer = self._answer(END_SECONDS)
+        errors = read_and_close(self._errors, self.limits.output_bytes)
         if answer is None:
             self.close()
             given = f"{self.kind}: its process ended, or does not answer"
             raise RewardError(Problem("the sandbox of programs", given, "a process that is left alone"))
         self._clean = self._clean and answer["clean"]
-        return answer["status"]
+        return answer["status"], errors
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
         self._control.settimeout(max(0.0001, seconds))
@@ -168,24 +169,23 @@ class Sandbox:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         errors = memory_file(b"")
         try:
-            self._process = subprocess.Popen(
-                self._command(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
-            theirs.close()
+            with theirs:
+                self._process = subprocess.Popen(
+                    self._command(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,
+                )
             self._control.settimeout(START_SECONDS)
             ready = self._control.recv(4096) == b"ready"
         except OSError as error:
             os.write(errors, str(error).encode())
             ready = False
         finally:
-            theirs.close()
             reason = read_and_close(errors, STDERR_BYTES_MAX).decode(errors="replace").strip()
         self._clean = True
         if not ready:

@@ -25,10 +25,11 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 
 
-def holds(count: int, relation: Relation | Quantifier, limit: int, tolerance: int = 0) -> bool:
-    """Compares a count with a limit; `around` is at most `tolerance` away."""
-    bounds = {"less than": count < limit, "at least": count >= limit, "at most": count <= limit}
-    return abs(count - limit) <= tolerance if relation == "around" else bounds[relation]
+def holds(count: int, relation: Relation | Quantifier, limit: int, tolerance: int | None = None) -> bool:
+    """Compares a count with a limit; `around` is at most `tolerance` away: by default a tenth, at least 1."""
+    if relation == "around":
+        return abs(count - limit) <= (max(round(limit * 0.1), 1) if tolerance is None else tolerance)
+    return {"less than": count < limit, "at least": count >= limit, "at most": count <= limit}[relation]
 
 
 def keywords__existence(response: str, keywords: list[str]) -> bool:

@@ -42,12 +42,14 @@ def make() -> RewardCallable:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
-    truth_of = lru_cache(maxsize=4096)(comparing.read_truth)
+    @lru_cache(maxsize=4096)
+    def truth_of(ground_truth: str) -> comparing.Truth:
+        with time_limit():
+            return comparing.read_truth(ground_truth)
 
     def verified(response: str, ground_truth: str, prompt_text: str = "") -> RewardReturn:
         try:
-            with time_limit():
-                truth = truth_of(ground_truth)
+            truth = truth_of(ground_truth)
         except LimitReachedError:
             problem = f"the ground truth {ground_truth[:200]!r} is not read within {LIMIT_SECONDS:g} s"
             raise ValueError(problem) from None
