@@ -75,8 +75,9 @@ class Program:
 
     def run(self, stdin: str, seconds: float) -> Ran:
         """Runs the program as a script. The value is the printed text."""
+        channel = self.ready("scripts")
         files = [memory_file(stdin.encode(errors="replace")), memory_file(b""), memory_file(b"")]
-        finished, failure = self._answer("scripts", lambda channel: socket.send_fds(channel, [b"x"], files), seconds)
+        finished, failure = self._answer(channel, lambda: socket.send_fds(channel, [b"x"], files), seconds)
         os.close(files[0])
         most = self.sandbox.limits.output_bytes
         output, errors = (read_and_close(file, most) for file in files[1:])
@@ -91,8 +92,8 @@ class Program:
     def call(self, name: str, arguments: Sequence[object], seconds: float) -> Ran:
         """Calls a function of the program, or a method of its class `Solution`. The value is the returned value."""
         request = {"do": "call", "object": name, "arguments": encode(list(arguments)), "named": encode({})}
-        message = json.dumps(request).encode() + b"\n"
-        line, failure = self._answer("calls", lambda channel: channel.sendall(message), seconds)
+        message, channel = json.dumps(request).encode() + b"\n", self.ready("calls")
+        line, failure = self._answer(channel, lambda: channel.sendall(message), seconds)
         if not line:
             return Ran(failure or "ended")
         try:
@@ -104,13 +105,12 @@ class Program:
             self.stop()
             return Ran("sent what is no answer")
 
-    def _answer(self, mode: Mode, send: Callable[[socket.socket], object], seconds: float) -> tuple[bytes, str]:
+    def _answer(self, channel: socket.socket, send: Callable[[], object], seconds: float) -> tuple[bytes, str]:
         """Returns the process's answer to what `send` sends, a line; or none, and why its process ended."""
         deadline, answer = min(self.deadline, time.monotonic() + seconds), bytearray()
-        channel = self.ready(mode)
         try:
             channel.settimeout(_left(deadline))
-            send(channel)
+            send()
             while len(answer) < self.sandbox.limits.output_bytes:
                 channel.settimeout(_left(deadline))
                 data = channel.recv(1 << 16)
