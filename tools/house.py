@@ -39,7 +39,7 @@ BUDGETS = {
     ("recipe", "preflight", "doctor"): 5_507,
     ("plan",): 5_191,
     ("data",): 2_777,
-    ("reward",): 8_015,
+    ("reward",): 7_889,
     ("agents",): 5_148,
     ("track", "report"): 4_779,
     ("importing",): 2_988,

@@ -21,7 +21,6 @@ _BARE = re.compile(r"(?:(?!\\[)\]])[^\s$])+")
 _FINAL_ANSWER = re.compile(r"(?i)\bfinal answer is\b *:?")
 _MATHEMATICAL = re.compile(r"[\d\\$]")
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
-_LAST_STOP = re.compile(r"[.!]\Z")
 _HOPE = re.compile(r"(?i)I hope it is correct")
 
 
@@ -112,7 +111,7 @@ def final_answer(text: str) -> str | None:
     hope = _HOPE.search(text, start)
     stated = text[start : hope.start()] if hope else text[start:].lstrip(" *\n\t").partition("\n")[0]
     stated = _SENTENCE_END.split(stated, maxsplit=1)[0].strip(" *\n\t")
-    stated = _LAST_STOP.sub("", stated).strip(" *\n\t")
+    stated = (stated[:-1] if stated.endswith((".", "!")) else stated).strip(" *\n\t")
     box = last_boxed(text)
     return box if box is not None and not _MATHEMATICAL.search(stated) else stated or None
 

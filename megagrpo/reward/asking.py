@@ -58,7 +58,7 @@ class Asking(Executor):
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="asks models", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._begun(calls), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._started(calls), self._loop).result()
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the judges' metrics since the last call, as `judge/NAME/METRIC`. Begins new budgets."""
@@ -77,8 +77,8 @@ class Asking(Executor):
         self._loop.close()
         self._loop = None
 
-    async def _begun(self, calls: Calls) -> list[Outcomes]:
-        """Starts the calls in the loop's thread, so that all of them begin before any goes on."""
+    async def _started(self, calls: Calls) -> list[Outcomes]:
+        """Starts the calls in the loop's thread, so that all of them begin before any continues."""
         self._left, loop = len(calls), asyncio.get_running_loop()
         return [asyncio.run_coroutine_threadsafe(self._outcomes(number, task), loop) for number, task in calls]
 

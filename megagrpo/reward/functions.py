@@ -12,13 +12,13 @@ import math
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.recipe.reward_functions import BUILT_IN, executor_of
@@ -26,7 +26,7 @@ from megagrpo.reward.sandbox.sandbox import Isolation
 from megagrpo.user_functions import file_problem, load_function, refused_call
 
 if TYPE_CHECKING:  # a worker needs neither pydantic nor numpy
-    from megagrpo.recipe.schema import RewardConfig, RewardFunctionConfig
+    from megagrpo.recipe.schema import RewardConfig
     from megagrpo.types import Prompt, Sample
 
 RewardReturn = float | Mapping[str, Any]
@@ -61,15 +61,6 @@ TAKEN_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFunction:
-    """The result of `make` for a function that asks a model: called with the model, then with the usual arguments."""
-
-    function: Callable[..., Awaitable[Any]]
-    arguments: Any
-    """The checked arguments: they name the model and set how it is asked."""
-
-
-@dataclass(frozen=True, slots=True)
 class Signature:
     """The names of the arguments that a reward function takes, and whether it is async."""
 
@@ -88,7 +79,13 @@ class Function(Signature):
 
     function: RewardCallable
     arguments: Any = None
-    """For a function that asks a model, the arguments of its ModelFunction."""
+    """For a function that is called with a model first: its checked arguments, which name that and set how it is
+    asked."""
+
+    @classmethod
+    def of(cls, function: RewardCallable, arguments: Any = None) -> Self:
+        """Makes a Function from a built-in one, whose parameters name what it takes."""
+        return cls(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function, arguments)
 
 
 def messages_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
@@ -104,13 +101,13 @@ def tool_calls_of(prompt: Prompt, sample: Sample) -> list[dict[str, Any]]:
     if sample.agent is None:
         return []
     messages = sample.agent.messages
-    said = [event["said"] for event in sample.agent.events if event["kind"] == "turn"]
+    answers = [event["said"] for event in sample.agent.events if event["kind"] == "turn"]
     results = {message.get("tool_call_id"): message.get("content") for message in messages if message["role"] == "tool"}
     return [
         {**{key: call["function"][key] for key in ("name", "arguments")}, "result": results.get(call.get("id"))}
         for message in messages
         for call in message.get("tool_calls") or ()
-        if message in said
+        if message in answers
     ]
 
 
@@ -191,7 +188,10 @@ def outcome_of(returned: object) -> Outcome:
             if value is not None and len(notes) < NOTES_MAX:
                 notes[str(name)[:ERROR_CHARACTERS_MAX]] = value[:NOTE_CHARACTERS_MAX]
             continue
-        number = _number(value)
+        try:  # __float__ admits numpy and torch scalars, Decimal and Fraction, and keeps out text
+            number = float(value) if hasattr(value, "__float__") else None
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            number = None
         if number is None:
             return Outcome(None, error=f"returned {brief(value)} as {name}, not a number")
         if not math.isfinite(number):
@@ -225,16 +225,6 @@ def timed_out(timeout_seconds: float) -> Outcome:
     return Outcome(None, error=f"took longer than {timeout_seconds:g} s")
 
 
-def _number(value: object) -> float | None:
-    # __float__ admits numpy and torch scalars, Decimal and Fraction, and keeps out text.
-    if not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-
-
 # --- from the recipe's entries to callables ---------------------------------------------------------------------------
 
 
@@ -263,25 +253,20 @@ def function_specs(reward: RewardConfig) -> tuple[FunctionSpec, ...]:
     next `name_3`."""
     specs = []
     for where, entries in reward.lists().items():
-        seen: Counter[str] = Counter()
-        for index, (entry, gated) in enumerate(zip(entries, gated_functions(entries), strict=True)):
+        counts: Counter[str] = Counter()
+        gated = [
+            entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
+            for entry in entries
+        ]
+        if all(gated):  # then those that need no gate have none
+            gated = [entry.counts != "auto" for entry in entries]
+        for index, entry in enumerate(entries):
             name = entry.name or entry.function.rpartition(":")[2]
-            seen[name] += 1
-            unique = name if seen[name] == 1 else f"{name}_{seen[name]}"
+            counts[name] += 1
+            unique = name if counts[name] == 1 else f"{name}_{counts[name]}"
             place = f"{where}[{index}]"
-            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, place, gated))
+            specs.append(FunctionSpec(unique, entry.function, entry.weight, entry.arguments, place, gated[index]))
     return tuple(specs)
-
-
-def gated_functions(entries: Sequence[RewardFunctionConfig]) -> list[bool]:
-    """Returns, for each function of a list, whether it counts only if others give a sum other than 0."""
-    waits = [
-        entry.counts == "when_others_score" or (entry.counts == "auto" and entry.function == "format")
-        for entry in entries
-    ]
-    if all(waits):  # then those that need not wait count
-        return [entry.counts != "auto" for entry in entries]
-    return waits
 
 
 def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Problem]:
@@ -290,9 +275,7 @@ def static_problems(reward: RewardConfig, *, sandbox: bool = True) -> list[Probl
     Without `sandbox`, does not try out the sandbox that functions need: the run may start on another machine.
     """
     specs = function_specs(reward)
-    if not sandbox:
-        specs = tuple(_in_any_sandbox(spec) for spec in specs)
-    problems = [problem for spec in specs for problem in _spec_problems(spec, reward.timeout_seconds)]
+    problems = [problem for spec in specs for problem in _spec_problems(spec, reward.timeout_seconds, sandbox)]
     isolated = list(dict.fromkeys(spec.function for spec in specs if executor_of(spec.function) == "workers"))
     if isolated and reward.workers == 0:
         problems.append(Problem("reward.workers", given="0", needed=f"at least 1, for {', '.join(isolated)}"))
@@ -305,28 +288,24 @@ def sandbox_problems(reward: RewardConfig) -> list[Problem]:
     return [] if elsewhere else static_problems(reward)
 
 
-def _in_any_sandbox(spec: FunctionSpec) -> FunctionSpec:
-    if spec.function not in SANDBOXED or spec.arguments.get("isolation", "auto") not in get_args(Isolation):
-        return spec
-    return replace(spec, arguments={**spec.arguments, "isolation": "none"})
-
-
-def _spec_problems(spec: FunctionSpec, timeout_seconds: float) -> list[Problem]:
-    where = f"{spec.where}.function"
+def _spec_problems(spec: FunctionSpec, timeout_seconds: float, sandbox: bool) -> list[Problem]:
     if spec.name in TAKEN_NAMES:
         given = f"a function called {spec.name}, which is the metric reward/{spec.name} of the whole reward"
         needed = f"a name other than {', '.join(TAKEN_NAMES)}"
-        return [Problem(where, given, needed, fix=f"rename it, such as {spec.name}_score")]
+        return [Problem(f"{spec.where}.function", given, needed, fix=f"rename it, such as {spec.name}_score")]
     if not spec.built_in:
         problem = user_file_problem(spec)
         return [problem] if problem else []
     if spec.function == "math":  # its make() imports sympy, which takes longer than a check should
         return _argument_problems(spec)
+    isolated = spec.function in SANDBOXED
+    if isolated and not sandbox and spec.arguments.get("isolation", "auto") in get_args(Isolation):
+        spec = replace(spec, arguments={**spec.arguments, "isolation": "none"})
     try:
-        _load_built_in(spec)
+        load(spec)
     except RewardError as error:
         return list(error.problems)
-    if spec.function in SANDBOXED:
+    if isolated:
         seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
         if seconds >= timeout_seconds:
             needed = f"less than {timeout_seconds:g}, reward.timeout_seconds: slow programs would have no score"
@@ -347,8 +326,6 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
     """Returns the spec with the text of the user's file. Raises RewardError if it cannot be read."""
     if spec.built_in:
         return spec
-    if problem := user_file_problem(spec):
-        raise RewardError(problem)
     file = Path(spec.function.rpartition(":")[0])
     try:
         return replace(spec, source=file.read_bytes())
@@ -358,7 +335,26 @@ def with_source(spec: FunctionSpec) -> FunctionSpec:
 
 def load(spec: FunctionSpec) -> Function:
     """Returns the function of a spec with the recipe's arguments bound. Raises RewardError. Runs a user's file."""
-    return _load_built_in(spec) if spec.built_in else _load_user_function(spec)
+    if spec.built_in:
+        if problems := _argument_problems(spec):
+            raise RewardError(problems)
+        try:
+            made = _maker(spec)(**spec.arguments)
+        except ValueError as error:
+            raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
+        return made if isinstance(made, Function) else Function.of(made)
+    where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
+    function = load_function(spec.function, where, RewardError, spec.source)
+    wanted = wanted_arguments(function, spec.arguments)
+    if refusal := refused_call(function, **dict.fromkeys(wanted, ""), **spec.arguments):
+        named = [*spec.arguments, *(RESPONSE_ARGUMENTS if "responses" not in wanted else GROUP_ARGUMENTS)]
+        needed = f"a function that can be called by name, with parameters among {', '.join(dict.fromkeys(named))}"
+        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
+    if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
+        needed = "a parameter response, responses, tokens or messages: what it scores"
+        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
+    function = partial(function, **spec.arguments) if spec.arguments else function
+    return Function(wanted, inspect.iscoroutinefunction(function), function)
 
 
 def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tuple[str, ...]:
@@ -376,18 +372,6 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
 
 def _maker(spec: FunctionSpec) -> Any:
     return importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
-
-
-def _load_built_in(spec: FunctionSpec) -> Function:
-    if problems := _argument_problems(spec):
-        raise RewardError(problems)
-    try:
-        function = _maker(spec)(**spec.arguments)
-    except ValueError as error:
-        raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
-    if isinstance(function, ModelFunction):
-        return Function(wanted_arguments(function.function, {}), True, function.function, function.arguments)
-    return Function(wanted_arguments(function, {}), inspect.iscoroutinefunction(function), function)
 
 
 def _argument_problems(spec: FunctionSpec) -> list[Problem]:
@@ -423,18 +407,3 @@ def _fits(value: object, annotation: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, Mapping) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
     return type(value) is (type(None) if origin is None else origin)
-
-
-def _load_user_function(spec: FunctionSpec) -> Function:
-    where, name = f"{spec.where}.function", spec.function.rpartition(":")[2]
-    function = load_function(spec.function, where, RewardError, spec.source)
-    wanted = wanted_arguments(function, spec.arguments)
-    if refusal := refused_call(function, **dict.fromkeys(wanted, ""), **spec.arguments):
-        named = [*spec.arguments, *(RESPONSE_ARGUMENTS if "responses" not in wanted else GROUP_ARGUMENTS)]
-        needed = f"a function that can be called by name, with parameters among {', '.join(dict.fromkeys(named))}"
-        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}: {refusal}", needed=needed))
-    if not {"response", "solution_str", "responses", "tokens", *AGENT_ARGUMENTS} & {*wanted, *spec.arguments}:
-        needed = "a parameter response, responses, tokens or messages: what it scores"
-        raise RewardError(Problem(where, given=f"{name}{inspect.signature(function)}", needed=needed))
-    function = partial(function, **spec.arguments) if spec.arguments else function
-    return Function(wanted, inspect.iscoroutinefunction(function), function)

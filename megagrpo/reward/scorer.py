@@ -184,19 +184,15 @@ class Scorer:
                 self._first_failures[name] = first_failed[name] = f"prompt {groups[row].prompt.id}: {reason}"
         self._responses += len({(row, member) for _, row, member in outcome_of})
         self._failed_responses += len(failed)
-        responses, failed_responses = self._responses, self._failed_responses
-        judged = responses >= self._judged_responses
-        if judged:
+        if self._responses >= self._judged_responses:
+            responses, failures = self._responses, self._failed_responses
             self._responses = self._failed_responses = 0
-        if judged and failed_responses > self._reward.failed_share_max * responses:
-            given = "\n".join(
-                [
-                    f"{failed_responses} of {responses} responses have no score; the first failure of each function:",
-                    *(f"{name}: {first}" for name, first in self._first_failures.items()),
-                ]
-            )
-            needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
-            raise RewardError(Problem("reward.functions", given, needed, "correct the function; the run then goes on"))
+            if failures > self._reward.failed_share_max * responses:
+                given = f"{failures} of {responses} responses have no score; the first failure of each function:"
+                given += "".join(f"\n{name}: {first}" for name, first in self._first_failures.items())
+                needed = f"at most a share of {self._reward.failed_share_max:g} (reward.failed_share_max)"
+                fix = "correct the function; the run then goes on"
+                raise RewardError(Problem("reward.functions", given, needed, fix))
         for name, first in first_failed.items():
             self._say(f"warning: reward {name} failed for the first time: {first}".rstrip())
 

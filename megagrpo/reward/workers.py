@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
@@ -78,14 +78,21 @@ class Answer(BaseModel):
     outcomes: list[Outcome]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """A call in flight, with its times on time.monotonic's clock."""
+    """A call of a function, and while it is in flight its times on time.monotonic's clock."""
 
     function: int
-    responses: int
-    begun: float
-    deadline: float
+    task: Task
+    future: Outcomes
+    begun: float = 0.0
+    deadline: float = 0.0
+
+    def settle(self, outcomes: list[Outcome]) -> None:
+        """Gives the outcomes to the future. Raises CancelledError if it is cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            raise CancelledError
+        self.future.set_result(outcomes)
 
 
 class Worker:
@@ -107,7 +114,9 @@ class Worker:
         self.timeout_seconds = limits.timeout_seconds
         self.ready = False
         self.functions: dict[int, Signature] = {}
-        self.in_flight: dict[int, Call] = {}  # by number
+        self.in_flight: dict[int, Call] = {}
+        """Calls by their numbers in messages."""
+        self._numbers = count()
         self.alone = False
         self.broken = False
         self.start_deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -134,33 +143,33 @@ class Worker:
             raise ValueError(f"more than {ANSWER_BYTES_MAX:,} bytes")
         return lines
 
-    def greet(self, message: bytes) -> None:
-        """Reads the first message. Raises RewardError if a function cannot be loaded, ValueError for bad messages."""
-        loaded = Loaded.model_validate_json(message, strict=True)
-        if loaded.problems:
-            raise RewardError(loaded.problems)
-        if len(loaded.functions) != len(self.specs):
-            raise ValueError("another number of functions")
-        self.functions, self.ready = dict(zip(self.specs, loaded.functions, strict=True)), True
-
-    def take(self, message: bytes) -> tuple[int, list[Outcome]]:
-        """Returns the number of the call that a message answers, and its outcomes. Raises ValueError otherwise."""
+    def take(self, message: bytes) -> None:
+        """Reads a message: the first tells what is loaded, any other settles a call. Raises RewardError if a function
+        cannot be loaded, ValueError for bad messages."""
+        if not self.ready:
+            loaded = Loaded.model_validate_json(message, strict=True)
+            if loaded.problems:
+                raise RewardError(loaded.problems)
+            if len(loaded.functions) != len(self.specs):
+                raise ValueError("another number of functions")
+            self.functions, self.ready = dict(zip(self.specs, loaded.functions, strict=True)), True
+            return
         answer = Answer.model_validate_json(message, strict=True)
-        number, call = answer.number, self.in_flight.get(answer.number)
-        if call is None or len(answer.outcomes) != call.responses:
+        call = self.in_flight.get(answer.number)
+        if call is None or len(answer.outcomes) != len(call.task.samples):
             raise ValueError("an answer to no call, or outcomes of another number of responses")
         checked = list(map(checked_outcome, answer.outcomes))
         TIMELINE.record("reward workers", self.specs[call.function].name, call.begun, time.monotonic())
-        del self.in_flight[number]
+        del self.in_flight[answer.number]
         self.alone = False
-        return number, checked
+        call.settle(checked)
 
-    def send(self, number: int, function: int, task: Task) -> None:
-        loaded, responses = self.functions[function], len(task.samples)
-        grace = ASYNC_GRACE_SECONDS if loaded.is_async else 0.0
-        now = time.monotonic()
-        self.in_flight[number] = Call(function, responses, now, now + self.timeout_seconds + grace)
-        self._write((number, function, task.arguments(loaded.wanted), responses))
+    def send(self, call: Call) -> None:
+        function, number = self.functions[call.function], next(self._numbers)
+        call.begun = time.monotonic()
+        call.deadline = call.begun + self.timeout_seconds + (ASYNC_GRACE_SECONDS if function.is_async else 0.0)
+        self.in_flight[number] = call
+        self._write((number, call.function, call.task.arguments(function.wanted), len(call.task.samples)))
 
     def _write(self, message: object) -> None:
         try:
@@ -198,6 +207,9 @@ class WorkerPool(Executor):
         self.size = workers
         self.limits = limits
         self._workers: list[Worker] = []
+        self._waiting: deque[Call] = deque()
+        self._suspects: deque[Call] = deque()
+        """Calls in flight together when their worker was lost: each is made again alone."""
         self._thread = ThreadPoolExecutor(1, "reward workers")
 
     @classmethod
@@ -235,12 +247,11 @@ class WorkerPool(Executor):
         return worker.kill()
 
     def _load(self, loaded: Future[dict[int, bool]]) -> None:
-        starting = _Run(self, [], [])
         try:
             while not (ready := [worker for worker in self.workers() if worker.ready]):
                 if loaded.cancelled():
                     raise CancelledError
-                starting.wait()
+                self._wait()
             if loaded.set_running_or_notify_cancel():
                 loaded.set_result({number: function.by_group for number, function in ready[0].functions.items()})
         except BaseException as error:  # noqa: BLE001
@@ -250,46 +261,32 @@ class WorkerPool(Executor):
     def _run(self, calls: Calls, futures: Sequence[Outcomes]) -> None:
         for worker in [worker for worker in self._workers if worker.process.keeper.poll() is not None]:
             self.remove(worker)  # it died while idle, so no response is to blame
+        self._waiting.extend(Call(*call, future) for call, future in zip(calls, futures, strict=True))
         try:
-            _Run(self, calls, futures).to_end()
+            while self._waiting or self._suspects or any(worker.in_flight for worker in self._workers):
+                for worker in self.workers():
+                    self._assign(worker)
+                in_flight = (call for worker in self._workers for call in worker.in_flight.values())
+                # All are cancelled together, so the first of those that wait tells.
+                looked_at = (*in_flight, *islice(self._waiting, 1), *islice(self._suspects, 1))
+                if any(call.future.cancelled() for call in looked_at):
+                    raise CancelledError
+                self._wait()
         except BaseException as error:  # noqa: BLE001
             self._kill_all()  # calls may be in flight: no later run may see their answers
             fail(futures, error)
 
     def _kill_all(self) -> None:
+        self._waiting.clear()
+        self._suspects.clear()
         for worker in self._workers:
             worker.process.tell_to_end()
         while self._workers:
             self._workers.pop().kill()
 
-
-class _Run:
-    """The state of one WorkerPool.run."""
-
-    def __init__(self, pool: WorkerPool, calls: Calls, futures: Sequence[Outcomes]) -> None:
-        self.pool = pool
-        self.calls = calls
-        self.futures = futures
-        self.waiting = deque(range(len(calls)))
-        self.suspects: deque[int] = deque()  # in flight together when their worker was lost: each to be run alone
-        self.left = len(calls)
-
-    def to_end(self) -> None:
-        """Runs all calls. Raises CancelledError once one is cancelled, and RewardError if a function cannot be
-        loaded."""
-        while self.left:
-            for worker in self.pool.workers():
-                self._assign(worker)
-            in_flight = (number for worker in self.pool.workers() for number in worker.in_flight)
-            # All are cancelled together, so the first of those that wait tells.
-            looked_at = (*in_flight, *islice(self.waiting, 1), *islice(self.suspects, 1))
-            if any(self.futures[number].cancelled() for number in looked_at):
-                raise CancelledError
-            self.wait()
-
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Waits for a message, a deadline or CHECK_SECONDS. Reads the messages and ends the late workers."""
-        workers = self.pool.workers()
+        workers = self.workers()
         first_deadline = min(worker.deadline for worker in workers)
         seconds = min(CHECK_SECONDS, max(0.0, first_deadline - time.monotonic()))
         readable = wait([worker.connection for worker in workers], seconds)
@@ -298,27 +295,23 @@ class _Run:
                 self._read(worker)
             elif worker.deadline <= time.monotonic():
                 late = f"not ready after {START_TIMEOUT_SECONDS:g} s"
-                self._lose(worker, timed_out(self.pool.limits.timeout_seconds), late)
+                self._lose(worker, timed_out(self.limits.timeout_seconds), late)
 
     def _assign(self, worker: Worker) -> None:
         while worker.ready and not (worker.alone or worker.broken) and len(worker.in_flight) < ASYNC_AT_ONCE:
-            queue = self.suspects if self.suspects and not worker.in_flight else self.waiting
+            queue = self._suspects if self._suspects and not worker.in_flight else self._waiting
             if not queue:
                 return
-            alone = queue is self.suspects or not worker.functions[self.calls[queue[0]][0]].is_async
+            alone = queue is self._suspects or not worker.functions[queue[0].function].is_async
             if alone and worker.in_flight:
                 return
             worker.alone = alone
-            number = queue.popleft()
-            worker.send(number, *self.calls[number])
+            worker.send(queue.popleft())
 
     def _read(self, worker: Worker) -> None:
         try:
             for message in worker.receive():
-                if worker.ready:
-                    self._settle(*worker.take(message))
-                else:
-                    worker.greet(message)
+                worker.take(message)
         except (EOFError, OSError):
             self._lose(worker, None, "its process died")
         except ValueError as error:
@@ -326,22 +319,16 @@ class _Run:
             garbage = f"its process sent what is no answer ({reason})"
             self._lose(worker, Outcome(None, error=garbage), garbage)
 
-    def _settle(self, number: int, outcomes: list[Outcome]) -> None:
-        if not self.futures[number].set_running_or_notify_cancel():
-            raise CancelledError
-        self.futures[number].set_result(outcomes)
-        self.left -= 1
-
     def _lose(self, worker: Worker, outcome: Outcome | None, start_reason: str) -> None:
         """Ends a worker that died or is late and settles its calls in flight. `outcome`: its error, None if it died."""
-        numbers, ready = list(worker.in_flight), worker.ready
-        how = self.pool.remove(worker)
-        if not ready:
+        calls = list(worker.in_flight.values())
+        how = self.remove(worker)
+        if not worker.ready:
             names = ", ".join(spec.function for spec in worker.specs.values())
             where = f"the reward functions {names} cannot be loaded"
             raise RewardError(Problem(where, given=f"{start_reason} ({how})", needed=IMPORTED))
-        if len(numbers) > 1:
-            self.suspects.extend(numbers)
-        elif numbers:
+        if len(calls) > 1:
+            self._suspects.extend(calls)
+        elif calls:
             died = Outcome(None, error=f"the reward's process died ({how})")
-            self._settle(numbers[0], [outcome or died] * len(self.calls[numbers[0]][1].samples))
+            calls[0].settle([outcome or died] * len(calls[0].task.samples))

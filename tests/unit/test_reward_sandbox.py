@@ -231,7 +231,7 @@ def test_nothing_is_left_of_a_sandbox_that_was_closed(sandbox: Sandbox) -> None:
     idle = own_processes()
     _, theirs = socket.socketpair()
     with theirs:
-        os.close(other.start("calls", {"source": "while True: pass"}, [theirs], 100))
+        other.start("calls", {"source": "while True: pass"}, [theirs], 100)
     while own_processes() == idle:
         time.sleep(0.01)
     other.close()

@@ -218,7 +218,7 @@ class Judge:
         self.config = config
         self._endpoint, self._cache = endpoint, cache if config.cache else None
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._asked: dict[bytes, asyncio.Task[Answer[Any]]] = {}
+        self._in_flight: dict[bytes, asyncio.Task[Answer[Any]]] = {}
         """Questions in flight, by key."""
         self._not_before = 0.0
         """The time at which the server accepts requests again, on time.monotonic's clock."""
@@ -246,7 +246,7 @@ class Judge:
             async with self._waiting():
                 return await self._answer(body, read)
         key = key_of(self._endpoint.identity, body)
-        if (request := self._asked.get(key)) is not None:  # equal questions at one time are one request
+        if (request := self._in_flight.get(key)) is not None:  # equal questions at one time are one request
             answer: Answer[Read] = await request
             self.spent["cached"] += 1
             return replace(answer, metrics={})
@@ -255,12 +255,12 @@ class Judge:
                 answer = Answer(read(text_before), text_before, {})
                 self.spent["cached"] += 1
                 return answer
-        self._asked[key] = asyncio.create_task(self._answer(body, read))
+        self._in_flight[key] = asyncio.create_task(self._answer(body, read))
         try:
             async with self._waiting():
-                answer = await self._asked[key]
+                answer = await self._in_flight[key]
         finally:
-            del self._asked[key]
+            del self._in_flight[key]
         self._cache.put(key, answer.text)
         return answer
 

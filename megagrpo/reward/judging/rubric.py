@@ -45,7 +45,12 @@ class Rubric:
     """
 
     def __init__(self, text: str, shows: Collection[str]) -> None:
-        self.text = _read(text)
+        self.text = text
+        if is_file(text):
+            try:
+                self.text = Path(text).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"the rubric {text} cannot be read: {error}") from None
         self.variables = frozenset(VARIABLE.findall(self.text))
         known = ("fence", *OF_ROW, *shows)
         if wrong := sorted(name for name in self.variables if name not in known and not name.startswith(EXTRA_INFO)):
@@ -98,15 +103,6 @@ def _content(message: Mapping[str, Any]) -> str:
 def is_file(rubric: str) -> bool:
     """Returns whether a rubric is the path of a file, and not the text itself."""
     return "\n" not in rubric and rubric.endswith(FILES)
-
-
-def _read(text: str) -> str:
-    if not is_file(text):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the rubric {text} cannot be read: {error}") from None
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -208,22 +204,22 @@ def _score(most: float, text: str) -> float:
 
 def yes_no(text: str) -> Share:
     """Returns 1 for yes, 0 for no: from "Verdict: yes", else from a first or last line that is yes or no alone."""
-    return _said(text, YES_NO, YES_NO_ALONE, "neither yes nor no")
+    return _word(text, YES_NO, YES_NO_ALONE, "neither yes nor no")
 
 
 def a_b(text: str) -> Share:
     """Returns 1 for A, 0 for B, 0.5 for a tie: [[A]] (C: tie), "Verdict: A", or a first or last line of just A or B."""
     if bracketed := A_B_BRACKETS.findall(text):
         return WORDS.get(bracketed[-1].lower(), WORDS["tie"])
-    return _said(text, A_B, A_B_ALONE, "neither A nor B")
+    return _word(text, A_B, A_B_ALONE, "neither A nor B")
 
 
-def _said(text: str, value: re.Pattern[str], alone: re.Pattern[str], none: str) -> Share:
+def _word(text: str, value: re.Pattern[str], alone: re.Pattern[str], none: str) -> Share:
     """Returns the value behind the last mark of the first kind found; without marks, that of a first or last line."""
     for kind in MARKS:
         if marks := list(kind.finditer(text)):
-            said = value.match(text, marks[-1].end())
-            words = {said[1].lower()} if said else set()
+            word = value.match(text, marks[-1].end())
+            words = {word[1].lower()} if word else set()
             break
     else:
         lines = [line for line in text.splitlines() if line.strip()]

@@ -118,7 +118,11 @@ def main() -> None:
             preloaded.prepare(*request["prepare"])
         child = os.fork()
         if child == 0:
-            _run(request, descriptors, config, common)
+            finished = False
+            try:
+                finished = _finished(functools.partial(_run, request, descriptors, config, common))
+            finally:
+                os._exit(not finished)
         for descriptor in descriptors:
             os.close(descriptor)
         _answer(control, child, woken)
@@ -134,10 +138,10 @@ def _answer(control: socket.socket, child: int, woken: int) -> None:
             os.read(woken, 4096)
             ended, status = os.waitpid(child, os.WNOHANG)
         else:
-            goes_on = control.recv(4096)
+            message = control.recv(4096)  # to kill the program; empty if the other end is closed
             os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, 0)
-            if not goes_on:
+            if not message:
                 sys.exit()
     control.send(json.dumps({"status": os.waitstatus_to_exitcode(status), "clean": _clean()}).encode())
 
@@ -154,15 +158,6 @@ def _clean() -> bool:
 # --- the child: limits, then the program ------------------------------------------------------------------------------
 
 
-def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
-    """Runs one job and ends the process. Descriptors: the job, the file of its errors, and one or two sockets."""
-    finished = False
-    try:
-        finished = _finished(lambda: _run_job(request, descriptors, config, common))
-    finally:
-        os._exit(not finished)
-
-
 def _finished(run: Callable[[], None]) -> bool:
     """Calls `run`, then ends the program as Python does. Returns whether neither raised an exception."""
     finished = True
@@ -177,9 +172,8 @@ def _finished(run: Callable[[], None]) -> bool:
     return finished
 
 
-def _run_job(
-    request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]
-) -> None:
+def _run(request: Mapping[str, Any], descriptors: list[int], config: Mapping[str, Any], common: dict[str, Any]) -> None:
+    """Runs one job. Descriptors: the job, the file of its errors, and one or two sockets."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job = json.loads(os.pread(descriptors[0], os.fstat(descriptors[0]).st_size, 0))
@@ -188,7 +182,15 @@ def _run_job(
     channels = [socket.socket(fileno=descriptor) for descriptor in descriptors[2:]]
     for first, last in itertools.pairwise([2, *sorted(descriptors[2:]), DESCRIPTORS_MAX]):
         os.closerange(first + 1, last)
-    _limit(request, config)
+    limits = {
+        resource.RLIMIT_CPU: request["cpu_seconds"],
+        resource.RLIMIT_AS: config["memory_bytes"],
+        resource.RLIMIT_FSIZE: config["output_bytes"],
+    }
+    if config["threads"]:
+        limits[resource.RLIMIT_NPROC] = config["threads"]
+    for kind, value in limits.items():  # before anything reads the program
+        resource.setrlimit(kind, (value, value))
     if config["imports_first"]:
         _import_first(job["source"], packages=bool(config["packages"]))
     _confine(config)
@@ -224,19 +226,6 @@ def _import_first(source: str, *, packages: bool) -> None:
                     __import__(name)
 
 
-def _limit(request: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Sets the resource limits, before anything reads the program."""
-    limits = {
-        resource.RLIMIT_CPU: request["cpu_seconds"],
-        resource.RLIMIT_AS: config["memory_bytes"],
-        resource.RLIMIT_FSIZE: config["output_bytes"],
-    }
-    if config["threads"]:
-        limits[resource.RLIMIT_NPROC] = config["threads"]
-    for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
-
-
 def _confine(config: Mapping[str, Any]) -> None:
     """Switches to another user if possible, arranges to die with the harness, and installs the system call filter."""
     if config["user"]:
@@ -267,7 +256,7 @@ def _module(name: str, names: Mapping[str, Any]) -> types.ModuleType:
 def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
     """Runs the program as a script each time that the channel brings its standard input, output and error.
 
-    Answers 1, or 0 after an exception. One process for all runs saves most of the time of a short program.
+    Answers a line: 1, or 0 after an exception. One process for all runs saves most of the time of a short program.
     """
     code = compile(job["source"], "program.py", "exec")
     recursion = sys.getrecursionlimit()
@@ -287,7 +276,7 @@ def _run_scripts(job: Mapping[str, Any], channels: list[socket.socket], common: 
         names = vars(_module("__main__", {}))
         finished = _finished(functools.partial(exec, code, names))
         opened[1].flush()  # the program may have put another object in its place
-        channels[0].send(b"1" if finished else b"0")
+        channels[0].send(b"1\n" if finished else b"0\n")
 
 
 def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: Mapping[str, Any]) -> None:
@@ -299,13 +288,13 @@ def _serve_calls(job: Mapping[str, Any], channels: list[socket.socket], common: 
         while line := requests.readline(LINE_BYTES_MAX):
             request = json.loads(line)
             try:
-                answer = {"value": encode(_done(request, module, objects), objects)}
+                answer = {"value": encode(_result(request, module, objects), objects)}
             except Exception as raised:  # noqa: BLE001
                 answer = {"raised": type(raised).__name__, "text": str(raised)[:200]}
             _send(channels[0], answer)
 
 
-def _done(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
+def _result(request: Mapping[str, Any], module: types.ModuleType, objects: list[object]) -> object:
     name, target_of = request["object"], objects.__getitem__
     if not isinstance(name, str):
         target: Any = target_of(name)

@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,7 +60,6 @@ class Program:
         self.runs = 0
         """Number of runs in the current process. A failure may come from what an earlier run left."""
         self._channel: socket.socket | None = None
-        self._errors = -1
         sandbox.renew()
 
     def __enter__(self) -> Program:
@@ -76,48 +75,27 @@ class Program:
 
     def run(self, stdin: str, seconds: float) -> Ran:
         """Runs the program as a script. The value is the printed text."""
-        channel = self._ready("scripts")
+        channel = self.ready("scripts")
         files = [memory_file(stdin.encode(errors="replace")), memory_file(b""), memory_file(b"")]
-        failure = ""
-        deadline = min(self.deadline, time.monotonic() + seconds)
-        try:
-            channel.settimeout(_left(deadline))
-            socket.send_fds(channel, [b"x"], files)
-            if (said := channel.recv(1)) != b"1":
-                failure = "failed" if said == b"0" else self._end(_left(deadline))
-        except TimeoutError:
-            self.stop()
-            failure = "took too long"
-        except OSError:
-            failure = self._end(_left(deadline))
+        finished, failure = self._answer(channel, lambda: socket.send_fds(channel, [b"x"], files), seconds)
         os.close(files[0])
         most = self.sandbox.limits.output_bytes
         output, errors = (read_and_close(file, most) for file in files[1:])
         if max(len(output), len(errors)) >= most:  # a file ends at the limit: this one was cut
             return Ran("printed too much")
-        if failure == "failed":
+        if finished not in (b"", b"0\n", b"1\n"):  # the program wrote to the channel
+            self.stop()
+        if failure == "failed" or finished not in (b"", b"1\n"):
             failure = _last_line(errors)
         return Ran(failure, output.decode(errors="replace"))
 
     def call(self, name: str, arguments: Sequence[object], seconds: float) -> Ran:
         """Calls a function of the program, or a method of its class `Solution`. The value is the returned value."""
         request = {"do": "call", "object": name, "arguments": encode(list(arguments)), "named": encode({})}
-        deadline = min(self.deadline, time.monotonic() + seconds)
-        channel = self._ready("calls")
-        try:
-            channel.settimeout(_left(deadline))
-            channel.sendall(json.dumps(request).encode() + b"\n")
-            line = self._line(channel, deadline)
-        except TimeoutError:
-            self.stop()
-            return Ran("took too long")
-        except OSError:
-            line = b""
-        if line is None:
-            self.stop()
-            return Ran("returned too much")
+        message, channel = json.dumps(request).encode() + b"\n", self.ready("calls")
+        line, failure = self._answer(channel, lambda: channel.sendall(message), seconds)
         if not line:
-            return Ran(self._end(_left(deadline)) or "ended")
+            return Ran(failure or "ended")
         try:
             answer = json.loads(line)
             if "value" in answer:
@@ -127,24 +105,35 @@ class Program:
             self.stop()
             return Ran("sent what is no answer")
 
-    def _line(self, channel: socket.socket, deadline: float) -> bytes | None:
-        """Returns one answer; empty if the program ended, None if it is too long. Raises TimeoutError."""
-        line = bytearray()
-        while len(line) < self.sandbox.limits.output_bytes:
+    def _answer(self, channel: socket.socket, send: Callable[[], object], seconds: float) -> tuple[bytes, str]:
+        """Returns the process's answer to what `send` sends, a line; or none, and why its process ended."""
+        deadline, answer = min(self.deadline, time.monotonic() + seconds), bytearray()
+        try:
             channel.settimeout(_left(deadline))
-            data = channel.recv(1 << 16)
-            line += data
-            if not data or data.endswith(b"\n"):
-                return bytes(line) if data else b""
-        return None
+            send()
+            while len(answer) < self.sandbox.limits.output_bytes:
+                channel.settimeout(_left(deadline))
+                data = channel.recv(1 << 16)
+                answer += data
+                if data.endswith(b"\n"):
+                    return bytes(answer), ""
+                if not data:
+                    return b"", self._end(_left(deadline))
+        except TimeoutError:
+            self.stop()
+            return b"", "took too long"
+        except OSError:
+            return b"", self._end(_left(deadline))
+        self.stop()
+        return b"", "returned too much"
 
-    def _ready(self, mode: Mode) -> socket.socket:
+    def ready(self, mode: Mode) -> socket.socket:
         """Returns the channel to the process, which is started if there is none."""
         if self._channel is None:
             self._channel, theirs = socket.socketpair()
             with theirs:
                 seconds = _cpu_seconds(self.deadline)
-                self._errors = self.sandbox.start(mode, {"source": self.source}, [theirs], seconds, self.prepare)
+                self.sandbox.start(mode, {"source": self.source}, [theirs], seconds, self.prepare)
             self.runs = 0
         self.runs += 1
         return self._channel
@@ -154,10 +143,7 @@ class Program:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
-        try:
-            status = self.sandbox.finish(seconds)
-        finally:
-            errors = read_and_close(self._errors, self.sandbox.limits.output_bytes)
+        status, errors = self.sandbox.finish(seconds)
         if status == -signal.SIGXCPU:
             return "took too long"
         if status < 0:
@@ -184,21 +170,16 @@ def verdicts(
     Tests run one after another in one process. After a test that took too long, or that ended the program, the rest
     runs in new processes. Each test has `seconds`; at the `deadline`, on time.monotonic's clock, the rest is left out.
     """
-    of_program.renew()
+    program = Program(of_program, source, deadline=deadline)
     of_tests.renew()
     done = 0
     while done < len(given.tests) and time.monotonic() < deadline:
-        with contextlib.ExitStack() as stack:
-            ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-            asks, answers = (stack.enter_context(end) for end in socket.socketpair())
-            job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
-            cpu_seconds = _cpu_seconds(deadline)
-            stack.callback(os.close, of_program.start("calls", {"source": source}, [answers], cpu_seconds))
-            stack.callback(of_program.finish)
-            stack.callback(os.close, of_tests.start("tests", job, [theirs, asks], cpu_seconds))
+        job = {"source": given.setup, "names": given.names, "tests": given.tests[done:]}
+        ours, theirs = socket.socketpair()
+        with ours, program, contextlib.ExitStack() as stack:
+            with theirs, program.ready("calls") as asks:
+                of_tests.start("tests", job, [theirs, asks], _cpu_seconds(deadline))
             stack.callback(of_tests.finish)
-            for channel in (answers, theirs, asks):
-                channel.close()
             verdict = b"1"
             while verdict in (b"1", b"0") and done < len(given.tests) and (left := deadline - time.monotonic()) > 0:
                 ours.settimeout(min(seconds, left))

@@ -110,24 +110,24 @@ class Sandbox:
         channels: Sequence[socket.socket],
         cpu_seconds: int,
         prepare: Sequence[str] = (),
-    ) -> int:
+    ) -> None:
         """Starts a job with these sockets, which its function in harness.MODES uses. One job at a time.
 
         prepare: arguments of the preloaded module's function of that name, which is called before the job and outside
-        of it. Returns the file that the job writes its errors to.
+        of it.
         """
         if self._process is None:
             self._start()
-        files = [memory_file(json.dumps(job).encode()), memory_file(b"")]
+        self._errors, source = memory_file(b""), memory_file(json.dumps(job).encode())
         request = {"mode": mode, "cpu_seconds": cpu_seconds, "prepare": prepare}
         with contextlib.suppress(OSError):  # it ended just now: `finish` will say so
-            sent = [*files, *(channel.fileno() for channel in channels)]
+            sent = [source, self._errors, *(channel.fileno() for channel in channels)]
             socket.send_fds(self._control, [json.dumps(request).encode()], sent)
-        os.close(files[0])
-        return files[1]
+        os.close(source)
 
-    def finish(self, seconds: float = 0.0) -> int:
-        """Returns the status of the running job: 0, 1 after an exception, or minus the signal that killed it.
+    def finish(self, seconds: float = 0.0) -> tuple[int, bytes]:
+        """Returns the status of the running job: 0, 1 after an exception, or minus the signal that killed it; and the
+        errors that it wrote.
 
         Kills the job after `seconds`; it is dead on return. Raises RewardError if the harness is gone, which no program
         can cause: nothing is known of the program then.
@@ -137,12 +137,13 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self._control.send(b"kill")
             answer = self._answer(END_SECONDS)
+        errors = read_and_close(self._errors, self.limits.output_bytes)
         if answer is None:
             self.close()
             given = f"{self.kind}: its process ended, or does not answer"
             raise RewardError(Problem("the sandbox of programs", given, "a process that is left alone"))
         self._clean = self._clean and answer["clean"]
-        return answer["status"]
+        return answer["status"], errors
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
         self._control.settimeout(max(0.0001, seconds))
@@ -166,27 +167,26 @@ class Sandbox:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        said = memory_file(b"")
+        errors = memory_file(b"")
         try:
-            self._process = subprocess.Popen(
-                self._command(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
-            theirs.close()
+            with theirs:
+                self._process = subprocess.Popen(
+                    self._command(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,
+                )
             self._control.settimeout(START_SECONDS)
             ready = self._control.recv(4096) == b"ready"
         except OSError as error:
-            os.write(said, str(error).encode())
+            os.write(errors, str(error).encode())
             ready = False
         finally:
-            theirs.close()
-            reason = read_and_close(said, STDERR_BYTES_MAX).decode(errors="replace").strip()
+            reason = read_and_close(errors, STDERR_BYTES_MAX).decode(errors="replace").strip()
         self._clean = True
         if not ready:
             self.close()
@@ -326,17 +326,7 @@ def filter_bytes(*, files: bool, threads: bool) -> bytes:
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ERRNO | errno.EPERM)))
     if not context:
         raise OSError("seccomp_init failed")
-    try:
-        _add_rules(library, context, files=files, threads=threads)
-        _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
-        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
-            _checked(library.seccomp_export_bpf(context, file.fileno()))
-            return os.pread(file.fileno(), 1 << 20, 0)
-    finally:
-        library.seccomp_release(context)
 
-
-def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, threads: bool) -> None:
     def rule(action: int, name: str, comparisons: Iterable[tuple[int, int, int, int]] = ()) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this processor's kernel has no such call
@@ -345,26 +335,33 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p, *, files: bool, t
         array = (_Comparison * len(given))(*given)
         _checked(library.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(given), array))
 
-    for name in (*ALWAYS, *(FILES if files else ())):
-        rule(_ALLOW, name)
-    if not files:
-        rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
-        rule(_ALLOW, "getcwd")
-        for name in LOOKS:
-            rule(_ERRNO | errno.ENOENT, name)
-        rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
-        for name, flags in {"open": 1, "openat": 2}.items():
-            rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
-    if threads:
-        rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
-    rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
-    rule(_ALLOW, "sendto", [(4, _EQUAL, 0, 0)])  # to the other end of a socketpair, to no address
-    for request in TERMINAL_QUESTIONS:
-        rule(_ALLOW, "ioctl", [(1, _EQUAL, request, 0)])
-    # Programs raise their own limits and would end if they could not: they are told that it was done.
-    rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
-    rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
-    rule(_ERRNO, "setrlimit")
+    try:
+        for name in (*ALWAYS, *(FILES if files else ())):
+            rule(_ALLOW, name)
+        if not files:
+            rule(_ALLOW, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, AT_EMPTY_PATH)])  # how glibc does fstat
+            rule(_ALLOW, "getcwd")
+            for name in LOOKS:
+                rule(_ERRNO | errno.ENOENT, name)
+            rule(_ERRNO | errno.ENOENT, "newfstatat", [(3, _MASKED_EQUAL, AT_EMPTY_PATH, 0)])
+            for name, flags in {"open": 1, "openat": 2}.items():
+                rule(_ERRNO | errno.ENOENT, name, [(flags, _MASKED_EQUAL, os.O_CREAT, 0)])
+        if threads:
+            rule(_ALLOW, "clone", [(0, _MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD)])
+        rule(_ERRNO | errno.ENOSYS, "clone3")  # its flags are in memory: glibc takes clone instead
+        rule(_ALLOW, "sendto", [(4, _EQUAL, 0, 0)])  # to the other end of a socketpair, to no address
+        for request in TERMINAL_QUESTIONS:
+            rule(_ALLOW, "ioctl", [(1, _EQUAL, request, 0)])
+        # Programs raise their own limits and would end if they could not: they are told that it was done.
+        rule(_ALLOW, "prlimit64", [(2, _EQUAL, 0, 0)])
+        rule(_ERRNO, "prlimit64", [(2, _NOT_EQUAL, 0, 0)])
+        rule(_ERRNO, "setrlimit")
+        _checked(library.seccomp_attr_set(context, _OPTIMIZE, _BINARY_TREE))
+        with os.fdopen(os.memfd_create("seccomp"), "rb") as file:
+            _checked(library.seccomp_export_bpf(context, file.fileno()))
+            return os.pread(file.fileno(), 1 << 20, 0)
+    finally:
+        library.seccomp_release(context)
 
 
 def _checked(result: int) -> None:

@@ -46,7 +46,7 @@ def make(
         validator = None if of_row is None else _validator(of_row if isinstance(of_row, str) else json.dumps(of_row))
         truth = _truth(ground_truth) if equal else None
         text = after_thinking(response, prompt_text)
-        value = _parsed(text) if whole else _found(text)
+        value = _parsed(text) if whole else _last_value(text)
         if value is _NONE:
             return {"score": 0.0}
         try:
@@ -77,7 +77,7 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def _found(text: str) -> Any:
+def _last_value(text: str) -> Any:
     for _, block in reversed(blocks(text)):
         value = _parsed(block)
         if value is not _NONE:
@@ -88,7 +88,7 @@ def _found(text: str) -> Any:
 
 def _parsed(text: str, all_of_it: bool = True) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse) if all_of_it else _DECODER.raw_decode(text)[0]
+        return _DECODER.decode(text) if all_of_it else _DECODER.raw_decode(text)[0]
     except (ValueError, RecursionError):
         return _NONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megagrpo.reward.answer_text import after_thinking
-from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, ModelFunction
+from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, Function
 from megagrpo.reward.judging.client import AskConfig, Judge
 from megagrpo.reward.judging.rubric import Rubric, Scale, VerdictConfig, reader
 
@@ -38,7 +38,7 @@ class JudgeConfig(AskConfig):
     """The numbers that mean 0 and 1; [0, 10] for score, else [0, 1]."""
 
 
-def make(**arguments: Any) -> ModelFunction:
+def make(**arguments: Any) -> Function:
     """Makes a reward function: a model's verdict on a response, from 0 to 1. Its text is the note `verdict`."""
     config = JudgeConfig.of(arguments)
     rubric, read = Rubric(config.rubric, ["response", "answer"]), reader(config.verdict, config.scale)
@@ -48,4 +48,4 @@ def make(**arguments: Any) -> ModelFunction:
         answer = await model.ask(rubric.filled(row, shown), read)
         return {"score": answer.read, "verdict": answer.text[-NOTE_CHARACTERS_MAX:], **answer.metrics}
 
-    return ModelFunction(judge, config)
+    return Function.of(judge, config)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megagrpo.reward.functions import ModelFunction, Outcome
+from megagrpo.reward.functions import Function, Outcome
 from megagrpo.reward.judging.client import Answer, AskConfig, Judge, JudgeError, OverBudgetError
 from megagrpo.reward.judging.rubric import Rubric, Scale, VerdictConfig, of_row, reader
 from megagrpo.section import PositiveInt
@@ -71,7 +71,7 @@ class PairsConfig(AskConfig):
     its comparisons that a response has won."""
 
 
-def make(**arguments: Any) -> ModelFunction:
+def make(**arguments: Any) -> Function:
     """Makes a reward function: scores of a group from 0 to 1; 0.5 is as good as the others, or as the reference."""
     config = PairsConfig.of(arguments)
     rubric = Rubric(config.rubric, ["response_a", "response_b", "answer_a", "answer_b"])
@@ -105,7 +105,7 @@ def make(**arguments: Any) -> ModelFunction:
             for score, texts_on in zip(scores[: len(responses)], notes, strict=False)
         ]
 
-    return ModelFunction(judge_pairs, config)
+    return Function.of(judge_pairs, config)
 
 
 async def _compared(

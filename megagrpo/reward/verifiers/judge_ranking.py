@@ -6,7 +6,7 @@ import random
 import re
 from typing import Any
 
-from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, ModelFunction, Outcome
+from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, Function, Outcome
 from megagrpo.reward.judging.client import AskConfig, Judge
 from megagrpo.reward.judging.rubric import CHARACTERS_READ, Rubric, UnreadableError, fence_of
 from megagrpo.reward.verifiers.judge_pairs import ALONE
@@ -34,7 +34,7 @@ class RankingConfig(AskConfig):
     each in tags of its number and {{fence}}, such as <1-{{fence}}>."""
 
 
-def make(**arguments: Any) -> ModelFunction:
+def make(**arguments: Any) -> Function:
     """Makes a reward function: from 1 for a group's best response to 0 for its worst, evenly spaced. Equal ones tie."""
     config = RankingConfig.of(arguments)
     rubric = Rubric(config.rubric, ["responses", "answers"])
@@ -57,7 +57,7 @@ def make(**arguments: Any) -> ModelFunction:
         common = {"verdict": answer.text[-NOTE_CHARACTERS_MAX:], **answer.metrics}
         return [{"score": 1 - places[text] / (len(unlike) - 1), **common} for text in texts]
 
-    return ModelFunction(judge_ranking, config)
+    return Function.of(judge_ranking, config)
 
 
 def ranking(text: str, count: int) -> list[int]:

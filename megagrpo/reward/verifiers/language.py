@@ -61,7 +61,12 @@ def make(
         return str(identifier.classify(text)[0])
 
     def language_(response: str, prompt: Sequence[Mapping[str, Any]]) -> RewardReturn:
-        of_row = wanted or (language_of(_NO_LANGUAGE.sub(" ", _question(prompt))),)
+        of_row = wanted
+        if not wanted:
+            *_, question = [None, *(message["content"] for message in prompt if message.get("role") == "user")]
+            if not isinstance(question, str) or not _letter_bytes(question):
+                raise ValueError("the prompt has no message of a user to tell the language by")
+            of_row = (language_of(_NO_LANGUAGE.sub(" ", question)),)
         letters: Counter[str] = Counter()
         for piece in _pieces(_NO_LANGUAGE.sub(" ", response), bytes_min):
             scripts = Counter(_script(character) for character in piece if character.isalpha())
@@ -87,13 +92,6 @@ def _identifier() -> Any:
     except ModuleNotFoundError as error:
         raise ValueError("language needs the package py3langid: pip install py3langid") from error
     return LanguageIdentifier.from_model_file(MODEL_FILE)
-
-
-def _question(prompt: Sequence[Mapping[str, Any]]) -> str:
-    questions = [message["content"] for message in prompt if message.get("role") == "user"]
-    if not questions or not isinstance(questions[-1], str) or not _letter_bytes(questions[-1]):
-        raise ValueError("the prompt has no message of a user to tell the language by")
-    return questions[-1]
 
 
 def _pieces(text: str, bytes_min: int) -> Iterator[str]:

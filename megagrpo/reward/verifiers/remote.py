@@ -81,9 +81,16 @@ def make(
     ):  # fmt: skip
         if not least <= value <= most:
             raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ValueError(f"url is {brief(without_secrets(url))}, not http://HOST/PATH or https://HOST/PATH")
     is_code = shape == "open_instruct_code"
     server = Server(
-        checked_url(url), expanded(headers or {}),
+        url, expanded(headers or {}),
         partial(code_body, max_execution_time) if is_code else lambda items: {"items": items},
         partial(code_scores, pass_rate_min) if is_code else items_scores,
         1 if is_code else batch, batch_ms / 1000, timeout_seconds, retries, pause_seconds,
@@ -114,17 +121,6 @@ def without_secrets(url: str) -> str:
     place = re.split("[?#]", rest)[0]
     hidden = "@" in rest and "@" not in place  # a password with such a mark in it, or a query
     return scheme + mark + ("…" if hidden else place.rpartition("@")[2])
-
-
-def checked_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError(f"url is {brief(without_secrets(url))}, not http://HOST/PATH or https://HOST/PATH")
-    return url
 
 
 def expanded(headers: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megagrpo.reward.answer_text import after_thinking
-from megagrpo.reward.functions import ModelFunction
+from megagrpo.reward.functions import Function
 from megagrpo.reward.judging.client import Arguments, JudgeError
 from megagrpo.section import Number, PositiveFloat, Section
 
@@ -39,7 +39,7 @@ class RewardModelArguments(Arguments):
     your own, such as those of the first evaluation."""
 
 
-def make(**arguments: Any) -> ModelFunction:
+def make(**arguments: Any) -> Function:
     """Makes a reward function: the model's score of the prompt with the response."""
     config = RewardModelArguments.of(arguments)
 
@@ -50,7 +50,7 @@ def make(**arguments: Any) -> ModelFunction:
         logits, labels = await model.logits([*prompt, {"role": "assistant", "content": shown}])
         return score_of(logits, label_of(config.label, labels), config.normalize)
 
-    return ModelFunction(reward_model, config)
+    return Function.of(reward_model, config)
 
 
 def label_of(label: str | int | None, labels: Sequence[str]) -> int:

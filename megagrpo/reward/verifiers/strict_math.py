@@ -85,15 +85,11 @@ def normalised(latex: str) -> str:
     text = _UNIT.sub("", _STYLED.sub(r"\1", _UNIT.sub("", text)))
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    text = _SHORT_FRACTION.sub(lambda parts: f"\\frac{_braced(parts[1])}{_braced(parts[2])}", text)
+    text = _SHORT_FRACTION.sub(lambda parts: f"\\frac{{{parts[1].strip('{}')}}}{{{parts[2].strip('{}')}}}", text)
     text = "".join(text.split()).removeprefix("+")
     if slash := _SLASH.fullmatch(text):
         text = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
     return _DECIMAL.sub(_decimal, text)
-
-
-def _braced(argument: str) -> str:
-    return argument if argument.startswith("{") else f"{{{argument}}}"
 
 
 def _decimal(number: re.Match[str]) -> str:

@@ -30,17 +30,17 @@ def make(
         raise ValueError(f"tags is {tags!r}, not a list of names such as [think, answer]")
     marks = [mark for tag in names for mark in (f"<{tag}>", f"</{tag}>")]
     around = ".*" if text_between else r"\s*"
-    parts = (
-        f"{re.escape(opening)}(.*){re.escape(closing)}" for opening, closing in zip(*[iter(marks)] * 2, strict=True)
-    )
-    shape = re.compile(around + "".join(part + around for part in parts), re.DOTALL)
+    parts = (re.escape(f"<{tag}>") + "(.*)" + re.escape(f"</{tag}>") + around for tag in names)
+    shape = re.compile(around + "".join(parts), re.DOTALL)
 
     def think_answer(response: str) -> RewardReturn:
         if opened and marks[0] not in response:
             response = marks[0] + response
         single = sum(response.count(mark) == 1 for mark in marks)
         whole = shape.fullmatch(response) if single == len(marks) else None  # else it would backtrack
-        if whole is not None and all(any(map(_is_seen, part)) for part in whole.groups()):
+        if whole is not None and all(  # a zero-width space is not seen either
+            any(not sign.isspace() and unicodedata.category(sign) != "Cf" for sign in part) for part in whole.groups()
+        ):
             return 1.0
         return 0.5 * single / len(marks) if partial else 0.0
 
@@ -51,8 +51,3 @@ def solution(ground_truth: str, tags: Sequence[str] = ("think", "answer"), opene
     """Returns a right response, the same for every ground truth."""
     response = "".join(f"<{tag}>text</{tag}>" for tag in tags)
     return response.removeprefix(f"<{tags[0]}>") if opened else response
-
-
-def _is_seen(character: str) -> bool:
-    """Returns False for white space and format characters, such as the zero-width space."""
-    return not character.isspace() and unicodedata.category(character) != "Cf"

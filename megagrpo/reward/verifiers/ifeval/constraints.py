@@ -17,6 +17,7 @@ from typing import Literal
 from megagrpo.reward.verifiers.ifeval import text
 
 Relation = Literal["less than", "at least"]
+Quantifier = Literal["at least", "around", "at most"]
 
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Texts that detectable_format:constrained_response allows: its data carries no arguments."""
@@ -24,8 +25,11 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 
 
-def holds(count: int, relation: Relation, limit: int) -> bool:
-    return count < limit if relation == "less than" else count >= limit
+def holds(count: int, relation: Relation | Quantifier, limit: int, tolerance: int | None = None) -> bool:
+    """Compares a count with a limit; `around` is at most `tolerance` away: by default a tenth, at least 1."""
+    if relation == "around":
+        return abs(count - limit) <= (max(round(limit * 0.1), 1) if tolerance is None else tolerance)
+    return {"less than": count < limit, "at least": count >= limit, "at most": count <= limit}[relation]
 
 
 def keywords__existence(response: str, keywords: list[str]) -> bool:
@@ -52,14 +56,12 @@ def keywords__forbidden_words(response: str, forbidden_words: list[str]) -> bool
     >>> keywords__forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
     True
     """
-    return not any(re.search(_whole_word(word), response, re.IGNORECASE) for word in forbidden_words)
-
-
-def _whole_word(word: str) -> str:
-    """Returns a pattern for the word, with a boundary only at a letter's side: for C++, only before it."""
-    before = r"(?<!\w)" if re.match(r"\w", word) else ""
-    after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
-    return before + re.escape(word) + after
+    for word in forbidden_words:  # with a boundary only at a letter's side: for C++, only before it
+        before = r"(?<!\w)" if re.match(r"\w", word) else ""
+        after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
+        if re.search(before + re.escape(word) + after, response, re.IGNORECASE):
+            return False
+    return True
 
 
 def keywords__letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:

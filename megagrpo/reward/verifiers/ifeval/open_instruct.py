@@ -9,24 +9,11 @@ originals, but for the differences that docs/rewards.md lists.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from megagrpo.reward.verifiers.ifeval import constraints
-
-Quantifier = Literal["at least", "around", "at most"]
+from megagrpo.reward.verifiers.ifeval.constraints import Quantifier, holds
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
-
-
-def holds(count: int, quantifier: Quantifier, limit: int, tolerance: int) -> bool:
-    if quantifier == "around":
-        return abs(count - limit) <= tolerance
-    return count >= limit if quantifier == "at least" else count <= limit
-
-
-def tenth(limit: int) -> int:
-    """Returns the tolerance of `around`: a tenth of the limit, at least 1."""
-    return max(round(limit * 0.1), 1)
 
 
 def verify_keywords(response: str, keyword_list: list[str]) -> bool:
@@ -65,7 +52,7 @@ def verify_paragraph_count(response: str, N: int) -> bool:
 
 def validate_word_constraint(response: str, N: int, quantifier: Quantifier) -> bool:
     """Checks the number of words, split by spaces."""
-    return holds(len(response.split()), quantifier, N, tenth(N))
+    return holds(len(response.split()), quantifier, N)
 
 
 def verify_sentence_constraint(response: str, N: int, quantifier: Quantifier) -> bool:
@@ -143,7 +130,7 @@ def validate_lowercase(response: str) -> bool:
 
 def validate_frequency_capital_words(response: str, N: int, quantifier: Quantifier) -> bool:
     """Checks the number of words that consist of the capitals A to Z."""
-    return holds(len(re.findall(r"\b[A-Z]+\b", response)), quantifier, N, tenth(N))
+    return holds(len(re.findall(r"\b[A-Z]+\b", response)), quantifier, N)
 
 
 def validate_end(response: str, end_phrase: str) -> bool:

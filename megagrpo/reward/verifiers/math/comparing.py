@@ -120,18 +120,17 @@ def compared(truth: Truth, text: str) -> dict[str, Any]:
 
 def scored(truth: Truth, text: str, given: str | None) -> dict[str, Any]:
     """Returns the score of an answer, or of a text that marks none."""
-    if given is not None and len(given) > max(ANSWER_CHARACTERS_MAX, 2 * len(truth.given)):
-        return {"score": 0.0}
-    if given is not None and (same := same_kind(truth.latex, readable(given))) is not None:
-        return {"score": 1.0, "answer": truth.text} if same else {"score": 0.0, "answer": given}
-    if leaves_out(in_ascii(given), truth.given) if given is not None else is_denied(unmarked(text)):
-        return {"score": 0.0}
-    # math-verify reads several boxes as a set, so the last one alone is handed to it
-    answer = (
-        parse(plain(unmarked(text)).replace("\\$", ""), parsing_timeout=None)
-        if given is None
-        else parsed(readable(given))
-    )
+    if given is None:
+        tail = unmarked(text)
+        answer = [] if is_denied(tail) else parse(plain(tail).replace("\\$", ""), parsing_timeout=None)
+    else:
+        if len(given) > max(ANSWER_CHARACTERS_MAX, 2 * len(truth.given)):
+            return {"score": 0.0}
+        latex = readable(given)
+        if (same := same_kind(truth.latex, latex)) is not None:
+            return {"score": 1.0, "answer": truth.text} if same else {"score": 0.0, "answer": given}
+        # math-verify reads several boxes as a set, so the last one alone is handed to it
+        answer = [] if leaves_out(in_ascii(given), truth.given) else parsed(latex)
     if not answer:
         return {"score": 0.0}
     sides = expressions(in_ascii(given or "")) if "=" not in _outermost(truth.given) else []

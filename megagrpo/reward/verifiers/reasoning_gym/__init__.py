@@ -55,7 +55,10 @@ def make(
             raise ValueError("extra_info has no source_dataset, the name of the task")
         arguments = json.dumps(extra_info.get(ARGUMENTS) or {}, sort_keys=True)
         scorers.check(task, arguments)
-        answer = _answer(after_thinking(response, prompt_text), extract)
+        text = after_thinking(response, prompt_text)
+        answer = tagged(text, "answer") if extract != "last_line" else None
+        if answer is None and extract != "tags":
+            *_, answer = [None, *map(str.strip, text.strip().splitlines())]
         if answer is None:
             return {"score": 0.0}
         metadata = {name: value for name, value in extra_info.items() if name != ARGUMENTS}
@@ -71,14 +74,6 @@ def make(
 def solution(ground_truth: str, extra_info: Mapping[str, Any]) -> str | None:
     """Returns a right response; None for tasks that name no answer."""
     return f"<answer>{ground_truth}</answer>\n{ground_truth}" if ground_truth else None
-
-
-def _answer(text: str, extract: str) -> str | None:
-    answer = tagged(text, "answer") if extract != "last_line" else None
-    if answer is not None or extract == "tags":
-        return answer
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else None
 
 
 class _Scorers:

@@ -54,18 +54,15 @@ def prepare(task: str, arguments: str) -> None:
     if len(_data_sets) == DATA_SETS_MAX:
         _data_sets.clear()
     try:
-        _data_sets[key] = _made(task, arguments)
+        if task not in DATASETS or task == "composite":
+            _data_sets[key] = f"{task!r} is no task of the installed reasoning-gym"
+        else:
+            _data_sets[key] = reasoning_gym.create_dataset(task, **json.loads(arguments))
     except Exception as error:  # noqa: BLE001  (the row is to blame, whatever the package raises)
         _data_sets[key] = f"{task} with {arguments[:200]}: {type(error).__name__}: {error}"
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "reasoning_gym" or name == "sympy.parsing.sympy_parser":
             vars(module)["eval"] = evaluated
-
-
-def _made(task: str, arguments: str) -> Any:
-    if task not in DATASETS or task == "composite":
-        return f"{task!r} is no task of the installed reasoning-gym"
-    return reasoning_gym.create_dataset(task, **json.loads(arguments))
 
 
 def refusal(task: str, arguments: str) -> str:
