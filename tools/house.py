@@ -38,7 +38,7 @@ BUDGETS = {
     ("trainer", "evaluation"): 4_386,
     ("recipe", "preflight", "doctor"): 5_689,
     ("plan",): 5_341,
-    ("data",): 2_777,
+    ("data",): 2_725,
     ("reward",): 8_015,
     ("agents",): 5_148,
     ("track", "report"): 5_010,

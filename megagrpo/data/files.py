@@ -104,7 +104,10 @@ def records(path: str, wanted: Collection[str] | None = None) -> Iterator[tuple[
         return
     match suffix_of(path):
         case ".parquet":
-            yield from _batch_records(path, _parquet_batches(path, wanted))
+            file = _open_parquet(path)
+            names = None if wanted is None else [name for name in file.schema_arrow.names if name in wanted]
+            batches = file.iter_batches(batch_size=BATCH_ROWS, columns=names)
+            yield from _batch_records(path, _read_batches(path, "parquet", batches))
         case ".arrow":
             yield from _batch_records(path, _arrow_batches(path))
         case ".json":
@@ -145,17 +148,17 @@ def _lines(path: str) -> Iterator[bytes]:
             raise _unreadable(path, error, suffix_of(path).rpartition(".")[2], after_row=number) from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> Record:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Record:
     """Returns the object. Raises ValueError if it has a key twice."""
     if len(record := dict(pairs)) < len(pairs):
-        raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
+        raise ValueError(f"an object has the key {brief(_duplicate(key for key, _ in pairs))} twice")
     return record
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def _twice(names: Iterable[str]) -> str | None:
+def _duplicate(names: Iterable[str]) -> str | None:
     """Returns the first name that occurs more than once."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
@@ -237,28 +240,21 @@ def _open_parquet(path: str) -> pq.ParquetFile:
 
     try:  # without a buffer, a column of a row group is read as a whole
         file = pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
-        _raise_twice(path, list(file.schema_arrow))
+        _raise_duplicate(path, list(file.schema_arrow))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error, "parquet") from None
     return file
 
 
-def _raise_twice(path: str, fields: Sequence[pa.Field], within: str = "") -> None:
+def _raise_duplicate(path: str, fields: Sequence[pa.Field], within: str = "") -> None:
     """Raises DataError if two columns, or two fields of a struct in one, have the same name."""
-    if (name := _twice(field.name for field in fields)) is not None:
+    if (name := _duplicate(field.name for field in fields)) is not None:
         place = f" of {within[:-1]}" if within else ""
         needed, fix = "names that differ, in every row", "rename one of them, or leave it out"
         raise DataError(Problem(f"{path}: columns{place}", f"{brief(name)} twice", needed, fix))
     for field in fields:
         inner = [field.type.field(index) for index in range(field.type.num_fields)]
-        _raise_twice(path, inner, f"{within}{field.name}.")
-
-
-def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.RecordBatch]:
-    file = _open_parquet(path)
-    present = file.schema_arrow.names
-    names = present if wanted is None else [name for name in present if name in wanted]
-    return _read_batches(path, "parquet", file.iter_batches(batch_size=BATCH_ROWS, columns=names))
+        _raise_duplicate(path, inner, f"{within}{field.name}.")
 
 
 def _open_arrow(path: str) -> pa.RecordBatchReader:
@@ -271,7 +267,7 @@ def _open_arrow(path: str) -> pa.RecordBatchReader:
         raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
     try:
         stream = pa.ipc.open_stream(arrow_source(path))
-        _raise_twice(path, list(stream.schema))
+        _raise_duplicate(path, list(stream.schema))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error, "Arrow stream") from None
     return stream
@@ -306,7 +302,7 @@ def _batch_records(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[tup
     for batch in batches:
         try:
             decoded: list[Any] = batch.to_pylist()
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # of one row or some
             decoded = [_batch_record(batch, i, place(path, number + i)) for i in range(batch.num_rows)]
         for record in decoded:
             yield number, record

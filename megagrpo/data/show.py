@@ -87,8 +87,16 @@ def draw(looked: Looked, view: View, console: Console) -> None:
         notes = "\n".join(f"{name}: {_short(value, 400)}" for name, value in facts if value)
         body = Text(_short(example.text, CHARACTERS_MAX)).append(f"\n\n{notes}", style="dim")
         console.print(Panel(body, title=Text(f"{example.length} {unit}: {example.where}"), title_align="left"))
-    console.print(_figures(looked.lengths, unit, view.tokens_max))
-    console.print(histogram(looked.lengths, view.tokens_max))
+    lengths, limit = looked.lengths, view.tokens_max
+    table = Table("rows", f"{unit}: least", "median", "95 %", "most")
+    middle, most_are_below = np.percentile(lengths, [50, 95])
+    figures = [len(lengths), lengths.min(), middle, most_are_below, lengths.max()]
+    if limit is not None:
+        table.add_column(f"above {limit:,}")
+        figures.append((lengths > limit).sum())
+    table.add_row(*(f"{figure:,.0f}" for figure in figures))
+    console.print(table)
+    console.print(histogram(lengths, limit))
     sources = Table("data_source", "rows")
     for source, count in sorted(looked.sources.items(), key=lambda item: -item[1]):
         sources.add_row(Text(source), f"{count:,}")
@@ -114,17 +122,6 @@ def _seen(rows: Sequence[Row], view: View, path: str, findings: Findings) -> tup
         return texts, [sum(len(message["content"]) for message in chat) for chat in chats]
     texts = render(rows, view.system_prompt, view.tokenizer, view.arguments, path, findings)
     return texts, [len(ids) for ids in encode(view.tokenizer, texts)] if texts else []
-
-
-def _figures(lengths: np.ndarray, unit: str, limit: int | None) -> Table:
-    table = Table("rows", f"{unit}: least", "median", "95 %", "most")
-    middle, most_are_below = np.percentile(lengths, [50, 95])
-    figures = [len(lengths), lengths.min(), middle, most_are_below, lengths.max()]
-    if limit is not None:
-        table.add_column(f"above {limit:,}")
-        figures.append((lengths > limit).sum())
-    table.add_row(*(f"{figure:,.0f}" for figure in figures))
-    return table
 
 
 def _short(text: str, most: int) -> str:
