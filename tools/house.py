@@ -36,19 +36,19 @@ BUDGETS = {
     ("rollout",): 3_087,
     ("cluster",): 3_477,
     ("trainer", "evaluation"): 4_386,
-    ("recipe", "preflight", "doctor"): 5_689,
+    ("recipe", "preflight", "doctor"): 5_679,
     ("plan",): 5_341,
     ("data",): 2_725,
     ("reward",): 8_015,
-    ("agents",): 5_148,
+    ("agents",): 4_953,
     ("track", "report"): 5_010,
     ("importing",): 3_247,
     ("commands", "processes", ""): 2_548,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=351),
-    "tests": Limits(lines=51_769, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=347),
+    "tests": Limits(lines=51_768, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

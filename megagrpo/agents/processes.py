@@ -97,7 +97,7 @@ class AgentProcess:
         while True:
             try:
                 line = await self._reader.readline()
-            except (ConnectionError, OSError):
+            except OSError:
                 return
             if not line.endswith(b"\n"):
                 return

@@ -55,7 +55,7 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     agent = recipe.agent
     if agent is None or not any(getattr(agent, kind) for kind in KINDS):  # none: a broken rule of the section
         return AgentChecks()
-    from megagrpo.agents.tools.checks import tool_problems
+    from megagrpo.agents.tools.load import tool_problems
 
     problems, unchecked = [*_settings(agent), *tool_problems(agent, elsewhere=plan_only)], []
     here = agent.python is None or shutil.which(agent.python) is not None

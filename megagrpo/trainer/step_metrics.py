@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
+from megagrpo.agents.turns import ToolEvent, TurnEvent, tool_events, turn_events
 from megagrpo.algorithm.mismatch import Mismatch, TokenMismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem

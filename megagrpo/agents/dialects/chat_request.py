@@ -43,9 +43,7 @@ class ChatRequest:
     """One request for answers to a conversation."""
 
     messages: tuple[Message, ...]
-    tools: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # {"type": "function", "function": {...}}; none if the agent wants no call
+    tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI's chat completions; none if the agent wants no call
     answers: int = 1
     tokens_max: int | None = None  # of an answer; the recipe's limits hold too
     stop: tuple[str, ...] = ()
@@ -98,9 +96,9 @@ class Kept:
     def keep(self, request: ChatRequest, answer: ChatAnswer) -> None:
         if request.kept is not None:
             # Clients send the whole history each time: it is held once.
-            said = request.kept.messages
-            same = [old if old == new else new for old, new in zip(self.latest, said, strict=False)]
-            self.latest = (*same, *said[len(same) :], answer.choices[0].message)
+            messages = request.kept.messages
+            same = [old if old == new else new for old, new in zip(self.latest, messages, strict=False)]
+            self.latest = (*same, *messages[len(same) :], answer.choices[0].message)
             self.conversations[answer.id] = Conversation(self.latest, request.kept.tools)
 
     def of(self, answer: str, wanted: str) -> Conversation:
@@ -171,12 +169,10 @@ def text_of(content: Any, field: str) -> str:
         raise wrong(field, "text, or a list of parts with text")
     texts = []
     for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else part
+        text, kind = (part.get("text"), part.get("type")) if isinstance(part, Mapping) else (part, None)
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            raise Refusal(
-                400, "unsupported_content", f"{field}[{number}]: {kind} is not text, which alone is read", field
-            )
+            message = f"{field}[{number}]: {kind} is not text, which alone is read"
+            raise Refusal(400, "unsupported_content", message, field)
         texts.append(text)
     return "".join(texts)
 

@@ -62,8 +62,12 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
     if choice.get("type", "auto") not in ("auto", "none"):
         raise changes_distribution("tool_choice")
     before = thread_of(body, kept)
-    said = [*system_of(body.get("system")), *conversation_of(list_of(body, "messages"))]
-    messages = joined([*(before.messages if before else ()), *said])
+    system = body.get("system")
+    if isinstance(system, list):
+        system = [part for part in system if not text_of([part], "system").startswith(BILLING)]
+    given: list[Message] = [{"role": "system", "content": text}] if (text := text_of(system, "system")) else []
+    given += conversation_of(list_of(body, "messages"))
+    messages = joined([*(before.messages if before else ()), *given])
     if not messages:
         raise wrong("messages", "a list of messages")
     if messages[-1]["role"] == "assistant":
@@ -104,14 +108,6 @@ def thread_of(body: Mapping[str, Any], kept: Kept) -> Conversation | None:
     raise wrong("thread", 'null, {"type": "create"}, or {"type": "continue", "previous_message_id": ...}')
 
 
-def system_of(system: Any) -> Iterator[Message]:
-    """Yields the system prompt, without lines that are for Anthropic's servers."""
-    if isinstance(system, list):
-        system = [part for part in system if not text_of([part], "system").startswith(BILLING)]
-    if text := text_of(system, "system"):
-        yield {"role": "system", "content": text}
-
-
 def conversation_of(given: Sequence[Any]) -> Iterator[Message]:
     for number, message in enumerate(given):
         field = f"messages[{number}]"
@@ -129,19 +125,19 @@ def conversation_of(given: Sequence[Any]) -> Iterator[Message]:
 
 def user_of(blocks: Sequence[Any], field: str) -> Iterator[Message]:
     """Yields each tool result as a message, and the other text as user messages, in the blocks' order."""
-    said: list[Any] = []
+    pending: list[Any] = []
     for number, block in enumerate(blocks):
         if not isinstance(block, Mapping) or block.get("type") != "tool_result":
-            said.append(block)
+            pending.append(block)
             continue
-        if said:
-            yield {"role": "user", "content": text_of(said, field)}
-            said = []
+        if pending:
+            yield {"role": "user", "content": text_of(pending, field)}
+            pending = []
         text = text_of(block.get("content"), f"{field}[{number}].content")
         text = text or ("error" if block.get("is_error") else "")
         yield {"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id"))}
-    if said:
-        yield {"role": "user", "content": text_of(said, field)}
+    if pending:
+        yield {"role": "user", "content": text_of(pending, field)}
 
 
 def assistant_of(content: Any, field: str) -> Message:

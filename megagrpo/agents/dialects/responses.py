@@ -138,8 +138,8 @@ def item_of(item: Mapping[str, Any], field: str, kept: Kept) -> Iterator[Message
         case {"type": "custom_tool_call", "call_id": identity, "name": name}:
             yield called(call(str(identity), str(name), {"input": item.get("input")}))
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": identity}:
-            said = text_of(item.get("output"), f"{field}.output")
-            yield {"role": "tool", "content": said, "tool_call_id": str(identity)}
+            text = text_of(item.get("output"), f"{field}.output")
+            yield {"role": "tool", "content": text, "tool_call_id": str(identity)}
         case {"type": "reasoning"}:
             if thought := thought_of(item, field):
                 yield {"role": "assistant", "content": "", "reasoning_content": thought}
@@ -205,10 +205,10 @@ def name_of(namespace: str, name: str) -> str:
 
 def description_of(tool: Mapping[str, Any]) -> str:
     """Returns a tool's description, with its input's grammar if any: the policy is told of it, not held to it."""
-    said, form = str(tool.get("description") or ""), tool.get("format")
+    description, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, Mapping) and form.get("type") == "grammar":
-        return f"{said}\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
-    return said
+        return f"{description}\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
+    return description
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -240,9 +240,9 @@ def items_of(request: ResponsesRequest, answer: ChatAnswer) -> list[dict[str, An
     message = choice.message
     items: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
-        said = {"content": [{"type": "reasoning_text", "text": thought}], "summary": []}
+        content = {"content": [{"type": "reasoning_text", "text": thought}], "summary": []}
         sealed = {"encrypted_content": SEALED + base64.b64encode(thought.encode()).decode()} if request.seals else {}
-        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "status": "completed", **said, **sealed})
+        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "status": "completed", **content, **sealed})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs_of(choice)}
