@@ -199,7 +199,7 @@ class AgentHost:
     async def _one_process(self, slot: Slot) -> tuple[bool, str]:
         """Runs one process from its start to its end. Returns whether it was ready, and why it ended."""
         process = await AgentProcess.start(self._program, self._log(slot))
-        reason = ""
+        ready, reason = False, ""
         started = self._loop.call_later(START_SECONDS, process.stop)
         try:
             async for message in process.messages():
@@ -210,9 +210,9 @@ class AgentHost:
                     started = self._loop.call_later(self._prepare_seconds, process.stop)
                     reason = f"not ready (cluster.start_timeout_seconds ends it after {self._prepare_seconds:g} s), "
                 elif "ready" in message:
-                    reason = ""
+                    ready, reason = True, ""
                     started.cancel()
-                    process.ready, slot.process, self._loaded = True, process, True
+                    slot.process, self._loaded = process, True
                     self._fill()
                 elif "failed" in message:
                     reason = f"{message['failed']}, "
@@ -227,7 +227,7 @@ class AgentHost:
             started.cancel()
             slot.process = None
             how = await asyncio.shield(process.end())
-        return process.ready, reason + how
+        return ready, reason + how
 
     def _take(self, slot: Slot, message: Mapping[str, Any]) -> None:
         if "event" in message:

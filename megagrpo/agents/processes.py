@@ -66,7 +66,6 @@ class AgentProcess:
     """An agent process that `start` has started. Its methods are for one event loop."""
 
     def __init__(self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.ready = False
         self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod

@@ -177,37 +177,29 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
     parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name, tokenizer=chat.tokenizer)
     if not parser.has_tool_call(content):
         return Calls(content)
-    heard = _Warnings()
-    logger = logging.getLogger(SGLANG_LOGGER)
-    logger.addHandler(heard)
+    warnings: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger(SGLANG_LOGGER)
+    handler.emit = warnings.append  # type: ignore[assignment]
+    logger.addHandler(handler)
     try:
         left, read = parser.parse_non_stream(content)
         calls = [(one.name, json.loads(one.parameters or "{}")) for one in read]
+        # A warning of a parameter's type loses nothing.
+        lost = any(not record.getMessage().startswith("Parsed ") for record in warnings)
     except Exception:  # noqa: BLE001  46 parsers, of text that a model has made up
         return Calls(content, unreadable=True)
     finally:
-        logger.removeHandler(heard)
+        logger.removeHandler(handler)
     begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
     names = _names(tools)
     if (
         not calls
-        or heard.lost
+        or lost
         or begun > len(calls)
         or any(one not in names or not is_arguments(given) for one, given in calls)
     ):
         return Calls(content, unreadable=True)
     return Calls(left, tuple(calls))
-
-
-class _Warnings(logging.Handler):
-    """A log handler for calls that SGLang has left out. A warning of a parameter's type ("Parsed ") loses nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lost = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lost |= not record.getMessage().startswith("Parsed ")
 
 
 def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -39,14 +39,14 @@ class Limits:
 
 @dataclass(eq=False, slots=True, repr=False)
 class AskedTurn:
-    """One answer of the policy. It continues the conversation of `follows`, and the tokens of `parent`: the same turn,
-    or none if the whole conversation had to be rendered."""
+    """One answer of the policy. It continues the conversation of `match.turn`, and the tokens of `parent`: the same
+    turn, or none if the whole conversation had to be rendered."""
 
     number: int  # in the order in which the engine answered
     answer: str  # ChatAnswer.id
     match: Match
     parent: AskedTurn | None
-    given: Sequence[Message]  # messages of the request behind `follows`
+    given: Sequence[Message]  # messages of the request behind `match.turn`
     message: Message
     added: np.ndarray  # int32: the prompt, or the tokens after the parent's answer
     sampled: np.ndarray  # int32
@@ -58,17 +58,13 @@ class AskedTurn:
     children: list[AskedTurn] = field(default_factory=list)
     followed: bool = False
 
-    @property
-    def follows(self) -> AskedTurn | None:
-        return self.match.turn
-
     def path(self) -> list[AskedTurn]:
         """Returns the turns whose tokens this one's engine saw, and itself."""
         return _chain(self, lambda turn: turn.parent)
 
     def conversation(self) -> list[AskedTurn]:
         """Returns the turns that this one follows, however they were rendered, and itself."""
-        return _chain(self, lambda turn: turn.follows)
+        return _chain(self, lambda turn: turn.match.turn)
 
     def tokens(self) -> np.ndarray:
         """Returns all tokens that the engine saw and sampled, int32."""
@@ -148,8 +144,8 @@ class Rollout:
         self.turns.append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
-        if turn.follows is not None:
-            turn.follows.followed = True
+        if turn.match.turn is not None:
+            turn.match.turn.followed = True
 
     def unused(self) -> set[AskedTurn]:
         """Returns answers that the agent passed over for another one to the same request. They are not trained."""
@@ -179,7 +175,7 @@ class Rollout:
             given = [(message["role"], message["content"]) for message in turn.given]
             return sum(message in given for message in task)
 
-        first = max((turn for turn in self.turns if turn.follows is None), key=of_task)
+        first = max((turn for turn in self.turns if turn.match.turn is None), key=of_task)
         return next((turn for turn in reversed(used) if turn.match.beginning == first.match.beginning), None)
 
     def sample(self, request: Request, finish: FinishReason, turn_rewards: TurnRewards = None) -> Sample:
@@ -338,13 +334,3 @@ def _shallow(value: Any, levels: int) -> Any:
     if isinstance(value, list):
         return [_shallow(item, levels - 1) for item in value]
     return {name: _shallow(item, levels - 1) for name, item in value.items()}
-
-
-def turn_events(run: AgentRun) -> list[TurnEvent]:
-    """Returns the rollout's answers, in order of time."""
-    return [cast(TurnEvent, event) for event in run.events if event["kind"] == "turn"]
-
-
-def tool_events(run: AgentRun) -> list[ToolEvent]:
-    """Returns the tool calls that the agent reported, in order of time."""
-    return [cast(ToolEvent, event) for event in run.events if event["kind"] == "tool"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar
 
 Message = Mapping[str, Any]
 """A message as chat templates read it: role (system, user, assistant or tool), content (text); of an assistant,
 tool_calls [{"id", "type": "function", "function": {"name", "arguments": an object}}] and reasoning_content if it has
 them; of a tool, tool_call_id. No nulls."""
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 DISTRIBUTION = {
     "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
@@ -150,11 +152,17 @@ def not_served(field: str, why: str) -> Refusal:
     return Refusal(400, "unsupported_parameter", f"{field}: {why}", field)
 
 
-def require_known(body: Mapping[str, Any], served: Collection[str], within: str = "") -> None:
-    """Raises Refusal for a field that is neither `served`, nor the recipe's, nor harmless. Null counts as absent."""
-    for name, value in body.items():
-        if value is not None and not (name in served or name in DISTRIBUTION or name in HARMLESS):
+def ignored_fields(
+    body: Mapping[str, Any], served: Collection[str], recipe: Iterable[str] = (), within: str = ""
+) -> list[str]:
+    """Returns the fields of DISTRIBUTION and `recipe` that a body has, for `ChatRequest.ignored`. Raises Refusal for a
+    field that is none of these, nor `served`, nor harmless. Null counts as absent."""
+    decided = [*sorted(DISTRIBUTION), *recipe]
+    given = [name for name, value in body.items() if value is not None]
+    for name in given:
+        if name not in served and name not in decided and name not in HARMLESS:
             raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
+    return [name for name in decided if name in given]
 
 
 def changes_distribution(field: str) -> Refusal:
@@ -177,19 +185,11 @@ def text_of(content: Any, field: str) -> str:
     return "".join(texts)
 
 
-def object_of(body: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Returns a field that is an object; {} if it is absent. Raises Refusal for another value."""
-    value = body.get(field) or {}
-    if not isinstance(value, Mapping):
-        raise wrong(field, "an object")
-    return value
-
-
-def list_of(body: Mapping[str, Any], field: str) -> list[Any]:
-    """Returns a field that is a list; [] if it is absent. Raises Refusal for another value."""
-    value = body.get(field) or []
-    if not isinstance(value, list):
-        raise wrong(field, "a list")
+def field_of(body: Mapping[str, Any], field: str, kind: type[Kind]) -> Kind:
+    """Returns a field that is an object or a list; an empty one if it is absent. Raises Refusal for another value."""
+    value = body.get(field) or kind()
+    if not isinstance(value, kind):
+        raise wrong(field, "a list" if kind is list else "an object")
     return value
 
 
@@ -245,11 +245,6 @@ def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def given_of_recipe(body: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
-    """Returns the fields of DISTRIBUTION and `more` that a body has, for `ChatRequest.ignored`."""
-    return [name for name in (*sorted(DISTRIBUTION), *more) if body.get(name) is not None]
 
 
 def logprobs_of(choice: Choice) -> list[dict[str, Any]]:

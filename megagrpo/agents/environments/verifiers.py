@@ -237,9 +237,7 @@ def check_same(text: str | None, task: Any, environment: str) -> None:
 
 
 def last_text(messages: Any) -> str:
-    if isinstance(messages, str):
-        return messages
-    return text_of(field(messages[-1], "content")) if messages else ""
+    return plain(messages)[-1]["content"] if messages else ""
 
 
 def text_of(content: Any) -> str:
