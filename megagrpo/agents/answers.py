@@ -180,10 +180,9 @@ class Answers:
         sampling = rollout.limits.sampling
         stops = tuple(sorted({*sampling.stop_tokens, *self._chat.stop_tokens}))
         sampling = replace(sampling, max_tokens=limit, stop_tokens=stops)
-        requests = [
-            Request(rollout.prompt_id, rollout.index, prompt.tokens, _seed(identity, number), sampling)
-            for number in range(answers)
-        ]
+        # In [0, 2**63). The order of turns, which depends on timing when several agents of a rollout run, is ignored.
+        seeds = [int.from_bytes(_digest(identity, f"{n}")[:8], "little") >> (64 - SEED_BITS) for n in range(answers)]
+        requests = [Request(rollout.prompt_id, rollout.index, prompt.tokens, seed, sampling) for seed in seeds]
         tasks = [asyncio.ensure_future(self._ask(request, key)) for request in requests]
         try:
             samples = await asyncio.gather(*tasks)
@@ -296,9 +295,3 @@ def _event(rollout: Rollout, turn: AskedTurn, prompt: _Prompt, at: float, *, unr
 
 def _digest(before: bytes, text: str) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
-
-
-def _seed(identity: bytes, number: int) -> int:
-    """Returns a seed in [0, 2**63), made of the conversation and how often it was asked. It ignores the order of turns:
-    that depends on timing when several of a rollout's agents run at once."""
-    return int.from_bytes(_digest(identity, f"{number}")[:8], "little") >> (64 - SEED_BITS)

@@ -144,7 +144,10 @@ class Gateway:
             refusal = Refusal(error.status, code, message)
         if session := self._sessions.get(_key_of(request)):
             session.rollout.counts[f"refused/{refusal.code}"] += 1
-        return _json(_dialect_of(request).refused(refusal), refusal.status)
+        # A path that no dialect has is answered in the client's.
+        of_client = messages if "anthropic-version" in request.headers else chat_completions
+        of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
+        return _json(next(of_path, of_client).refused(refusal), refusal.status)
 
     def _session(self, request: web.Request) -> tuple[str, _Session]:
         key = _key_of(request)
@@ -244,12 +247,6 @@ class Gateway:
 
 def _key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _dialect_of(request: web.Request) -> Dialect:
-    """Returns the dialect of the path, or of the client if no dialect has the path."""
-    of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
-    return next(of_path, messages if "anthropic-version" in request.headers else chat_completions)
 
 
 def _answer_of(turn: _Turn) -> ChatAnswer:

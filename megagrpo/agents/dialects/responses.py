@@ -177,7 +177,10 @@ def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], dict[
             name = name_of(space, one["name"])
             names[name] = Tool(one["name"], space, kind == "custom")
             parameters = INPUT if kind == "custom" else one.get("parameters") or {"type": "object", "properties": {}}
-            function = {"name": name, "description": description_of(one), "parameters": parameters}
+            description, form = str(one.get("description") or ""), one.get("format")
+            if isinstance(form, Mapping) and form.get("type") == "grammar":  # the policy is shown it, not held to it
+                description += f"\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
+            function = {"name": name, "description": description, "parameters": parameters}
             made.append({"type": "function", "function": function})
     return tuple(made), names, hosted
 
@@ -197,14 +200,6 @@ def within(tool: Any, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def name_of(namespace: str, name: str) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
-
-
-def description_of(tool: Mapping[str, Any]) -> str:
-    """Returns a tool's description, with its input's grammar if any: the policy is told of it, not held to it."""
-    description, form = str(tool.get("description") or ""), tool.get("format")
-    if isinstance(form, Mapping) and form.get("type") == "grammar":
-        return f"{description}\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
-    return description
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

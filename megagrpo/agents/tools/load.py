@@ -167,7 +167,15 @@ def _problems(config: ToolConfig, where: str, elsewhere: bool) -> Iterator[Probl
                 yield problem
         elif config.name == "python":
             given = arguments_of(config, PythonArguments, where)
-            yield from () if elsewhere else _python_problems(given, where)
+            if elsewhere:
+                return
+            try:
+                checked_kind(given.isolation)
+            except ValueError as error:
+                yield Problem(where, str(error), "a sandbox that works on this machine", "see docs/security.md")
+            for name in given.imports:
+                if find_spec(name.partition(".")[0]) is None:
+                    yield Problem(f"{where}.arguments.imports", name, "modules that are installed", "install it")
         else:
             fix = "correct it (docs/agents_tools.md lists the tools)"
             yield Problem(f"{where}.name", config.name, NOT_HERE.get(config.name, KNOWN), fix)
@@ -194,13 +202,3 @@ def _mcp_problems(server: str, given: McpArguments, where: str, elsewhere: bool)
         yield Problem(f"{where}.mcp", "nothing", "a command, or a URL", "give one")
     elif shutil.which(command[0]) is None and not elsewhere:
         yield Problem(f"{where}.mcp", f"{command[0]}, which is no program here", "a command", "install it")
-
-
-def _python_problems(given: PythonArguments, where: str) -> Iterator[Problem]:
-    try:
-        checked_kind(given.isolation)
-    except ValueError as error:
-        yield Problem(where, str(error), "a sandbox that works on this machine", "see docs/security.md")
-    for name in given.imports:
-        if find_spec(name.partition(".")[0]) is None:
-            yield Problem(f"{where}.arguments.imports", name, "modules that are installed", "install it")
