@@ -37,7 +37,7 @@ from megagrpo.agents.chat import TOOL, Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import Kept, Message
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.turns import Limits, Record, Rollout
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.batching.rank_batches import make_rank_batches
 from megagrpo.checkpoint.groups import write_groups
 from megagrpo.layout.parallel import ParallelLayout
@@ -240,7 +240,7 @@ async def step(chat: Chat) -> None:
         rollouts.append(rollout)
     request = Request("prompt", 0, (), 0, LIMITS.sampling)
     begin = time.process_time()
-    samples = [Record(rollout).sample(request, "stop") for rollout in rollouts]
+    samples = [rollout.sample(request, "stop") for rollout in rollouts]
     ended = time.process_time() - begin
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
@@ -384,7 +384,7 @@ async def sequences(chat: Chat, rollouts: int = 64) -> None:
                 call = message["tool_calls"][0]["id"]
                 messages = [*messages, message, {"role": "tool", "content": "4", "tool_call_id": call}]
             anew, anew_tokens = anew + 1, anew_tokens + len(seen)
-            run = Record(rollout).agent_run()
+            run = rollout.agent_run()
             turns += len(run.turns)
             branches += len(run.branches)
             tokens += sum(len(branch.tokens) for branch in run.branches)

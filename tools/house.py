@@ -36,19 +36,19 @@ BUDGETS = {
     ("rollout",): 3_053,
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,
-    ("recipe", "preflight", "doctor"): 5_507,
+    ("recipe", "preflight", "doctor"): 5_497,
     ("plan",): 5_191,
-    ("data",): 2_777,
+    ("data",): 2_699,
     ("reward",): 7_889,
-    ("agents",): 5_148,
+    ("agents",): 4_894,
     ("track", "report"): 4_779,
     ("importing",): 2_988,
     ("commands", "processes", ""): 2_505,
 }
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=347),
-    "tests": Limits(lines=51_735, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
+    "tests": Limits(lines=51_734, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

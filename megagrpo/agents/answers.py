@@ -16,9 +16,8 @@ import numpy as np
 
 from megagrpo.agents.chat import Chat, Extension
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Choice, Message, Refusal, joined
-from megagrpo.agents.seen import BranchReason, TurnEvent
-from megagrpo.agents.tool_calls import THOUGHT_BEGINS, parser_of, said_in
-from megagrpo.agents.turns import AskedTurn, Match, Rollout
+from megagrpo.agents.tool_calls import THOUGHT_BEGINS, parse_answer, parser_of
+from megagrpo.agents.turns import AskedTurn, BranchReason, Match, Rollout, TurnEvent
 from megagrpo.errors import MegagrpoError, first_line
 from megagrpo.rollout.requests import SEED_BITS
 from megagrpo.types import FinishReason, Request, Sample
@@ -44,16 +43,6 @@ class _Prompt:
     branch: BranchReason | Literal[""]
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """An answer, cut at a stop string if it has one: token count, finish reason, text without the stop."""
-
-    tokens: int
-    finish: FinishReason
-    text: str
-    stop_string: str = ""
-
-
 class Answers:
     """The gateway's answers to requests. `audited`: the share of extensions compared with a rendered conversation."""
 
@@ -74,7 +63,11 @@ class Answers:
         request = self._fitted(request)
         at = time.monotonic()
         rollout.counts.update(f"ignored/{name}" for name in request.ignored)
-        self._require_room_for_turns(rollout, request.answers)
+        if rollout.aborted:
+            raise Refusal(409, "rollout_aborted", f"this rollout has been given up: {rollout.aborted}")
+        if rollout.answers_begun + request.answers > (most := rollout.limits.turns_max):
+            rollout.limited = True
+            raise Refusal(400, "turn_limit_exceeded", f"this rollout has had {rollout.answers_begun} of {most} answers")
         if request.tools and self._parser is None:
             message = "tools: no parser is known for the calls that the chat template writes; see agent.parser"
             raise Refusal(400, "unsupported_parameter", message, "tools")
@@ -82,7 +75,12 @@ class Answers:
         answered = 0
         try:
             prompt = await self._prompt(rollout, request)
-            limit, wished = self._tokens_max(rollout, request, len(prompt.tokens))
+            rollout.counts["tokens_read"] += len(prompt.tokens)
+            if prompt.branch:
+                rollout.counts[f"branch/{prompt.branch}"] += 1
+            if prompt.branch and prompt.parent is None:
+                rollout.counts["tokens_rerendered"] += len(prompt.tokens)
+            limit, capped = self._tokens_max(rollout, request, len(prompt.tokens))
             times = rollout.times_asked[prompt.match.digest]
             rollout.times_asked[prompt.match.digest] += 1
             identity = _digest(prompt.match.digest, f"{rollout.limits.seed}/{times}")
@@ -91,7 +89,7 @@ class Answers:
         finally:
             rollout.answers_begun -= request.answers - answered
         choices = tuple(
-            self._choice(rollout, request, prompt, sample, f"{identity.hex()}/{number}", at, wished=wished)
+            self._choice(rollout, request, prompt, sample, f"{identity.hex()}/{number}", at, capped=capped)
             for number, sample in enumerate(samples)
         )
         cached = len(prompt.tokens) - len(prompt.added)
@@ -104,14 +102,6 @@ class Answers:
         fits = not late or "system" in self._chat.facts.roles
         return request if fits else replace(request, messages=reminded(request.messages))
 
-    def _require_room_for_turns(self, rollout: Rollout, answers: int) -> None:
-        most = rollout.limits.turns_max
-        if rollout.aborted:
-            raise Refusal(409, "rollout_aborted", f"this rollout has been given up: {rollout.aborted}")
-        if rollout.answers_begun + answers > most:
-            rollout.limited = True
-            raise Refusal(400, "turn_limit_exceeded", f"this rollout has had {rollout.answers_begun} of {most} answers")
-
     def _tokens_max(self, rollout: Rollout, request: ChatRequest, prompt: int) -> tuple[int, bool]:
         """Returns the most tokens of an answer, and whether the agent's request set it. Raises Refusal."""
         limits = rollout.limits
@@ -120,8 +110,8 @@ class Answers:
             rollout.limited = True
             message = f"the messages are {prompt} tokens, and the maximum context length is {limits.tokens_max} tokens"
             raise Refusal(400, "context_length_exceeded", message, "messages")
-        wished = request.tokens_max is not None and request.tokens_max < most
-        return (request.tokens_max or most) if wished else most, wished
+        capped = request.tokens_max is not None and request.tokens_max < most
+        return (request.tokens_max or most) if capped else most, capped
 
     # --- from messages to tokens
 
@@ -131,25 +121,23 @@ class Answers:
         branch: BranchReason | Literal[""] = ""
         if turn is not None and not match.other_tools:
             system = any(message["role"] == "system" for message in request.messages[: match.covered])
-            said, last = turn.message, int(turn.sampled[-1])
+            last = int(turn.sampled[-1])
             try:
-                made = self._chat.extension(said, last, new, request.tools, thought=turn.thought, system=system)
+                extension = self._chat.extension(
+                    turn.message, last, new, request.tools, thought=turn.thought, system=system
+                )
             except Exception:  # noqa: BLE001  templates raise what they like; the whole conversation may be possible
-                made = "role"
-            if isinstance(made, Extension):
-                added = made.tokens(await self._encode(made.text))
+                extension = "role"
+            if isinstance(extension, Extension):
+                added = extension.tokens(await self._encode(extension.text))
                 if added is None:
-                    made = "stop_token"
-                elif self._differs(rollout, request, made, match.digest):
-                    made = "audit"
+                    extension = "stop_token"
+                elif self._differs(rollout, request, extension, match.digest):
+                    extension = "audit"
                 else:
-                    if turn.children:
-                        branch = "fork"
-                        rollout.counts["branch/fork"] += 1
                     tokens = (*turn.tokens().tolist(), *added)
-                    rollout.counts["tokens_read"] += len(tokens)
-                    return _Prompt(tokens, _array(added), match, turn, new, branch)
-            branch = made
+                    return _Prompt(tokens, np.array(added, np.int32), match, turn, new, "fork" if turn.children else "")
+            branch = extension
         elif rollout.turns:
             branch = "tools" if turn else "history"
         try:
@@ -158,11 +146,7 @@ class Answers:
             message = f"messages: the chat template refuses them: {first_line(error)}"
             raise Refusal(400, "template_refused", message, "messages") from error
         tokens = tuple(await self._encode(text))
-        if branch:
-            rollout.counts[f"branch/{branch}"] += 1
-            rollout.counts["tokens_rerendered"] += len(tokens)
-        rollout.counts["tokens_read"] += len(tokens)
-        return _Prompt(tokens, _array(tokens), match, None, new, branch)
+        return _Prompt(tokens, np.array(tokens, np.int32), match, None, new, branch)
 
     async def _encode(self, text: str) -> list[int]:
         """Encodes a text; long texts in a thread, one at a time. Raises Refusal."""
@@ -174,14 +158,14 @@ class Answers:
             message = f"messages: the text cannot be encoded: {first_line(error)}"
             raise Refusal(400, "invalid_request", message, "messages") from error
 
-    def _differs(self, rollout: Rollout, request: ChatRequest, made: Extension, digest: bytes) -> bool:
+    def _differs(self, rollout: Rollout, request: ChatRequest, extension: Extension, digest: bytes) -> bool:
         """Returns whether an audit finds that the template renders the end of the conversation differently. Audits some
         extensions, and all of a rollout in which one has differed."""
         if digest[0] >= 256 * self._audited and not rollout.counts["audit_differs"]:
             return False
         rollout.counts["audited"] += 1
         try:
-            same = self._chat.render(request.messages, request.tools).endswith(made.text)
+            same = self._chat.render(request.messages, request.tools).endswith(extension.text)
         except Exception:  # noqa: BLE001  such as Llama's template, which refuses two calls in an answer
             rollout.counts["audit_differs"] += 1
             return False  # there is nothing that could be asked instead
@@ -196,10 +180,9 @@ class Answers:
         sampling = rollout.limits.sampling
         stops = tuple(sorted({*sampling.stop_tokens, *self._chat.stop_tokens}))
         sampling = replace(sampling, max_tokens=limit, stop_tokens=stops)
-        requests = [
-            Request(rollout.prompt_id, rollout.index, prompt.tokens, _seed(identity, number), sampling)
-            for number in range(answers)
-        ]
+        # In [0, 2**63). The order of turns, which depends on timing when several agents of a rollout run, is ignored.
+        seeds = [int.from_bytes(_digest(identity, f"{n}")[:8], "little") >> (64 - SEED_BITS) for n in range(answers)]
+        requests = [Request(rollout.prompt_id, rollout.index, prompt.tokens, seed, sampling) for seed in seeds]
         tasks = [asyncio.ensure_future(self._ask(request, key)) for request in requests]
         try:
             samples = await asyncio.gather(*tasks)
@@ -218,12 +201,12 @@ class Answers:
 
     def _choice(
         self, rollout: Rollout, request: ChatRequest, prompt: _Prompt, sample: Sample, identity: str, at: float,
-        *, wished: bool,
+        *, capped: bool,
     ) -> Choice:  # fmt: skip
-        said = self._said(sample, request.stop)
-        tokens, logprobs = sample.tokens[: said.tokens], sample.logprobs[: said.tokens]
-        read = said_in(
-            said.text,
+        kept, ended, text, stop_string = self._cut(sample, request.stop)
+        tokens, logprobs = sample.tokens[:kept], sample.logprobs[:kept]
+        answer = parse_answer(
+            text,
             request.tools,
             self._parser,
             separate=self._chat.facts.reasoning_field,
@@ -237,39 +220,40 @@ class Answers:
             match=prompt.match,
             parent=prompt.parent,
             given=prompt.given,
-            message=read.message,
+            message=answer.message,
             added=prompt.added,
             sampled=tokens.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
-            versions=sample.versions[: said.tokens].astype(np.int32),
-            finish=said.finish,
-            text=said.text,
-            thought=read.thought or (prompt.parent is not None and prompt.parent.thought),
+            versions=sample.versions[:kept].astype(np.int32),
+            finish=ended,
+            text=text,
+            thought=answer.thought or (prompt.parent is not None and prompt.parent.thought),
         )
         rollout.add(turn)
-        rollout.limited = said.finish == "length" and not wished
-        rollout.counts["calls"] += len(read.message.get("tool_calls", ()))
-        rollout.counts["unreadable_calls"] += read.unreadable
-        rollout.events.append(_event(rollout, turn, prompt, at, unreadable=read.unreadable))
-        finish: Literal["stop", "length", "tool_calls"] = "stop" if said.finish == "stop" else "length"
+        rollout.limited = ended == "length" and not capped
+        rollout.counts["calls"] += len(answer.message.get("tool_calls", ()))
+        rollout.counts["unreadable_calls"] += answer.unreadable
+        rollout.events.append(_event(rollout, turn, prompt, at, unreadable=answer.unreadable))
+        finish: Literal["stop", "length", "tool_calls"] = "stop" if ended == "stop" else "length"
         return Choice(
-            message=read.message,
-            finish="tool_calls" if read.message.get("tool_calls") else finish,
+            message=answer.message,
+            finish="tool_calls" if answer.message.get("tool_calls") else finish,
             tokens=tokens.tolist(),
             logprobs=logprobs.tolist(),
             texts=[self._chat.text([token]) for token in tokens.tolist()] if request.logprobs else (),
-            stop_string=said.stop_string,
-            unreadable=read.unreadable,
+            stop_string=stop_string,
+            unreadable=answer.unreadable,
         )
 
-    def _said(self, sample: Sample, stop: Sequence[str]) -> _Said:
-        """Cuts an answer after the first token that completes a stop string. The result is what an engine that looks
-        for the strings would have sampled, since stopping depends on the tokens before only."""
+    def _cut(self, sample: Sample, stop: Sequence[str]) -> tuple[int, FinishReason, str, str]:
+        """Cuts an answer after the first token that completes a stop string. Returns the number of its tokens, the
+        finish reason, the text without the stop string, and that string. The result is what an engine that looks for
+        the strings would have sampled, since stopping depends on the tokens before only."""
         tokens = sample.tokens.tolist()
         body = tokens[:-1] if sample.finish == "stop" and tokens[-1] in self._chat.stop_tokens else tokens
         text = self._chat.text(body)
         if not any(string in text for string in stop):
-            return _Said(len(tokens), sample.finish, text)
+            return len(tokens), sample.finish, text, ""
         low, high = 1, len(body)
         while low < high:  # the fewest tokens whose text has a stop string
             middle = (low + high) // 2
@@ -277,7 +261,7 @@ class Answers:
             low, high = (low, middle) if any(string in begun for string in stop) else (middle + 1, high)
         text = self._chat.text(body[:low])
         at, string = min((at, string) for string in stop if (at := text.find(string)) >= 0)
-        return _Said(low, "stop", text[:at], string)
+        return low, "stop", text[:at], string
 
 
 def reminded(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -311,13 +295,3 @@ def _event(rollout: Rollout, turn: AskedTurn, prompt: _Prompt, at: float, *, unr
 
 def _digest(before: bytes, text: str) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
-
-
-def _seed(identity: bytes, number: int) -> int:
-    """Returns a seed in [0, 2**63), made of the conversation and how often it was asked. It ignores the order of turns:
-    that depends on timing when several of a rollout's agents run at once."""
-    return int.from_bytes(_digest(identity, f"{number}")[:8], "little") >> (64 - SEED_BITS)
-
-
-def _array(tokens: Sequence[int]) -> np.ndarray:
-    return np.array(tokens, np.int32)

@@ -7,7 +7,7 @@ with the conversation, and no token of an earlier turn is rendered or encoded ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo.agents.dialects.chat_request import Message, call
-from megagrpo.agents.seen import BranchReason
+from megagrpo.agents.turns import BranchReason
 from megagrpo.errors import first_line
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.agent import AgentConfig
@@ -102,7 +102,7 @@ class Chat:
 
     def extension(
         self,
-        said: Message,
+        answer: Message,
         last: int,
         new: Sequence[Message],
         tools: Tools = (),
@@ -112,22 +112,11 @@ class Chat:
     ) -> Extension | BranchReason:
         """Returns the text that follows an answer, or the reason why the whole conversation has to be rendered.
 
-        Reads only the calls of the answer `said` (a template may look up their names and ids). `last` is its last
+        Reads only the calls of the `answer` (a template may look up their names and ids). `last` is its last
         token: the one that ends it, or another one if it was cut off. `thought`: it or an earlier turn has reasoning
         in its tokens. `system`: the conversation has a system message. Raises what the template raises.
         """
-        if hindered := self._hindered({message["role"] for message in new}, tools, thought, system):
-            return hindered
-        calls = said.get("tool_calls", ())
-        after = self.after(calls, new, tools)
-        sampled = last in self._stops
-        if after is None or (sampled and not after.startswith(self._stops[last])) or (calls and last in self._plain):
-            return "stop_token"
-        # The text begins with a special token and is encoded with it: behind nothing, SentencePiece adds a space.
-        return Extension(after, (last,) if sampled else self.stop_tokens, sampled)
-
-    def _hindered(self, roles: set[str], tools: Tools, thought: bool, system: bool) -> BranchReason | None:
-        facts = self.facts
+        facts, roles = self.facts, {message["role"] for message in new}
         if not facts.closes_with:
             return "close"
         if not roles or roles - facts.roles:
@@ -136,7 +125,13 @@ class Chat:
             return "reasoning"
         if roles & facts.moves or (tools and roles & facts.moves_tools) or (system and roles & facts.moves_system):
             return "tools_move"
-        return None
+        calls = answer.get("tool_calls", ())
+        after = self.after(calls, new, tools)
+        sampled = last in self._stops
+        if after is None or (sampled and not after.startswith(self._stops[last])) or (calls and last in self._plain):
+            return "stop_token"
+        # The text begins with a special token and is encoded with it: behind nothing, SentencePiece adds a space.
+        return Extension(after, (last,) if sampled else self.stop_tokens, sampled)
 
     def after(self, calls: Sequence[Mapping[str, Any]], new: Sequence[Message], tools: Tools) -> str | None:
         """Returns the text from the token that ends an answer with these calls to the generation prompt's end; None
@@ -155,10 +150,6 @@ class Chat:
         ends = [at for stop in stops if (at := whole.find(stop, end)) >= 0]
         return whole[min(ends) :] if ends and end >= 0 else None
 
-    def closes(self, after: str) -> str:
-        """Returns the stop token, as text, that a text begins with; "" if it begins with none."""
-        return next((stop for stop in self._stops.values() if after.startswith(stop)), "")
-
 
 def chat_of(recipe: Recipe, agent: AgentConfig, tokenizer_directory: Path) -> Chat:
     """Returns an agent's tokenizer and template, with every token that ends an answer. Raises ModelError if there is no
@@ -171,57 +162,45 @@ def chat_of(recipe: Recipe, agent: AgentConfig, tokenizer_directory: Path) -> Ch
 def _facts(chat: Chat) -> Facts:
     """Tests the template with conversations of a few messages. Anything that it refuses counts as unsupported."""
     closes, refused = "", {}
-    answers: dict[str, _Answer] = {}
-    for role, said in (("user", {}), ("tool", {"tool_calls": [CALL]}), ("system", {})):
+    traits: dict[str, set[str]] = {}
+    for role, calls in (("user", {}), ("tool", {"tool_calls": [CALL]}), ("system", {})):
         new: Message = {"role": role, "content": MARK} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
         try:
-            after, answer = _ask(chat, new, {"role": "assistant", "content": "c", **said})
+            after, of_role = _ask(chat, new, {"role": "assistant", "content": "c", **calls})
         except Exception as error:  # noqa: BLE001  templates raise what they like
             refused[role] = first_line(error)
             continue
         if after is not None and MARK in after and END not in after:
-            closes = closes or chat.closes(after)
-            answers[role] = answer
-    field = any(answer.reads_field for answer in answers.values())
+            stops = [chat.text([token]) for token in chat.stop_tokens]
+            closes = closes or next((stop for stop in stops if after.startswith(stop)), "")
+            traits[role] = of_role
+    try:
+        chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}], [TOOL])
+        several_calls = True
+    except Exception:  # noqa: BLE001  templates raise what they like
+        several_calls = False
 
-    def where(has: Any) -> frozenset[str]:
-        return frozenset(role for role, answer in answers.items() if has(answer))
+    def roles(trait: str) -> frozenset[str]:
+        return frozenset(role for role, of_role in traits.items() if trait in of_role)
 
     return Facts(
         closes_with=closes,
-        roles=frozenset(answers),
-        reasoning_field=field,
-        drops_reasoning=where(lambda answer: answer.drops_field if field else answer.drops_text),
-        moves=where(lambda answer: "" in answer.moves),
-        moves_system=where(lambda answer: "system" in answer.moves),
-        moves_tools=where(lambda answer: "tools" in answer.moves),
-        several_calls=_several_calls(chat),
+        roles=frozenset(traits),
+        reasoning_field=bool(roles("reads field")),
+        drops_reasoning=roles("drops field" if roles("reads field") else "drops text"),
+        moves=roles("moves"),
+        moves_system=roles("moves system"),
+        moves_tools=roles("moves tools"),
+        several_calls=several_calls,
         refused=refused,
     )
 
 
-def _several_calls(chat: Chat) -> bool:
-    try:
-        chat.render([USER, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}], [TOOL])
-    except Exception:  # noqa: BLE001  templates raise what they like
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The behaviour of a template when a message follows an answer."""
-
-    reads_field: bool
-    drops_field: bool
-    drops_text: bool
-    moves: frozenset[str]
-
-
-def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, _Answer]:
+def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, set[str]]:
+    """Returns the text that follows the answer when `new` does, and the traits of the template: the forms of a thought
+    ("field", "text") that it reads and drops, and the conversations whose earlier messages it moves."""
     tools = [TOOL] if new["role"] == "tool" else []
-    after = chat.after(assistant.get("tool_calls", ()), [new], tools)
-    reads, drops = {}, {}
+    after, traits = chat.after(assistant.get("tool_calls", ()), [new], tools), set[str]()
     for form, thought in (
         ("field", {"reasoning_content": THOUGHT}),
         ("text", {"content": f"<think>\n{THOUGHT}\n{THOUGHT_ENDS}\n\nc"}),
@@ -232,18 +211,17 @@ def _ask(chat: Chat, new: Message, assistant: Message) -> tuple[str | None, _Ans
             chat.render([USER, thinking, new], tools),
             chat.render([USER, thinking, new, assistant, new], tools),
         ]
-        drops[form] = any(THOUGHT not in whole for whole in later)
-        reads[form] = any(THOUGHT in whole for whole in [*later, chat.render([USER, thinking], tools, prompt=False)])
-    moves = frozenset(_moves(chat, new, assistant))
-    return after, _Answer(reads["field"], drops["field"], drops["text"], moves)
-
-
-def _moves(chat: Chat, new: Message, assistant: Message) -> Iterator[str]:
-    """Yields conversations ("" plain, "tools", "system") whose earlier messages a template moves once `new` follows."""
-    for beside, base, tools in (("", [USER], []), ("tools", [USER], [TOOL]), ("system", [SYSTEM, USER], [])):
+        if any(THOUGHT not in whole for whole in later):
+            traits.add(f"drops {form}")
+        if any(THOUGHT in whole for whole in [*later, chat.render([USER, thinking], tools, prompt=False)]):
+            traits.add(f"reads {form}")
+    for trait, base, given in (
+        ("moves", [USER], []), ("moves tools", [USER], [TOOL]), ("moves system", [SYSTEM, USER], []),
+    ):  # fmt: skip
         try:
-            before = chat.render(base, tools, prompt=False)
+            before = chat.render(base, given, prompt=False)
         except Exception:  # noqa: BLE001  a template without system messages or tools: what it refuses it cannot move
             continue
-        if not chat.render([*base, assistant, new], tools).startswith(before):
-            yield beside
+        if not chat.render([*base, assistant, new], given).startswith(before):
+            traits.add(trait)
+    return after, traits

@@ -21,7 +21,7 @@ from megagrpo.agents.answers import MODEL, Answers, Ask
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.dialects import chat_completions, messages, responses
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Dialect, Kept, Message, Refusal, is_deeper
-from megagrpo.agents.turns import Limits, Record, Rollout
+from megagrpo.agents.turns import Limits, Rollout
 
 DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
     {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
@@ -117,14 +117,14 @@ class Gateway:
         self._sessions[key] = _Session(Rollout(prompt_id, index, limits, time.monotonic(), task))
         return key
 
-    async def close(self, key: str) -> Record:
-        """Cancels the rollout's turns and returns its record. Later requests get a 409."""
+    async def close(self, key: str) -> Rollout:
+        """Cancels the rollout's turns and returns it. Later requests get a 409."""
         session = self._sessions.pop(key)
         running = list(session.running)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        return Record(session.rollout)
+        return session.rollout
 
     def _signed(self, number: str) -> str:
         return hashlib.blake2b(number.encode(), key=self._secret, digest_size=16).hexdigest()
@@ -140,11 +140,14 @@ class Gateway:
             refusal = refused
         except web.HTTPException as error:
             code = "not_found" if error.status == 404 else "invalid_request"
-            said = f"{request.method} {request.path}: {error.reason}. Answers are at POST {', '.join(DIALECTS)}"
-            refusal = Refusal(error.status, code, said)
+            message = f"{request.method} {request.path}: {error.reason}. Answers are at POST {', '.join(DIALECTS)}"
+            refusal = Refusal(error.status, code, message)
         if session := self._sessions.get(_key_of(request)):
             session.rollout.counts[f"refused/{refusal.code}"] += 1
-        return _json(_dialect_of(request).refused(refusal), refusal.status)
+        # A path that no dialect has is answered in the client's.
+        of_client = messages if "anthropic-version" in request.headers else chat_completions
+        of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
+        return _json(next(of_path, of_client).refused(refusal), refusal.status)
 
     def _session(self, request: web.Request) -> tuple[str, _Session]:
         key = _key_of(request)
@@ -169,16 +172,29 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         _, session = self._session(request)
-        asked = messages.read(_body(await request.read()), session.kept)
-        return _json({"input_tokens": await self._answers.tokens_of(session.rollout, asked)})
+        chat_request = messages.read(_body(await request.read()), session.kept)
+        return _json({"input_tokens": await self._answers.tokens_of(session.rollout, chat_request)})
 
     async def _handle(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         key, session = self._session(request)
         raw = await request.read()
-        asked = dialect.read(_body(raw), session.kept)
-        return await self._answered(request, session, self._turn(key, session, request, raw, asked), dialect, asked)
+        chat_request = dialect.read(_body(raw), session.kept)
+        turn = self._turn(key, session, request, raw, chat_request)
+        turn.waiting += 1
+        try:
+            if chat_request.stream:
+                return await self._stream(request, session, turn, dialect, chat_request)
+            await asyncio.wait({turn.task})
+            answer = _answer_of(turn)
+            session.kept.keep(chat_request, answer)
+            response = _json(dialect.written(chat_request, answer))
+            turn.delivered = True
+            return response
+        finally:  # a client that has gone away may ask again: until then, nothing is lost
+            turn.waiting -= 1
+            asyncio.get_running_loop().call_later(self._grace, self._forget, session, turn)
 
-    def _turn(self, key: str, session: _Session, request: web.Request, raw: bytes, asked: ChatRequest) -> _Turn:
+    def _turn(self, key: str, session: _Session, request: web.Request, raw: bytes, chat_request: ChatRequest) -> _Turn:
         """Returns the turn of an equal request if the client's header says that it retries, or if it has gone away
         before its answer came; else a new turn. Raises Refusal."""
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
@@ -189,28 +205,11 @@ class Gateway:
             return turn
         if self._sessions.get(key) is not session:  # it was closed while the request was read
             raise Refusal(409, "rollout_closed", "this rollout has ended")
-        task = asyncio.create_task(self._answers.answer(key, session.rollout, asked))
+        task = asyncio.create_task(self._answers.answer(key, session.rollout, chat_request))
         session.running.add(task)
         task.add_done_callback(session.running.discard)
         turn = session.turns[digest] = _Turn(task)
         return turn
-
-    async def _answered(
-        self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest
-    ) -> web.StreamResponse:
-        turn.waiting += 1
-        try:
-            if asked.stream:
-                return await self._stream(request, session, turn, dialect, asked)
-            await asyncio.wait({turn.task})
-            answer = _answer_of(turn)
-            session.kept.keep(asked, answer)
-            response = _json(dialect.written(asked, answer))
-            turn.delivered = True
-            return response
-        finally:  # a client that has gone away may ask again: until then, nothing is lost
-            turn.waiting -= 1
-            asyncio.get_running_loop().call_later(self._grace, self._forget, session, turn)
 
     def _forget(self, session: _Session, turn: _Turn) -> None:
         """Cancels a turn that no client waits for any more, or drops its answer."""
@@ -221,7 +220,7 @@ class Gateway:
         session.turns = {digest: one for digest, one in session.turns.items() if one is not turn}
 
     async def _stream(
-        self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, asked: ChatRequest
+        self, request: web.Request, session: _Session, turn: _Turn, dialect: Dialect, chat_request: ChatRequest
     ) -> web.StreamResponse:
         """Streams the whole answer as events. Comments keep the connection alive until it is there. A quick refusal
         keeps its own HTTP status."""
@@ -238,8 +237,8 @@ class Gateway:
             except Refusal as refusal:
                 await response.write(dialect.refused_event(refusal))
                 return response
-            session.kept.keep(asked, answer)
-            await response.write(b"".join(dialect.events(asked, answer)))
+            session.kept.keep(chat_request, answer)
+            await response.write(b"".join(dialect.events(chat_request, answer)))
             turn.delivered = True
         except ConnectionError:  # the client has gone away, and may ask again
             pass
@@ -248,12 +247,6 @@ class Gateway:
 
 def _key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _dialect_of(request: web.Request) -> Dialect:
-    """Returns the dialect of the path, or of the client if no dialect has the path."""
-    of_path = (dialect for path, dialect in DIALECTS.items() if f"{request.path}/".startswith(f"{path}/"))
-    return next(of_path, messages if "anthropic-version" in request.headers else chat_completions)
 
 
 def _answer_of(turn: _Turn) -> ChatAnswer:

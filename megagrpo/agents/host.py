@@ -20,8 +20,7 @@ from megagrpo.agents.answers import MODEL, Ask
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.processes import AgentProcess, Program
-from megagrpo.agents.seen import reported
-from megagrpo.agents.turns import Limits
+from megagrpo.agents.turns import Limits, reported
 from megagrpo.errors import AgentError, MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
@@ -50,7 +49,7 @@ class Hosted:
 
     order: Order
     index: int
-    process: Slot
+    slot: Slot
     key: str
     opened: float
     left_seconds: float
@@ -117,7 +116,7 @@ class AgentHost:
     def late(self, key: str, why: str) -> None:
         """Ends the rollout with this key for a time limit, unless it has ended. Runs in the host's thread."""
         rollout = self._opened[key]
-        if key in rollout.process.rollouts:
+        if key in rollout.slot.rollouts:
             self._leave(rollout)
             self._end(rollout, late=why)
 
@@ -200,7 +199,7 @@ class AgentHost:
     async def _one_process(self, slot: Slot) -> tuple[bool, str]:
         """Runs one process from its start to its end. Returns whether it was ready, and why it ended."""
         process = await AgentProcess.start(self._program, self._log(slot))
-        reason = ""
+        ready, reason = False, ""
         started = self._loop.call_later(START_SECONDS, process.stop)
         try:
             async for message in process.messages():
@@ -211,9 +210,9 @@ class AgentHost:
                     started = self._loop.call_later(self._prepare_seconds, process.stop)
                     reason = f"not ready (cluster.start_timeout_seconds ends it after {self._prepare_seconds:g} s), "
                 elif "ready" in message:
-                    reason = ""
+                    ready, reason = True, ""
                     started.cancel()
-                    process.ready, slot.process, self._loaded = True, process, True
+                    slot.process, self._loaded = process, True
                     self._fill()
                 elif "failed" in message:
                     reason = f"{message['failed']}, "
@@ -228,7 +227,7 @@ class AgentHost:
             started.cancel()
             slot.process = None
             how = await asyncio.shield(process.end())
-        return process.ready, reason + how
+        return ready, reason + how
 
     def _take(self, slot: Slot, message: Mapping[str, Any]) -> None:
         if "event" in message:
@@ -254,7 +253,9 @@ class AgentHost:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
             passed, before = now - before, now
-            running = [each for slot in self._slots for each in slot.rollouts.values() if each.order not in self._held]
+            running = [
+                rollout for slot in self._slots for rollout in slot.rollouts.values() if rollout.order not in self._held
+            ]
             sampling = self._sampling([rollout.key for rollout in running])
             for rollout in running:
                 rollout.left_seconds -= passed if rollout.key in sampling else 0.0
@@ -283,7 +284,7 @@ class AgentHost:
 
     def _hold(self, orders: Collection[Order]) -> None:
         held = set(orders)
-        self._waiting = deque(each for each in self._waiting if each[0] not in held)
+        self._waiting = deque((order, index) for order, index in self._waiting if order not in held)
         self._held |= {order for order in held if self._running.get(order)}
         self._fill()
 
@@ -292,14 +293,10 @@ class AgentHost:
         self._held.difference_update(orders)
         for order in orders:
             for rollout in self._running.pop(order, {}).values():
-                if rollout.key in rollout.process.rollouts:
+                if rollout.key in rollout.slot.rollouts:
                     self._leave(rollout)
                 if not rollout.ended:
-                    self._spawn(self._forget(rollout))
-
-    async def _forget(self, rollout: Hosted) -> None:
-        await self._gateway.close(rollout.key)
-        self._release(rollout, None)
+                    self._end(rollout)
 
     def _release(self, rollout: Hosted, sample: Sample | None) -> None:
         del self._opened[rollout.key]
@@ -307,7 +304,7 @@ class AgentHost:
 
     def _leave(self, rollout: Hosted) -> None:
         """Cancels the rollout in its process."""
-        slot = rollout.process
+        slot = rollout.slot
         del slot.rollouts[rollout.key]
         if slot.process:
             slot.cancelled[rollout.key] = time.monotonic()
@@ -326,7 +323,7 @@ class AgentHost:
             free = [slot for slot in self._slots if slot.process and running[slot] < share]
             if not free:
                 return
-            slot = min(free, key=lambda each: running[each])
+            slot = min(free, key=running.__getitem__)
             self._open(*self._waiting.popleft(), slot)
             running[slot] += 1
 
@@ -354,20 +351,19 @@ class AgentHost:
         endpoint = {"base_url": f"{self._gateway.url}/v1", "api_key": key, "model": MODEL}
         slot.process.send({"begin": key, "task": task, "endpoint": endpoint})
 
-    def _end(
-        self, rollout: Hosted, *, reward: Any = None, turn_rewards: Any = None, error: str = "", late: str = ""
-    ) -> None:
+    def _end(self, rollout: Hosted, **outcome: Any) -> None:
         rollout.ended = True
-        self._spawn(self._end_with(rollout, reward, turn_rewards, error, late))
+        self._spawn(self._end_with(rollout, **outcome))
 
     async def _end_with(
-        self, rollout: Hosted, reward: Mapping[str, float] | None, turn_rewards: Any, error: str, late: str
+        self, rollout: Hosted, *, reward: Any = None, turn_rewards: Any = None, error: str = "", late: str = ""
     ) -> None:
         record = await self._gateway.close(rollout.key)
         of_order = self._running.get(rollout.order, {})
-        if of_order.pop(rollout.index, None) is None:
-            self._release(rollout, None)  # it was cancelled meanwhile
+        if of_order.get(rollout.index) is not rollout:
+            self._release(rollout, None)  # it was cancelled
             return
+        del of_order[rollout.index]
         if not of_order:
             del self._running[rollout.order]
             self._held.discard(rollout.order)

@@ -66,7 +66,6 @@ class AgentProcess:
     """An agent process that `start` has started. Its methods are for one event loop."""
 
     def __init__(self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.ready = False
         self._process, self._reader, self._writer = process, reader, writer
 
     @classmethod
@@ -97,7 +96,7 @@ class AgentProcess:
         while True:
             try:
                 line = await self._reader.readline()
-            except (ConnectionError, OSError):
+            except OSError:
                 return
             if not line.endswith(b"\n"):
                 return

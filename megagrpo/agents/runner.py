@@ -148,7 +148,7 @@ class Runner:
             print(f"rollout {task.sample} of {task.id} failed: {trace}", file=sys.stderr, flush=True)
         if os.getpid() != self._pid:
             os._exit(0)  # a copy that the function forked and let return
-        if self._running.get(key) is asyncio.current_task():  # else it was cancelled, and its end is told
+        if self._running.get(key) is asyncio.current_task():  # else it was cancelled, and its end is reported
             self._end(key, reward, turn_rewards, error, trace)
 
     def _end(self, key: str, reward: Any = None, turn_rewards: Any = None, error: str = "", trace: str = "") -> None:

@@ -51,7 +51,7 @@ Parser = Callable[[str, Tools], Calls]
 
 
 @dataclass(frozen=True)
-class Said:
+class ParsedAnswer:
     """The message of an answer, and whether it has a tool call that cannot be read."""
 
     message: Message
@@ -62,14 +62,14 @@ class Said:
 def parser_of(name: str, chat: Chat) -> Parser | None:
     """Returns the parser that agent.parser names. `auto`: the one that reads the chat template's calls, None
     if it writes no call, or in a way that no parser is known for. Raises RecipeError if there is none of the name."""
+    installed = importlib.util.find_spec("sglang") is not None
     if name == "auto":
-        shown = style_of(chat)
-        if not shown or (shown not in BUILT_IN and importlib.util.find_spec("sglang") is None):
+        name = style_of(chat)
+        if not name or not (name in BUILT_IN or installed):
             return None
-        name = shown
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if importlib.util.find_spec("sglang") is None:
+    if not installed:
         fix = "install SGLang (the extra sglang), or take one of megagrpo's own"
         raise RecipeError(Problem("agent.parser", f"{name}, without SGLang", f"auto, {', '.join(BUILT_IN)}", fix))
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -91,7 +91,7 @@ def style_of(chat: Chat) -> str:
     return next((name for name, pattern in SHOWN if re.search(pattern, written)), "")
 
 
-def said_in(
+def parse_answer(
     text: str,
     tools: Tools,
     parser: Parser | None,
@@ -100,7 +100,7 @@ def said_in(
     several: bool,
     thinking: bool,
     identity: Callable[[int], str],
-) -> Said:
+) -> ParsedAnswer:
     """Parses the text of an answer into its message.
 
     separate: the template reads reasoning in a field of its own. several: it writes several calls; otherwise an answer
@@ -124,7 +124,7 @@ def said_in(
         message["tool_calls"] = [
             call(identity(number), name, arguments) for number, (name, arguments) in enumerate(read.calls)
         ]
-    return Said(message, begun or THOUGHT_ENDS in text, read.unreadable)
+    return ParsedAnswer(message, begun or THOUGHT_ENDS in text, read.unreadable)
 
 
 def hermes_calls(content: str, tools: Tools) -> Calls:
@@ -177,37 +177,29 @@ def sglang_calls(name: str, content: str, tools: Tools, chat: Chat) -> Calls:
     parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name, tokenizer=chat.tokenizer)
     if not parser.has_tool_call(content):
         return Calls(content)
-    heard = _Warnings()
-    logger = logging.getLogger(SGLANG_LOGGER)
-    logger.addHandler(heard)
+    warnings: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger(SGLANG_LOGGER)
+    handler.emit = warnings.append  # type: ignore[assignment]
+    logger.addHandler(handler)
     try:
         left, read = parser.parse_non_stream(content)
         calls = [(one.name, json.loads(one.parameters or "{}")) for one in read]
+        # A warning of a parameter's type loses nothing.
+        lost = any(not record.getMessage().startswith("Parsed ") for record in warnings)
     except Exception:  # noqa: BLE001  46 parsers, of text that a model has made up
         return Calls(content, unreadable=True)
     finally:
-        logger.removeHandler(heard)
+        logger.removeHandler(handler)
     begun = content.count(mark) if (mark := parser.detector.bot_token.strip()) else 0
     names = _names(tools)
     if (
         not calls
-        or heard.lost
+        or lost
         or begun > len(calls)
         or any(one not in names or not is_arguments(given) for one, given in calls)
     ):
         return Calls(content, unreadable=True)
     return Calls(left, tuple(calls))
-
-
-class _Warnings(logging.Handler):
-    """A log handler for calls that SGLang has left out. A warning of a parameter's type ("Parsed ") loses nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lost = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lost |= not record.getMessage().startswith("Parsed ")
 
 
 def _call(value: Any, tools: Tools) -> tuple[str, Mapping[str, Any]] | None:

@@ -14,14 +14,18 @@ import aiohttp
 
 from megagrpo.agents.runner import reward_of as read_reward
 from megagrpo.agents.tools.load import loaded, opened
-from megagrpo.agents.tools.tool import Called, Provider, Session, Tool, answer
+from megagrpo.agents.tools.tool import Provider, Session, Tool
+from megagrpo.agents.tools.tool import answer as run_tool
 
 TRIES_MAX = 3
 WAIT_SECONDS = 0.2
 ENDS = ("turn_limit_exceeded", "context_length_exceeded", "turn_aborted", "rollout_aborted", "rollout_closed")
 """Codes of the gateway's refusals when the rollout is at a limit, was given up, or has ended. The loop ends without an
 error, since the gateway knows which."""
-
+UNREADABLE = (
+    "Error: your tool call could not be read, so nothing was called. Check that its name is one of {tools}, and that "
+    "its arguments are a complete JSON object."
+)
 
 _providers: list[Provider] = []
 """Loaded once in a process, for all rollouts."""
@@ -38,38 +42,32 @@ async def rollout(task: Any, endpoint: Any, *, tools: Sequence[str | Mapping[str
     It ends when an answer has no call, when a tool is done, at limits of turns and tokens, which the gateway keeps, and
     at the limit of seconds, which the host keeps. Raises RuntimeError for an answer of the gateway that is none.
     """
-    async with opened(_providers, task) as (offered, sessions):
-        await converse(task, endpoint, offered, sessions)
+    messages: list[Any] = [dict(message) for message in task.messages]
+    no_limit = aiohttp.ClientTimeout(total=None)  # a turn takes as long as it takes; the host ends rollouts
+    async with opened(_providers, task) as (offered, sessions), aiohttp.ClientSession(timeout=no_limit) as client:
+        schemas = [tool.schema for tool in offered.values()]
+        while True:
+            body = {"model": endpoint.model, "messages": messages, **({"tools": schemas} if schemas else {})}
+            choice = await ask_policy(client, endpoint, body)
+            if choice is None:
+                break
+            answer = choice["message"]
+            messages.append({key: value for key, value in answer.items() if value is not None})
+            calls = answer.get("tool_calls") or []
+            if not calls and not choice.get("unreadable"):
+                break
+            if choice["finish_reason"] == "length":  # it was cut off: what it meant to call is not known
+                break
+            if calls:
+                messages += await asyncio.gather(*(run_call(call, offered, endpoint) for call in calls))
+            else:  # no template has a tool's message without a call
+                messages.append({"role": "user", "content": UNREADABLE.format(tools=", ".join(offered))})
+            if any(session.done() for session in sessions):
+                break
         return await reward_of(sessions)
 
 
-async def converse(task: Any, endpoint: Any, tools: Mapping[str, Tool], sessions: Sequence[Session]) -> list[Any]:
-    """Runs all turns. Returns the messages."""
-    messages: list[Any] = [dict(message) for message in task.messages]
-    schemas = [tool.schema for tool in tools.values()]
-    no_limit = aiohttp.ClientTimeout(total=None)  # a turn takes as long as it takes; the host ends rollouts
-    async with aiohttp.ClientSession(timeout=no_limit) as client:
-        while True:
-            body = {"model": endpoint.model, "messages": messages, **({"tools": schemas} if schemas else {})}
-            choice = await asked(client, endpoint, body)
-            if choice is None:
-                return messages
-            said = choice["message"]
-            messages.append({key: value for key, value in said.items() if value is not None})
-            calls = said.get("tool_calls") or []
-            if not calls and not choice.get("unreadable"):
-                return messages
-            if choice["finish_reason"] == "length":
-                return messages  # it was cut off: what it meant to call is not known
-            if calls:
-                messages += await run_calls(calls, tools, endpoint)
-            else:
-                messages.append(what_to_write(tools))
-            if any(session.done() for session in sessions):
-                return messages
-
-
-async def asked(client: aiohttp.ClientSession, endpoint: Any, body: Mapping[str, Any]) -> dict[str, Any] | None:
+async def ask_policy(client: aiohttp.ClientSession, endpoint: Any, body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the first choice of the policy's answer; None if the gateway gives no more.
 
     Retries after a lost connection: the gateway joins the same request to the turn that runs.
@@ -105,31 +103,14 @@ def code_of(text: str) -> str:
         return ""
 
 
-async def run_calls(calls: Sequence[Any], tools: Mapping[str, Tool], endpoint: Any) -> list[dict[str, Any]]:
-    """Runs the calls at the same time. Returns the messages with the results, in the calls' order."""
-    results = await asyncio.gather(*(run_call(call, tools, endpoint) for call in calls))
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": called.text}
-        for call, called in zip(calls, results, strict=True)
-    ]
-
-
-async def run_call(call: Any, tools: Mapping[str, Tool], endpoint: Any) -> Called:
+async def run_call(call: Any, tools: Mapping[str, Tool], endpoint: Any) -> dict[str, Any]:
+    """Runs a call, and reports it as an event. Returns the message with its result."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     # The gateway makes no call of an unknown tool, and none whose arguments are no object.
-    called = await answer(tools[name], json.loads(arguments))
+    called = await run_tool(tools[name], json.loads(arguments))
     seconds = round(called.seconds, 6)
     endpoint.event("tool", name=name, seconds=seconds, error=called.error, arguments=arguments, result=called.text)
-    return called
-
-
-def what_to_write(tools: Mapping[str, Tool]) -> dict[str, Any]:
-    """Returns the message to the policy after an unreadable call. No template has a tool's message without a call."""
-    text = (
-        "Error: your tool call could not be read, so nothing was called. Check that its name is one of "
-        f"{', '.join(tools)}, and that its arguments are a complete JSON object."
-    )
-    return {"role": "user", "content": text}
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": called.text}
 
 
 async def reward_of(sessions: Sequence[Session]) -> Any:

@@ -1,5 +1,5 @@
-"""The requests of a rollout's agent and the policy's answers, in tokens; the branches that they form; the record of a
-rollout that has ended.
+"""The requests of a rollout's agent and the policy's answers, in tokens; the branches that they form; their sample and
+its events.
 
 A rollout is a forest of turns. A turn holds only what it adds: the tokens that the gateway put in front (of a prompt,
 or of what came after an answer: never trained), and those that the policy sampled. A path from a root to a leaf, put
@@ -14,12 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
 from megagrpo.agents.dialects.chat_request import Message
 from megagrpo.errors import brief
+from megagrpo.track.traces import LEFT_OUT
 from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, SamplingParams, Turn
 
 DIGEST_BYTES = 16
@@ -38,14 +39,14 @@ class Limits:
 
 @dataclass(eq=False, slots=True, repr=False)
 class AskedTurn:
-    """One answer of the policy. It continues the conversation of `follows`, and the tokens of `parent`: the same turn,
-    or none if the whole conversation had to be rendered."""
+    """One answer of the policy. It continues the conversation of `match.turn`, and the tokens of `parent`: the same
+    turn, or none if the whole conversation had to be rendered."""
 
     number: int  # in the order in which the engine answered
     answer: str  # ChatAnswer.id
     match: Match
     parent: AskedTurn | None
-    given: Sequence[Message]  # messages of the request behind `follows`
+    given: Sequence[Message]  # messages of the request behind `match.turn`
     message: Message
     added: np.ndarray  # int32: the prompt, or the tokens after the parent's answer
     sampled: np.ndarray  # int32
@@ -57,17 +58,13 @@ class AskedTurn:
     children: list[AskedTurn] = field(default_factory=list)
     followed: bool = False
 
-    @property
-    def follows(self) -> AskedTurn | None:
-        return self.match.turn
-
     def path(self) -> list[AskedTurn]:
         """Returns the turns whose tokens this one's engine saw, and itself."""
         return _chain(self, lambda turn: turn.parent)
 
     def conversation(self) -> list[AskedTurn]:
         """Returns the turns that this one follows, however they were rendered, and itself."""
-        return _chain(self, lambda turn: turn.follows)
+        return _chain(self, lambda turn: turn.match.turn)
 
     def tokens(self) -> np.ndarray:
         """Returns all tokens that the engine saw and sampled, int32."""
@@ -101,7 +98,7 @@ PathOfTurns = Sequence[tuple[AskedTurn, bool]]
 
 @dataclass(eq=False, repr=False)
 class Rollout:
-    """The state of one rollout while it runs. Times are seconds of a monotonic clock."""
+    """The turns of one rollout. Times are seconds of a monotonic clock."""
 
     prompt_id: str
     index: int
@@ -110,60 +107,64 @@ class Rollout:
     task: Sequence[Message] = ()
     """The messages that the agent was given."""
     turns: list[AskedTurn] = field(default_factory=list)
+    """All answers, trained or not, in the order in which they were sampled; `number` is the index."""
     counts: Counter[str] = field(default_factory=Counter)
     events: list[Mapping[str, Any]] = field(default_factory=list)
     answers_begun: int = 0
     times_asked: Counter[bytes] = field(default_factory=Counter)
     """Number of requests to continue each conversation, by its digest."""
     limited: bool = False
-    """True if a limit ended the last request."""
+    """True if a limit ended the last request, so that the rollout is truncated."""
     aborted: str = ""
     """The engine's reason for giving up on a turn."""
     _answered: dict[bytes, dict[bytes, AskedTurn]] = field(default_factory=dict)
     """Answers by the digest of a conversation's messages up to and with the answer, and that of its tools."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Match:
-        of_tools, written, beginning, begun = digest_of_tools(tools), b"", b"", False
+        """Matches a request with the rollout's answers."""
+        schemas = json.dumps(tools, sort_keys=True, separators=(",", ":"))
+        tools_digest = hashlib.blake2b(schemas.encode(), digest_size=DIGEST_BYTES).digest()
+        digest, beginning, begun = b"", b"", False
         turn, covered, other_tools = None, 0, False
         for count, message in enumerate(messages, 1):
             begun = begun or message["role"] == "assistant"
-            written = digest_of(written, message)
+            digest = digest_of(digest, message)
             if not begun:
-                beginning, begun = written, message["role"] == "user"
-            if known := self._answered.get(written):
-                other_tools = of_tools not in known
-                turn, covered = known.get(of_tools) or next(reversed(known.values())), count
-        digest = hashlib.blake2b(of_tools + written, digest_size=DIGEST_BYTES).digest()
-        return Match(turn, covered, other_tools, digest, of_tools, written, beginning)
+                beginning, begun = digest, message["role"] == "user"
+            if answers := self._answered.get(digest):
+                other_tools = tools_digest not in answers
+                turn, covered = answers.get(tools_digest) or next(reversed(answers.values())), count
+        whole = hashlib.blake2b(tools_digest + digest, digest_size=DIGEST_BYTES).digest()
+        return Match(turn, covered, other_tools, whole, tools_digest, digest, beginning)
 
     def add(self, turn: AskedTurn) -> None:
-        known = self._answered.setdefault(digest_of(turn.match.messages, turn.message), {})
-        known.pop(turn.match.tools, None)  # the latest is the last
-        known[turn.match.tools] = turn
+        answers = self._answered.setdefault(digest_of(turn.match.messages, turn.message), {})
+        answers.pop(turn.match.tools, None)  # the latest is the last
+        answers[turn.match.tools] = turn
         self.turns.append(turn)
         if turn.parent is not None:
             turn.parent.children.append(turn)
-        if turn.follows is not None:
-            turn.follows.followed = True
+        if turn.match.turn is not None:
+            turn.match.turn.followed = True
 
     def unused(self) -> set[AskedTurn]:
         """Returns answers that the agent passed over for another one to the same request. They are not trained."""
-        gone_on = {turn.match.digest for turn in self.turns if turn.followed}
-        return {turn for turn in self.turns if not turn.followed and turn.match.digest in gone_on}
+        followed = {turn.match.digest for turn in self.turns if turn.followed}
+        return {turn for turn in self.turns if not turn.followed and turn.match.digest in followed}
 
     def paths(self) -> list[PathOfTurns]:
         """Returns a path to each answer that no turn extends (`unused` ones aside), first those from the first root. A
         turn that several paths share is trained in the first."""
-        unused, trained, made = self.unused(), set[AskedTurn](), list[PathOfTurns]()
+        unused, trained, paths = self.unused(), set[AskedTurn](), list[PathOfTurns]()
         leaves = [turn for turn in self.turns if turn not in unused and not set(turn.children) - unused]
         for path in sorted((leaf.path() for leaf in leaves), key=lambda path: (path[0].number, path[-1].number)):
-            made.append([(turn, turn not in trained) for turn in path])
+            paths.append([(turn, turn not in trained) for turn in path])
             trained.update(path)
-        return made
+        return paths
 
     def last_of_task(self) -> AskedTurn | None:
-        """Returns the last answer of the conversation about the task: of the conversations with most of the task's
-        messages, the one that was answered first. Edits and tools do not matter."""
+        """Returns the last used answer of the conversation about the task: the earliest one of those that share most
+        messages with the task. Edits and tools do not matter."""
         unused = self.unused()
         used = [turn for turn in self.turns if turn not in unused]
         if not used:
@@ -174,28 +175,15 @@ class Rollout:
             given = [(message["role"], message["content"]) for message in turn.given]
             return sum(message in given for message in task)
 
-        first = max((turn for turn in self.turns if turn.follows is None), key=of_task)
+        first = max((turn for turn in self.turns if turn.match.turn is None), key=of_task)
         return next((turn for turn in reversed(used) if turn.match.beginning == first.match.beginning), None)
-
-
-class Record:
-    """A rollout that takes no more turns.
-
-    `turns`: all answers, trained or not, in the order in which they were sampled. `paths`: the turns of each branch.
-    `limited`: a limit ended the agent's last request, so that it is truncated. `aborted`: why the engine gave up on a
-    turn, or "".
-    """
-
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout, self.turns, self.paths = rollout, rollout.turns, rollout.paths()
-        self.limited, self.aborted = rollout.limited, rollout.aborted
 
     def sample(self, request: Request, finish: FinishReason, turn_rewards: TurnRewards = None) -> Sample:
         """Returns the rollout as the sample of a request. Turn rewards that fit no turn fail the rollout, as any other
         mistake of the agent: its finish is then "abort", and `agent.error` says why."""
         run = self.agent_run(turn_rewards)
-        last = self._rollout.last_of_task()
-        trained = [turn for path in self.paths for turn, trained in path if trained]
+        last = self.last_of_task()
+        trained = [self.turns[turn.number] for turn in run.turns]
         return Sample(
             prompt_id=request.prompt_id,
             index=request.index,
@@ -210,20 +198,23 @@ class Record:
     def agent_run(self, turn_rewards: TurnRewards = None) -> AgentRun:
         """Returns the AgentRun. `turn_rewards`: one per answer, in order; or by an answer's id as the agent got it."""
         rewards, error = self._rewards(turn_rewards)
-        last = self._rollout.last_of_task()
+        last, paths, unused = self.last_of_task(), self.paths(), self.unused()
         conversation = last.conversation() if last else []
+        counts = self.counts + Counter(
+            turns=len(self.turns), turns_unused=len(unused), tokens_unused=sum(len(turn.sampled) for turn in unused)
+        )
         return AgentRun(
-            branches=tuple(map(_branch, self.paths)),
+            branches=tuple(map(_branch, paths)),
             turns=tuple(
                 Turn(turn.number, number, len(turn.sampled), rewards.get(turn.number))
-                for number, path in enumerate(self.paths)
+                for number, path in enumerate(paths)
                 for turn, trained in path
                 if trained
             ),
             messages=tuple(message for turn in conversation for message in (*turn.given, turn.message)),
             error=error,
-            counts=self._counts(),
-            events=tuple(self._rollout.events),
+            counts={name: float(count) for name, count in sorted(counts.items())},
+            events=tuple(self.events),
         )
 
     def _rewards(self, given: Any) -> tuple[dict[int, float], str]:
@@ -248,14 +239,6 @@ class Record:
                 rewards[number] = float(reward)
         return rewards, ""
 
-    def _counts(self) -> dict[str, float]:
-        unused = self._rollout.unused()
-        tokens = sum(len(turn.sampled) for turn in unused)
-        counts = self._rollout.counts + Counter(
-            {"turns": len(self.turns), "turns_unused": len(unused), "tokens_unused": tokens}
-        )
-        return {name: float(count) for name, count in sorted(counts.items())}
-
 
 def _branch(path: PathOfTurns) -> Branch:
     marks = [
@@ -270,21 +253,10 @@ def _joined(parts: Iterable[np.ndarray], kind: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.zeros(0, kind), *parts])
 
 
-def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    written = json.dumps(tools, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(written.encode(), digest_size=DIGEST_BYTES).digest()
-
-
-def _whole_numbers(value: Any) -> Any:
-    """Returns JSON in which 1.0 is 1, as clients in JavaScript send it back."""
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case dict():
-            return {key: _whole_numbers(one) for key, one in value.items()}
-        case list():
-            return [_whole_numbers(one) for one in value]
-    return value
+def _number(text: str) -> float:
+    """Reads 1.0 as 1: clients in JavaScript send it back so."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def digest_of(before: bytes, message: Message) -> bytes:
@@ -293,7 +265,7 @@ def digest_of(before: bytes, message: Message) -> bytes:
     parts = [message["role"], message.get("name", ""), message["content"]]
     if message["role"] == "assistant":
         functions = [one["function"] for one in message.get("tool_calls", ())]
-        calls = [[function["name"], _whole_numbers(function["arguments"])] for function in functions]
+        calls = json.loads(json.dumps([[of["name"], of["arguments"]] for of in functions]), parse_float=_number)
         parts = [parts[0], json.dumps(calls, sort_keys=True) if calls else "", parts[2].strip()]
     made = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
     for part in parts:
@@ -301,3 +273,64 @@ def digest_of(before: bytes, message: Message) -> bytes:
         made.update(len(data).to_bytes(8, "little"))
         made.update(data)
     return made.digest()
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+EVENT_LEVELS_MAX = 32
+"""Most levels of lists and objects in an event that an agent reports."""
+
+BranchReason = Literal["history", "tools", "fork", "reasoning", "tools_move", "role", "close", "stop_token", "audit"]
+"""Reason for which a turn begins a branch; report/text.py (BRANCHES) has the words for each."""
+
+
+class TurnEvent(TypedDict):
+    """An answer of the policy, written by the gateway. `given` and `said` are the messages themselves, not copies."""
+
+    kind: Literal["turn"]
+    at: float  # seconds since the rollout was opened, when the request came
+    seconds: float  # until its answer was there
+    number: int  # as Turn.number
+    parent: int | None  # number of the turn that it continues or shares tokens with; None: it begins with its messages
+    branch: BranchReason | Literal[""]  # "": the rollout's first turn, or one that extends its parent
+    given: list[Mapping[str, Any]]  # messages behind the parent's answer; all messages if it has none
+    said: Mapping[str, Any]  # the answer as the agent got it: content, reasoning_content, tool_calls
+    finish: str  # of its tokens, as FinishReason
+    prompt_tokens: int
+    given_tokens: int  # of prompt_tokens, those that no engine had seen in this conversation
+    tokens: int  # sampled
+    unreadable: NotRequired[bool]  # a tool call in it cannot be read
+
+
+class ToolEvent(TypedDict):
+    """A call of a tool, reported by the agent: `endpoint.event("tool", name=…, seconds=…, error=…)`."""
+
+    kind: Literal["tool"]
+    at: float  # seconds from the rollout's opening to the report, by the host's or the agent process's clock
+    name: str
+    seconds: float
+    error: NotRequired[str]  # why it failed; "" or missing: it did not
+    arguments: NotRequired[Any]
+    result: NotRequired[str]
+
+
+def reported(values: Mapping[str, Any], at: float) -> dict[str, Any]:
+    """Returns an event that an agent reports. Any program may report anything: an event of a reserved kind, or a tool's
+    call without a name or a time, gets a kind that nothing else has. Levels below EVENT_LEVELS_MAX are left out."""
+    kind, seconds = str(values.get("kind")), values.get("seconds")
+    timed = isinstance(seconds, int | float) and 0 <= seconds < math.inf
+    taken = kind in ("turn", LEFT_OUT) or (kind == "tool" and not (timed and isinstance(values.get("name"), str)))
+    return {**_shallow(values, EVENT_LEVELS_MAX), "kind": f"told_{kind}" if taken else kind, "at": at}
+
+
+def _shallow(value: Any, levels: int) -> Any:
+    """Returns a value that checkpoints, traces and reports can write: they recurse into it, and JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if not isinstance(value, dict | list):
+        return value
+    if levels == 0:
+        return "…"
+    if isinstance(value, list):
+        return [_shallow(item, levels - 1) for item in value]
+    return {name: _shallow(item, levels - 1) for name, item in value.items()}

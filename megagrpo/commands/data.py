@@ -58,7 +58,7 @@ def data_show(args: argparse.Namespace) -> int:
         view = View(tokenizer_of(recipe), data.chat_template_arguments, data.system_prompt, data.prompt_tokens_max)
     elif args.model:
         view = View(load_chat_tokenizer(args.model))
-    draw(look(entry, view, args.rows), view, Console(highlight=False))
+    draw(*look(entry, view, args.rows), view, Console(highlight=False))
     return 0
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, TypeGuard
+from typing import Any, Generic
 
 import numpy as np
 
@@ -116,7 +116,8 @@ class Cursor(Generic[AnyItem]):
         ]
         epoch, position = state.get("epoch"), state.get("position")
         aside = _unpacked(state.get("set_aside"), len(self))
-        if not (_is_index(epoch) and _is_index(position) and position < len(self)) or aside is None:
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (epoch, position))
+        if not (whole and (position or 0) < len(self)) or aside is None:
             given = f"epoch: {epoch!r}, position: {position!r}, set_aside: {state.get('set_aside')!r}"
             needed = f"an epoch from 0, a position from 0 to {len(self) - 1}, and a bit for each prompt"
             problems.append(Problem("the saved place in the data is not valid", given, needed))
@@ -160,7 +161,3 @@ def _unpacked(text: object, count: int) -> np.ndarray | None:
     except (ValueError, zlib.error):
         return None
     return np.unpackbits(bits, count=count).astype(bool) if len(bits) == -(-count // 8) else None
-
-
-def _is_index(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

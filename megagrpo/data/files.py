@@ -18,7 +18,6 @@ from megagrpo.errors import DataError, Problem, brief, first_line
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and a plan mostly has no parquet file to look at
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 PROBLEMS_SHOWN = 10
 BATCH_ROWS = 2048
@@ -26,6 +25,7 @@ LINE_BYTES_MAX = 2**26
 READ_BYTES = 2**20
 ARROW_FILE = b"ARROW1"
 """The first bytes of a file in Arrow's file format."""
+KINDS = {".parquet": "parquet", ".arrow": "Arrow stream"}
 
 Record = dict[str, Any]
 
@@ -62,7 +62,7 @@ def place(path: str | Path, number: int) -> str:
 
 def has_columns(path: str) -> bool:
     """Returns whether a file states its own columns, so that they do not follow from its first record."""
-    return is_task(path) or suffix_of(path) in (".parquet", ".arrow")
+    return is_task(path) or suffix_of(path) in KINDS
 
 
 def columns(path: str) -> tuple[str, ...]:
@@ -70,10 +70,8 @@ def columns(path: str) -> tuple[str, ...]:
     _raise_path_problem(path)
     if is_task(path):
         return COLUMNS
-    if suffix_of(path) == ".parquet":
-        return tuple(_open_parquet(path).schema_arrow.names)
-    if suffix_of(path) == ".arrow":
-        return tuple(_open_arrow(path).schema.names)
+    if has_columns(path):
+        return tuple(_opened(path)[1].names)
     first = next(records(path), None)
     return tuple(first[1]) if first is not None and isinstance(first[1], dict) else ()
 
@@ -85,9 +83,9 @@ def row_count(path: str) -> int:
     if is_task(path):
         return task_at(path).size
     if suffix_of(path) == ".parquet":
-        return int(_open_parquet(path).metadata.num_rows)
+        return int(_opened(path)[0].metadata.num_rows)
     if suffix_of(path) == ".arrow":
-        return sum(batch.num_rows for batch in _arrow_batches(path))
+        return sum(batch.num_rows for batch in _batches(path))
     if suffix_of(path) == ".json":
         return sum(1 for _ in records(path))
     return sum(1 for line in _lines(path) if line.strip())
@@ -103,10 +101,8 @@ def records(path: str, wanted: Collection[str] | None = None) -> Iterator[tuple[
         yield from task_records(path)
         return
     match suffix_of(path):
-        case ".parquet":
-            yield from _batch_records(path, _parquet_batches(path, wanted))
-        case ".arrow":
-            yield from _batch_records(path, _arrow_batches(path))
+        case ".parquet" | ".arrow":
+            yield from _batch_records(path, _batches(path, wanted))
         case ".json":
             yield from _array_records(path)
         case _:
@@ -145,17 +141,17 @@ def _lines(path: str) -> Iterator[bytes]:
             raise _unreadable(path, error, suffix_of(path).rpartition(".")[2], after_row=number) from None
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> Record:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Record:
     """Returns the object. Raises ValueError if it has a key twice."""
     if len(record := dict(pairs)) < len(pairs):
-        raise ValueError(f"an object has the key {brief(_twice(key for key, _ in pairs))} twice")
+        raise ValueError(f"an object has the key {brief(_duplicate(key for key, _ in pairs))} twice")
     return record
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def _twice(names: Iterable[str]) -> str | None:
+def _duplicate(names: Iterable[str]) -> str | None:
     """Returns the first name that occurs more than once."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
@@ -231,74 +227,58 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> Problem:
 # --- parquet and Arrow ------------------------------------------------------------------------------------------------
 
 
-def _open_parquet(path: str) -> pq.ParquetFile:
+def _opened(path: str) -> tuple[Any, pa.Schema]:
+    """Opens a parquet file, or one in Arrow's stream format, which the `datasets` package writes.
+
+    Returns the reader and the schema. Raises DataError.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:  # without a buffer, a column of a row group is read as a whole
-        file = pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
-        _raise_twice(path, list(file.schema_arrow))
+    arrow = suffix_of(path) == ".arrow"
+    if arrow and arrow_source(path).read(len(ARROW_FILE)) == ARROW_FILE:
+        given, needed = "the Arrow file format (Feather)", "the stream format, which `datasets` writes, or parquet"
+        fix = "write it as parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NAME)"
+        raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
+    try:
+        if arrow:
+            file: Any = pa.ipc.open_stream(arrow_source(path))
+        else:  # without a buffer, a column of a row group is read as a whole
+            file = pq.ParquetFile(arrow_source(path), buffer_size=READ_BYTES, pre_buffer=False)
+        schema = file.schema if arrow else file.schema_arrow
+        _raise_duplicate(path, list(schema))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error, "parquet") from None
-    return file
+        raise _unreadable(path, error, KINDS[suffix_of(path)]) from None
+    return file, schema
 
 
-def _raise_twice(path: str, fields: Sequence[pa.Field], within: str = "") -> None:
+def _raise_duplicate(path: str, fields: Sequence[pa.Field], within: str = "") -> None:
     """Raises DataError if two columns, or two fields of a struct in one, have the same name."""
-    if (name := _twice(field.name for field in fields)) is not None:
+    if (name := _duplicate(field.name for field in fields)) is not None:
         place = f" of {within[:-1]}" if within else ""
         needed, fix = "names that differ, in every row", "rename one of them, or leave it out"
         raise DataError(Problem(f"{path}: columns{place}", f"{brief(name)} twice", needed, fix))
     for field in fields:
         inner = [field.type.field(index) for index in range(field.type.num_fields)]
-        _raise_twice(path, inner, f"{within}{field.name}.")
+        _raise_duplicate(path, inner, f"{within}{field.name}.")
 
 
-def _parquet_batches(path: str, wanted: Collection[str] | None) -> Iterator[pa.RecordBatch]:
-    file = _open_parquet(path)
-    present = file.schema_arrow.names
-    names = present if wanted is None else [name for name in present if name in wanted]
-    return _read_batches(path, "parquet", file.iter_batches(batch_size=BATCH_ROWS, columns=names))
-
-
-def _open_arrow(path: str) -> pa.RecordBatchReader:
-    """Opens a file in the stream format, which the `datasets` package writes. Raises DataError."""
+def _batches(path: str, wanted: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yields batches of at most BATCH_ROWS rows. Raises DataError at one that cannot be read."""
     import pyarrow as pa
 
-    if arrow_source(path).read(len(ARROW_FILE)) == ARROW_FILE:
-        given, needed = "the Arrow file format (Feather)", "the stream format, which `datasets` writes, or parquet"
-        fix = "write it as parquet: pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), NAME)"
-        raise DataError(Problem(f"{path}: another kind of Arrow file", given, needed, fix))
+    file, schema = _opened(path)
+    arrow, number = suffix_of(path) == ".arrow", 0
+    names = None if wanted is None else [name for name in schema.names if name in wanted]
     try:
-        stream = pa.ipc.open_stream(arrow_source(path))
-        _raise_twice(path, list(stream.schema))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error, "Arrow stream") from None
-    return stream
-
-
-def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
-    def sound(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        for batch in stream:
-            batch.validate(full=True)  # else damaged offsets are followed, wherever they lead
-            yield batch
-
-    for batch in _read_batches(path, "Arrow stream", sound(_open_arrow(path))):
-        for first in range(0, batch.num_rows, BATCH_ROWS):
-            yield batch.slice(first, BATCH_ROWS)
-
-
-def _read_batches(path: str, kind: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields the batches. Raises DataError at one that cannot be read."""
-    import pyarrow as pa
-
-    number = 0
-    try:
-        for batch in batches:
-            yield batch
+        for batch in file if arrow else file.iter_batches(batch_size=BATCH_ROWS, columns=names):
+            if arrow:
+                batch.validate(full=True)  # else damaged offsets are followed, wherever they lead
+            for first in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(first, BATCH_ROWS)
             number += batch.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(path, error, kind, after_row=number) from None
+        raise _unreadable(path, error, KINDS[suffix_of(path)], after_row=number) from None
 
 
 def _batch_records(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Record | Problem]]:
@@ -306,7 +286,7 @@ def _batch_records(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[tup
     for batch in batches:
         try:
             decoded: list[Any] = batch.to_pylist()
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # of one row or some
             decoded = [_batch_record(batch, i, place(path, number + i)) for i in range(batch.num_rows)]
         for record in decoded:
             yield number, record

@@ -51,8 +51,7 @@ def files_of(path: str) -> list[str]:
         raise DataError(Problem("an empty path", needed=NEEDED))
     if not is_remote(path):
         return _files_in(_Local, path, path, os.fspath)
-    with _reaching(path):
-        filesystem, inner = _filesystem(path)
+    with _remote(path) as (filesystem, inner):
         return _files_in(filesystem, path, inner, filesystem.unstrip_protocol)
 
 
@@ -105,8 +104,7 @@ def open_file(path: str) -> BinaryIO:
     if not is_remote(path):
         opened: Any = open(path, "rb")  # noqa: SIM115  (the reader closes it)
     else:
-        with _reaching(path):
-            filesystem, inner = _filesystem(path)
+        with _remote(path) as (filesystem, inner):
             opened = filesystem.open(inner, "rb")
     if path.endswith((".gz", ".zst")):
         import pyarrow as pa
@@ -130,8 +128,7 @@ def size_and_version(path: str) -> tuple[int, str]:
     if not is_remote(path):
         status = os.stat(path)
         return status.st_size, f"{status.st_mtime_ns}"
-    with _reaching(path):
-        filesystem, inner = _filesystem(path)
+    with _remote(path) as (filesystem, inner):
         info = filesystem.info(inner)
     version = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(key)), "")
     return int(info.get("size") or 0), str(version)
@@ -192,12 +189,19 @@ def _files_in(filesystem: Any, path: str, inner: str, name_of: Callable[[str], s
         names: list[str] = []
         for name in filesystem.glob(inner):
             names += of_folder(name) if filesystem.isdir(name) else [name_of(name)] if _is_data(name) else []
-        return _some(path, sorted(set(names)) if is_remote(path) else _once(names))
-    if filesystem.isdir(inner):
-        return _some(path, of_folder(inner))
-    if filesystem.exists(inner):
+        names = sorted(set(names)) if is_remote(path) else _once(names)
+        given = "no data file fits this pattern"
+        fix = "correct the pattern; relative ones start at the working directory"
+    elif filesystem.isdir(inner):
+        names = of_folder(inner)
+        given, fix = "a folder without data files", "name another folder, or put files in it"
+    elif filesystem.exists(inner):
         return [path]
-    raise DataError(_missing(path))
+    else:
+        raise DataError(_missing(path))
+    if not names:
+        raise DataError(Problem(path, given, f"files that end in {', '.join(SUFFIXES)}", fix))
+    return names
 
 
 def _once(names: Iterable[str]) -> list[str]:
@@ -207,16 +211,6 @@ def _once(names: Iterable[str]) -> list[str]:
         folder, base = os.path.split(name)
         by_place.setdefault(os.path.join(os.path.realpath(folder), base), name)
     return sorted(by_place.values())
-
-
-def _some(path: str, names: list[str]) -> list[str]:
-    if names:
-        return names
-    suffixes = f"files that end in {', '.join(SUFFIXES)}"
-    if glob.has_magic(path):
-        fix = "correct the pattern; relative ones start at the working directory"
-        raise DataError(Problem(path, "no data file fits this pattern", suffixes, fix))
-    raise DataError(Problem(path, "a folder without data files", suffixes, "name another folder, or put files in it"))
 
 
 def _is_data(name: str) -> bool:
@@ -258,17 +252,13 @@ def _listed(path: str, names_in: Callable[[Any], list[str]]) -> list[str]:
         raise DataError(Problem(path, given, "a file as `datasets` writes it", "save the data set again")) from None
 
 
-def _filesystem(path: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    return url_to_fs(path)
-
-
 @contextmanager
-def _reaching(path: str) -> Iterator[None]:
-    """Raises the exceptions of a filesystem as DataError."""
+def _remote(path: str) -> Iterator[tuple[Any, str]]:
+    """Yields the filesystem of a URL, and its name there. Raises the filesystem's exceptions as DataError."""
     try:
-        yield
+        from fsspec.core import url_to_fs
+
+        yield url_to_fs(path)
     except DataError:
         raise
     except ImportError as error:

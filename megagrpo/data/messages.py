@@ -17,15 +17,17 @@ from transformers import PreTrainedTokenizerBase
 
 from megagrpo.data.files import Findings, Record, place
 from megagrpo.data.mixture import Mixture, mix
-from megagrpo.data.prompts import Reader, cache_of, rendered
+from megagrpo.data.prompts import Reader, rendered
 from megagrpo.data.rows import given_fields, message_problems, simple_schema
-from megagrpo.data.store import Column, Form
+from megagrpo.data.store import Cache, Column, Form
 from megagrpo.errors import DataError, Problem, brief
 from megagrpo.recipe.schema import ConversationFileConfig
 from megagrpo.recipe.schema.sft import SftDataConfig
 from megagrpo.tokenizer import encode
 
 Messages = Sequence[Mapping[str, Any]]
+Span = tuple[str, bool]
+"""Rendered text, and whether it is the assistant's."""
 SHOWN_CHARACTERS = 30
 EARLIER_CHANGES = (
     "the chat template changes earlier messages when later ones follow",
@@ -48,14 +50,6 @@ class Conversation:
     number: int
     messages: Messages
     tools: Sequence[Mapping[str, Any]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rendered text, and whether it is the assistant's."""
-
-    text: str
-    assistants: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +96,7 @@ def load_examples(
         noun="example",
         tokens_field="data.tokens_max",
         truncate="truncate",
-        cache=cache_of(data.cache),
+        cache=Cache(data.cache),
         tokenizer=tokenizer,
         settings={"arguments": arguments, "tools": "of each row"},
     )
@@ -154,8 +148,8 @@ def _pieces(
                 raise DataError(_no_prefix(where, beginning, whole, EARLIER_CHANGES))
         if len(through) <= len(before):
             raise DataError(_no_prefix(where, before, through, EARLIER_CHANGES))
-        yield Span(whole[done : len(before)], assistants=False)
-        yield Span(whole[len(before) : len(through)], assistants=True)
+        yield whole[done : len(before)], False
+        yield whole[len(before) : len(through)], True
         done = len(through)
 
 
@@ -176,22 +170,18 @@ def _tokens(
 
     Pieces are encoded one by one, as when the assistant is asked: no token is part prompt and part response.
     """
-    encoded = iter(encode(tokenizer, [piece.text for pieces in conversations for piece in pieces]))
+    encoded = iter(encode(tokenizer, [text for pieces in conversations for text, _ in pieces]))
     for pieces in conversations:
         tokens, masks = [], []
-        for piece in pieces:
+        for _, assistants in pieces:
             ids = next(encoded)
             tokens.append(np.array(ids, np.int32))
-            masks.append(_trained(ids, tokenizer, special) if piece.assistants else np.zeros(len(ids), bool))
+            masks.append(np.zeros(len(ids), bool))
+            if assistants:  # without the white space that a template puts after the turn's end token
+                end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
+                after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
+                masks[-1][: len(ids) if after.strip() else end] = True
         yield np.concatenate(tokens), np.concatenate(masks)
-
-
-def _trained(ids: list[int], tokenizer: PreTrainedTokenizerBase, special: frozenset[int]) -> np.ndarray:
-    """Returns which tokens of an assistant's turn are trained on, bool [tokens]. Excludes the white space that a
-    template puts after the turn's end token."""
-    end = max((i for i, token in enumerate(ids, 1) if token in special), default=len(ids))
-    after = str(tokenizer.decode(ids[end:])) if end < len(ids) else ""
-    return np.arange(len(ids)) < (len(ids) if after.strip() else end)
 
 
 def _row(record: Record, number: int, where: str) -> Conversation | list[Problem]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, compress, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, overload
 
@@ -105,18 +105,15 @@ class Mixed(Sequence[AnyItem]):
         """Yields a fact of each item, in order. `of` yields those of a part; every pass calls it for its parts."""
         passes = [0, *(np.flatnonzero(np.diff(self._taken) <= 0) + 1).tolist(), len(self)]
         for begin, end in pairwise(passes):
-            yield from self._pass(self._taken[begin:end], of)
-
-    def _pass(self, rows: np.ndarray, of: Callable[[Stored[AnyItem]], Iterator[AnyFact]]) -> Iterator[AnyFact]:
-        """Yields the facts of one pass, whose rows ascend."""
-        for part, start, end in zip(self._parts, self._starts, self._starts[1:], strict=False):
-            wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
-            if len(wanted) == end - start:
-                yield from of(part)
-            elif len(wanted):
-                taken = np.zeros(end - start, bool)
-                taken[wanted] = True
-                yield from (fact for fact, chosen in zip(of(part), taken.tolist(), strict=True) if chosen)
+            rows = self._taken[begin:end]  # they ascend
+            for part, first, after in zip(self._parts, self._starts, self._starts[1:], strict=False):
+                wanted = rows[np.searchsorted(rows, first) : np.searchsorted(rows, after)] - first
+                if len(wanted) == after - first:
+                    yield from of(part)
+                elif len(wanted):
+                    chosen = np.zeros(after - first, bool)
+                    chosen[wanted] = True
+                    yield from compress(of(part), chosen.tolist())
 
 
 def names(items: Sequence[AnyItem]) -> Iterator[str]:

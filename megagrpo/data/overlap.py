@@ -10,7 +10,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,42 +50,36 @@ def repeated(of_parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return np.split(again, np.cumsum([len(part) for part in of_parts])[:-1])
 
 
-@dataclass(frozen=True)
 class HeldOut:
-    """The questions of an evaluation, to match prompts with. Hashes map to the questions' numbers."""
+    """The questions of an evaluation, to match prompts with. Hashes map to the questions' numbers. Runs of words that
+    are mostly an instruction shared by many questions are left out."""
 
-    ngram: int
-    texts: Mapping[int, int]
-    runs: Mapping[int, int]
+    def __init__(self, questions: Sequence[str], ngram: int) -> None:
+        self._ngram = ngram
+        self._texts: dict[int, int] = {}
+        self._runs: dict[int, int] = {}
+        for number, text in enumerate(questions):
+            self._texts.setdefault(hash(same_text(text)), number)
+        half = -(-ngram // 2)
+        in_questions: Counter[int] = Counter()
+        for number in self._texts.values():  # a question that is listed twice shares nothing
+            in_questions.update(set(_runs(words(questions[number]), half)))
+        often = max(1, TEMPLATE_SHARE * len(self._texts))
+        for number in self._texts.values():
+            spelled = words(questions[number])
+            shared = np.zeros(len(spelled), bool)
+            for start, run in enumerate(_runs(spelled, half)):
+                if in_questions[run] > often:
+                    shared[start : start + half] = True
+            for start, run in enumerate(_runs(spelled, ngram)):
+                if shared[start : start + ngram].sum() <= ngram - half:
+                    self._runs.setdefault(run, number)
 
     def match(self, text: str) -> int:
         """Returns the number of a question with the same text, or with a run of `ngram` words in common; else -1."""
-        if (same := self.texts.get(hash(same_text(text)))) is not None:
+        if (same := self._texts.get(hash(same_text(text)))) is not None:
             return same
-        return next((self.runs[run] for run in _runs(words(text), self.ngram) if run in self.runs), -1)
-
-
-def held_out(questions: Sequence[str], ngram: int) -> HeldOut:
-    """Hashes the questions for HeldOut. Leaves out runs that are mostly an instruction shared by many questions."""
-    texts: dict[int, int] = {}
-    for number, text in enumerate(questions):
-        texts.setdefault(hash(same_text(text)), number)
-    runs: dict[int, int] = {}
-    half = -(-ngram // 2)
-    in_questions: Counter[int] = Counter()
-    for number in texts.values():  # a question that is listed twice shares nothing
-        in_questions.update(set(_runs(words(questions[number]), half)))
-    often = max(1, TEMPLATE_SHARE * len(texts))
-    for number in texts.values():
-        spelled = words(questions[number])
-        shared = np.zeros(len(spelled), bool)
-        for start, run in enumerate(_runs(spelled, half)):
-            if in_questions[run] > often:
-                shared[start : start + half] = True
-        for start, run in enumerate(_runs(spelled, ngram)):
-            if shared[start : start + ngram].sum() <= ngram - half:
-                runs.setdefault(run, number)
-    return HeldOut(ngram, texts, runs)
+        return next((self._runs[run] for run in _runs(words(text), self._ngram) if run in self._runs), -1)
 
 
 def _runs(spelled: Sequence[str], length: int) -> Iterator[int]:

@@ -167,17 +167,16 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
         given = "a file of held-out rows that is here already, and none to replace it"
         fix = "remove it, or name another output folder"
         raise DataError(Problem(str(older), given, "no rows that may be trained on too", fix))
-    tables = {path: _table(path, rows) for path, rows in splits.items()}
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in splits}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for path, table in tables.items():
-            pq.write_table(table, parts[path])
+        for path, rows in splits.items():
+            pq.write_table(pa.Table.from_pylist(rows), parts[path])
         for path, part in parts.items():
             part.replace(path)
-    except pa.ArrowException as error:
-        given, needed = first_line(error), "columns that parquet can hold: no objects without fields"
-        raise DataError(Problem(f"{output}: the rows cannot be written as parquet", given, needed)) from None
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        needed = "one type in all rows of a column, objects with fields, integers below 2^63, valid Unicode"
+        raise DataError(Problem(f"{path}: parquet cannot hold the rows", first_line(error), needed)) from None
     except OSError as error:
         where = f"{output}: cannot be written"
         raise DataError(Problem(where, given=str(error), needed="a folder that can be written")) from None
@@ -186,11 +185,3 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
             if part.exists():
                 part.unlink()
     return Prepared(output / "train.parquet", len(train), output / "test.parquet" if test else None, len(test))
-
-
-def _table(path: Path, rows: list[PromptRow]) -> pa.Table:
-    try:
-        return pa.Table.from_pylist(rows)
-    except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        given, needed = first_line(error), "the same type in every row of a column, integers below 2^63, valid Unicode"
-        raise DataError(Problem(f"{path}: the rows do not form a table", given, needed)) from None

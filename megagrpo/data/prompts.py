@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,12 +16,11 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megagrpo import typed_json
-from megagrpo.data import overlap
 from megagrpo.data.files import Findings, place
 from megagrpo.data.locations import files_of, size_and_version
 from megagrpo.data.mixture import OVERLAPS_SHOWN, AnyItem, Marked, Mixture, file_labels, mix
-from megagrpo.data.overlap import digests, question, repeated
-from megagrpo.data.rows import AnyRow, Row, SchemaOf, counted, prompt_schema, read, rows_to_read, stream
+from megagrpo.data.overlap import HeldOut, digests, question, repeated
+from megagrpo.data.rows import AnyRow, Row, SchemaOf, prompt_schema, read, reading
 from megagrpo.data.store import Cache, Column, Form, Stored, digest, store
 from megagrpo.errors import DataError, ModelError, Problem, first_line
 from megagrpo.progress import progress
@@ -80,15 +78,15 @@ class Reader(Generic[AnyRow, AnyItem]):
             return cached
         counts = {"rows": 0, "overlong": 0}
         findings = Findings(path)
-        with progress(f"reading {label}", rows_to_read(path), "rows") as work:
-            usable = self._usable(counted(stream(path, schema_of, findings), work), path, findings, counts)
+        with reading(path, label, schema_of, findings) as rows:
+            usable = self._usable(rows, path, findings, counts)
             stored = store(usable, self.form, label, self.cache, key, lambda: counts)
         if len(stored):
             return stored
-        rows = counts["rows"]
-        given, fix = f"all {rows} rows are longer than {self.tokens_max} tokens", f"raise {self.tokens_field}"
+        count = counts["rows"]
+        given, fix = f"all {count} rows are longer than {self.tokens_max} tokens", f"raise {self.tokens_field}"
         if self.overlong == self.truncate:
-            given = f"none of the {rows} rows has a token of the assistant's within {self.tokens_max} tokens"
+            given = f"none of the {count} rows has a token of the assistant's within {self.tokens_max} tokens"
         else:
             fix += f", or set data.overlong_{self.noun}s to {self.truncate}"
         raise DataError(Problem(f"{path}: no {self.noun} is left", given=given, fix=fix))
@@ -224,7 +222,7 @@ def _prompt_reader(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Read
         noun="prompt",
         tokens_field="data.prompt_tokens_max",
         truncate="truncate_left",
-        cache=cache_of(data.cache),
+        cache=Cache(data.cache),
         tokenizer=tokenizer,
         settings={"system_prompt": system, "arguments": data.chat_template_arguments},
     )
@@ -241,7 +239,7 @@ def _marked(parts: Sequence[Stored[Prompt]], data: DataConfig, held_out: Sequenc
             of_part |= {"duplicates": int(twice.sum()), "disagreeing": int((twice & ~same).sum())}
     if check := data.decontaminate:
         places, questions = _questions(check.against or held_out)
-        known = overlap.held_out(questions, check.ngram)
+        known = HeldOut(questions, check.ngram)
         for number, part in enumerate(parts):
             match = np.array([known.match(question(chat)) for chat in _chats(part)], np.int64)
             shown = np.flatnonzero(match >= 0)[:OVERLAPS_SHOWN].tolist()
@@ -276,12 +274,6 @@ def with_system_prompt(messages: Sequence[Mapping[str, Any]], system: str | None
     """Returns the messages, with this system message first unless they begin with their own."""
     unchanged = system is None or messages[0]["role"] == "system"
     return list(messages) if unchanged else [{"role": "system", "content": system}, *messages]
-
-
-def cache_of(folder: str | None) -> Cache:
-    """Returns the cache in the folder that a recipe's data.cache names, or in the default folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megagrpo"
-    return Cache(Path(folder) if folder else default)
 
 
 def _source_problems(

@@ -81,15 +81,13 @@ def task_records(location: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except REFUSALS as error:
             where, given = f"{location} row {index}", f"{type(error).__name__}: {first_line(error)}"
             raise DataError(Problem(where, given, "arguments with which entries can be made")) from None
-        yield (
-            index,
-            {
-                "prompt": entry["question"],
-                "ground_truth": entry["answer"] or "",  # some tasks have many right answers, and name none
-                "data_source": f"reasoning_gym/{task.name}",
-                "extra_info": {**entry["metadata"], **arguments},
-            },
-        )
+        row = {
+            "prompt": entry["question"],
+            "ground_truth": entry["answer"] or "",  # some tasks have many right answers, and name none
+            "data_source": f"reasoning_gym/{task.name}",
+            "extra_info": {**entry["metadata"], **arguments},
+        }
+        yield index, row
 
 
 def _dataset(task: Task) -> Any:

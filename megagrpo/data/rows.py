@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -23,9 +24,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megagrpo.data.files import Findings, Record, columns, has_columns, place, records, row_count
-from megagrpo.data.locations import path_problem
 from megagrpo.errors import DataError, Problem, brief
-from megagrpo.progress import Work, progress
+from megagrpo.progress import progress
 from megagrpo.recipe.schema.data import ColumnsConfig, ConstantColumn
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -64,28 +64,28 @@ def simple_schema(
 def read(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[AnyRow]:
     """Reads all rows of a file. Raises DataError with up to ten of its problems and the count of the others."""
     findings = Findings(path)
-    with progress(f"reading {Path(path).name}", rows_to_read(str(path)), "rows") as work:
-        rows = list(counted(stream(str(path), schema_of, findings), work))
+    with reading(str(path), Path(path).name, schema_of, findings) as rows:
+        good = list(rows)
     findings.raise_if_any()
-    return rows
+    return good
 
 
-def rows_to_read(path: str) -> int | None:
-    """Returns the number of rows that a file states; None if it can only be counted."""
-    return row_count(path) if has_columns(path) and path_problem(path) is None else None
+@contextmanager
+def reading(path: str, label: str, schema_of: SchemaOf[AnyRow], findings: Findings) -> Iterator[Iterator[AnyRow]]:
+    """Yields `stream` of a whole file. Shows the rows that are read, of those that the file states."""
+    total = row_count(path) if has_columns(path) else None
+    with progress(f"reading {label}", total, "rows") as work:
 
+        def counted() -> Iterator[AnyRow]:
+            for row in stream(path, schema_of, findings):
+                work.done += 1
+                yield row
 
-def counted(rows: Iterator[AnyRow], work: Work) -> Iterator[AnyRow]:
-    """Yields the same rows, and counts each as done."""
-    for row in rows:
-        work.done += 1
-        yield row
+        yield counted()
 
 
 def quick_look(path: str | Path, schema_of: SchemaOf[AnyRow]) -> list[Problem]:
     """Returns the problems of a file as a whole, of its columns and of its first rows, at any size. Raises nothing."""
-    if problem := path_problem(str(path)):
-        return [problem]
     findings = Findings(path)
     try:
         for _ in stream(str(path), schema_of, findings, limit=ROWS_IN_QUICK_CHECK):
@@ -193,8 +193,8 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
             whole = [
                 name for part in KNOWN_COLUMNS if getattr(given, part) is None for name in _names(columns_of[part], [])
             ]
-            said = [name for part in (*KNOWN_COLUMNS, "ability") for name in _listed(getattr(given, part))]
-            taken = [*whole, *said, "extra_info", *(["ability"] if given.ability is None else [])]
+            named = [name for part in (*KNOWN_COLUMNS, "ability") for name in _listed(getattr(given, part))]
+            taken = [*whole, *named, "extra_info", *(["ability"] if given.ability is None else [])]
             return _row(record, number, where, columns_of, taken)
 
         return RowSchema(tuple(dict.fromkeys(names)), partial(_column_remedy, parts), row)

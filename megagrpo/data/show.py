@@ -50,17 +50,9 @@ class Example:
     length: int
 
 
-@dataclass(frozen=True)
-class Looked:
-    """The rows to show, and statistics of all. lengths: int64 [rows], tokens, or characters without a tokenizer."""
-
-    examples: tuple[Example, ...]
-    lengths: np.ndarray
-    sources: Mapping[str, int]
-
-
-def look(entry: DataFileConfig, view: View, rows: int) -> Looked:
-    """Reads all rows of an entry and keeps the first `rows` to show. Raises DataError naming bad rows."""
+def look(entry: DataFileConfig, view: View, rows: int) -> tuple[list[Example], np.ndarray, Counter[str]]:
+    """Reads all rows of an entry. Returns the first `rows`, to show; the lengths of all, int64 [rows], in tokens, or in
+    characters without a tokenizer; and the number of rows of each data source. Raises DataError naming bad rows."""
     examples: list[Example] = []
     lengths: list[int] = []
     sources: Counter[str] = Counter()
@@ -74,25 +66,34 @@ def look(entry: DataFileConfig, view: View, rows: int) -> Looked:
             for row, text, size in islice(zip(batch, texts, sizes, strict=False), rows - len(examples)):
                 examples.append(Example(place(path, row.number), row, text, size))
         findings.raise_if_any()
-    return Looked(tuple(examples), np.array(lengths, np.int64), sources)
+    return examples, np.array(lengths, np.int64), sources
 
 
-def draw(looked: Looked, view: View, console: Console) -> None:
+def draw(
+    examples: Sequence[Example], lengths: np.ndarray, sources: Mapping[str, int], view: View, console: Console
+) -> None:
     """Prints the rows, a table of lengths and their histogram."""
-    unit = "tokens" if view.tokenizer else "characters"
-    for example in looked.examples:
+    unit, limit = "tokens" if view.tokenizer else "characters", view.tokens_max
+    for example in examples:
         row = example.row
         facts = [("data_source", row.data_source), ("ground_truth", row.ground_truth), ("ability", row.ability)]
         facts += [("extra_info", str(dict(row.extra_info)))] if row.extra_info else []
         notes = "\n".join(f"{name}: {_short(value, 400)}" for name, value in facts if value)
         body = Text(_short(example.text, CHARACTERS_MAX)).append(f"\n\n{notes}", style="dim")
         console.print(Panel(body, title=Text(f"{example.length} {unit}: {example.where}"), title_align="left"))
-    console.print(_figures(looked.lengths, unit, view.tokens_max))
-    console.print(histogram(looked.lengths, view.tokens_max))
-    sources = Table("data_source", "rows")
-    for source, count in sorted(looked.sources.items(), key=lambda item: -item[1]):
-        sources.add_row(Text(source), f"{count:,}")
-    console.print(sources)
+    table = Table("rows", f"{unit}: least", "median", "95 %", "most")
+    middle, most_are_below = np.percentile(lengths, [50, 95])
+    figures = [len(lengths), lengths.min(), middle, most_are_below, lengths.max()]
+    if limit is not None:
+        table.add_column(f"above {limit:,}")
+        figures.append((lengths > limit).sum())
+    table.add_row(*(f"{figure:,.0f}" for figure in figures))
+    console.print(table)
+    console.print(histogram(lengths, limit))
+    table = Table("data_source", "rows")
+    for source, count in sorted(sources.items(), key=lambda item: -item[1]):
+        table.add_row(Text(source), f"{count:,}")
+    console.print(table)
 
 
 def histogram(lengths: np.ndarray, limit: int | None) -> Text:
@@ -114,17 +115,6 @@ def _seen(rows: Sequence[Row], view: View, path: str, findings: Findings) -> tup
         return texts, [sum(len(message["content"]) for message in chat) for chat in chats]
     texts = render(rows, view.system_prompt, view.tokenizer, view.arguments, path, findings)
     return texts, [len(ids) for ids in encode(view.tokenizer, texts)] if texts else []
-
-
-def _figures(lengths: np.ndarray, unit: str, limit: int | None) -> Table:
-    table = Table("rows", f"{unit}: least", "median", "95 %", "most")
-    middle, most_are_below = np.percentile(lengths, [50, 95])
-    figures = [len(lengths), lengths.min(), middle, most_are_below, lengths.max()]
-    if limit is not None:
-        table.add_column(f"above {limit:,}")
-        figures.append((lengths > limit).sum())
-    table.add_row(*(f"{figure:,.0f}" for figure in figures))
-    return table
 
 
 def _short(text: str, most: int) -> str:

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -55,8 +56,12 @@ class Stored(Generic[AnyItem]):
     form: Form[AnyItem]
     label: str
     batches: Sequence[pa.RecordBatch]
-    starts: Sequence[int]  # row at which each batch begins, and the count of rows
     figures: Mapping[str, int]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Returns the row at which each batch begins, and the count of rows."""
+        return [0, *accumulate(batch.num_rows for batch in self.batches)]
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -85,8 +90,10 @@ class Stored(Generic[AnyItem]):
 class Cache:
     """Files of rows under digests. Several processes may write the same one: the last to end wins; each is whole."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | Path | None) -> None:
+        """Takes data.cache of a recipe. None is the user's own folder."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megagrpo"
+        self.directory = Path(directory) if directory else default
 
     def find(self, key: str, form: Form[AnyItem], label: str) -> Stored[AnyItem] | None:
         """Returns the items stored under this key, None if there are none."""
@@ -160,8 +167,7 @@ def store(
         if size > IN_MEMORY_BYTES:
             break
     else:
-        starts = [0, *accumulate(batch.num_rows for batch in batches)]
-        return Stored(form, label, batches, starts, dict(figures()))
+        return Stored(form, label, batches, dict(figures()))
     unwritten = (batches.pop(0) for _ in range(len(batches)))  # their memory is free as soon as they are written
     path = cache.write(chain(unwritten, incoming), form.schema, key, figures)
     return _mapped(path, form, label, dict(figures()))
@@ -186,6 +192,4 @@ def _mapped(path: Path, form: Form[AnyItem], label: str, figures: Mapping[str, i
     import pyarrow as pa
 
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-    starts = [0, *accumulate(batch.num_rows for batch in batches)]
-    return Stored(form, label, batches, starts, figures)
+    return Stored(form, label, [reader.get_batch(index) for index in range(reader.num_record_batches)], figures)

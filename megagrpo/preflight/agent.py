@@ -58,7 +58,7 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     agent = recipe.agent
     if agent is None or not any(getattr(agent, kind) for kind in KINDS):  # none: a broken rule of the section
         return AgentChecks()
-    from megagrpo.agents.tools.checks import tool_problems
+    from megagrpo.agents.tools.load import tool_problems
 
     checks = AgentChecks()
     files = {

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from megagrpo.agents.seen import ToolEvent, TurnEvent, tool_events, turn_events
+from megagrpo.agents.turns import ToolEvent, TurnEvent
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.rank_batches import RankBatch, imbalance, packing_efficiency, padding_share
 from megagrpo.errors import Problem
@@ -278,7 +278,8 @@ def agent_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
     """Returns metrics of tool calls, prefix reuse and seconds."""
-    turns, tools = [turn_events(run) for run in runs], [event for run in runs for event in tool_events(run)]
+    turns = [[cast(TurnEvent, event) for event in run.events if event["kind"] == "turn"] for run in runs]
+    tools = [cast(ToolEvent, event) for run in runs for event in run.events if event["kind"] == "tool"]
     answers = [event["said"].get("tool_calls") or [] for run in turns for event in run]
     calls = Counter(call["function"]["name"] for answer in answers for call in answer)
     metrics = {"agent/tool_calls/mean": sum(calls.values()) / len(runs)}
@@ -286,8 +287,7 @@ def _of_events(runs: Sequence[AgentRun]) -> dict[str, float]:
         metrics["agent/tool_failures/share"] = float(np.mean([bool(event.get("error")) for event in tools]))
     metrics |= _by_tool(calls, tools)
     if read := sum(event["prompt_tokens"] for run in turns for event in run):
-        new = sum(event["given_tokens"] for run in turns for event in run)
-        metrics["agent/prefix_reuse"] = 1 - new / read
+        metrics["agent/prefix_reuse"] = 1 - sum(event["given_tokens"] for run in turns for event in run) / read
     if spans := [_spans(run) for run in turns if run]:
         whole, outside = (np.array(values) for values in zip(*spans, strict=True))
         metrics["agent/seconds/mean"] = float(whole.mean())

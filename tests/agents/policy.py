@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.turns import Record
+from megagrpo.agents.turns import Rollout
 from megagrpo.types import Request, Sample
 from tests.agents.families import chat_of, tokenizer_of
 
@@ -107,7 +107,7 @@ class Policy:
         return tokens
 
 
-def check(record: Record, sample: Sample, seen: Sequence[tuple[tuple[int, ...], Sample]]) -> None:
+def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...], Sample]]) -> None:
     """The path before each turn is what the engine saw, token for token, and each sampled token is trained once.
     `seen`: all prompts and answers of this rollout."""
     by_prompt: dict[tuple[int, ...], list[Sample]] = {}
@@ -115,7 +115,7 @@ def check(record: Record, sample: Sample, seen: Sequence[tuple[tuple[int, ...], 
         by_prompt.setdefault(prompt, []).append(answer)
     trained: Counter[int] = Counter()
     parts = []
-    for number, path in enumerate(record.paths):
+    for number, path in enumerate(record.paths()):
         before: list[int] = []
         marks: list[bool] = []
         for turn, is_trained in path:

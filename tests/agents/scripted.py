@@ -15,7 +15,7 @@ import numpy as np
 
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
-from megagrpo.agents.turns import Limits, Record
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.types import Request, Sample, SamplingParams
 
 
@@ -105,7 +105,7 @@ class Served:
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
-    async def close(self, key: str) -> tuple[Record, Sample]:
+    async def close(self, key: str) -> tuple[Rollout, Sample]:
         """The record and its sample, which are what the engine saw."""
         record = await self.gateway.close(key)
         return record, checked(record, self.engine)
@@ -124,7 +124,7 @@ async def served(chat: Chat, say: Callable[[str, int], str], **options: Any) -> 
             await gateway.stop()
 
 
-def checked(record: Record, engine: ScriptedEngine) -> Sample:
+def checked(record: Rollout, engine: ScriptedEngine) -> Sample:
     """The sample of a record. Every prompt in it is one that the engine saw, token for token; masks lie on sampled
     tokens, and each of these is trained once, with the engine's logprob and version."""
     outputs: dict[tuple[int, ...], list[Sample]] = {}
@@ -145,7 +145,7 @@ def checked(record: Record, engine: ScriptedEngine) -> Sample:
     run = sample.agent
     assert run is not None
     trained, rows = Counter[int](), list[np.ndarray]()
-    for number, (branch, path) in enumerate(zip(run.branches, record.paths, strict=True)):
+    for number, (branch, path) in enumerate(zip(run.branches, record.paths(), strict=True)):
         assert branch.tokens.tolist() == path[-1][0].tokens().tolist()
         assert branch.tokens.dtype == np.int32
         at = 0

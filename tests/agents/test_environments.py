@@ -18,7 +18,7 @@ import pytest
 import megagrpo.agents
 from megagrpo import cli
 from megagrpo.agents.processes import AgentProcess, Program
-from megagrpo.agents.turns import Record
+from megagrpo.agents.turns import Rollout
 from megagrpo.data.reasoning_gym import task_records
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.schema.agent import AgentConfig
@@ -40,7 +40,7 @@ class Played:
     row: dict[str, Any]
     end: dict[str, Any]
     """What the agent process says at its end."""
-    record: Record
+    record: Rollout
     sample: Sample
     events: list[dict[str, Any]]
 
@@ -162,7 +162,7 @@ def test_a_tool_environment_gives_each_rollout_its_own_reward(
         assert [event["name"] for event in one.events] == ["add", "add"]
         assert numbers(one.sample.text) == [4 * first + 1 + (first % 3 == 0)]
         assert len(one.record.turns) == 3
-        assert len(one.record.paths) == 1
+        assert len(one.record.paths()) == 1
     cut = play(agent, rows["train"][:8], adds, log, turns_max=2)
     assert [(one.score, one.record.limited, len(one.record.turns)) for one in cut] == [(0.0, True, 2)] * 8
     (mistaken,) = play(agent, [{**rows["train"][0], "prompt": rows["train"][1]["prompt"]}], adds, log)
@@ -253,7 +253,7 @@ def test_episodes_of_an_openenv_server_have_the_rewards_of_their_steps(
         assert one.end["turn_rewards"] == [0.0] * (no_action + secret - 1) + [1.0]
         assert one.end["reward"]["no_action"] == no_action
         assert len(one.record.turns) == len(one.events) == secret + no_action
-        assert len(one.record.paths) == 1
+        assert len(one.record.paths()) == 1
     said = played[0].sample.agent.messages  # type: ignore[union-attr]
     assert [message["role"] for message in said] == ["system", "user", "assistant"]
     assert said[1]["content"] == 'Write {"number": N}.\n\nGuess a number from 1 to 7.'

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from megagrpo.agents.chat import TOOL
-from megagrpo.agents.tool_calls import Calls, Parser, hermes_calls, llama3_calls, parser_of, said_in, style_of
+from megagrpo.agents.tool_calls import Calls, Parser, hermes_calls, llama3_calls, parse_answer, parser_of, style_of
 from megagrpo.errors import RecipeError
 from tests.agents.families import chat_of
 
@@ -32,7 +32,7 @@ SGLANG = {
 
 
 def read(parser: Parser, text: str, *, thinking: bool = False, separate: bool = True, several: bool = True) -> Calls:
-    said = said_in(
+    said = parse_answer(
         text, [TOOL, SECOND], parser, separate=separate, several=several, thinking=thinking, identity=lambda n: f"{n}"
     )
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in said.message.get("tool_calls", ())]

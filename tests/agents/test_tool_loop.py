@@ -17,7 +17,7 @@ from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
 from megagrpo.agents.processes import program_of
 from megagrpo.agents.tool_loop import prepare, rollout
-from megagrpo.agents.turns import Limits, Record
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
@@ -36,7 +36,7 @@ class Played:
 
     returned: Any
     events: list[dict[str, Any]]
-    record: Record
+    record: Rollout
     sample: Sample
     prompt: str
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megagrpo.agents.processes import environment_of_program, program_of
-from megagrpo.agents.tools.checks import NOT_HERE, tool_problems
+from megagrpo.agents.tools.load import NOT_HERE, tool_problems
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.section import broken_rules
 

@@ -17,7 +17,7 @@ from megagrpo.agents.tools.load import offered, provider
 from megagrpo.agents.tools.tool import Called, answer
 from megagrpo.errors import AgentError
 from megagrpo.processes.ports import free_port
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 
 pytest.importorskip("mcp")
 SERVER = shlex.join([sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
@@ -52,13 +52,13 @@ def server(request: pytest.FixtureRequest) -> str:
 
 def with_server(config: ToolConfig, use: Callable[[Any, Call], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        made: Any = await provider(config, "agent.tools.0")
+        made: Any = provider(config, "agent.tools.0")
         try:
             async with made.session(None) as session:
                 tools = {tool.name: tool for tool in session.tools}
                 return await use(made, lambda name, arguments: answer(tools[name], arguments))
         finally:
-            await made._shared.close()
+            await made.shared.close()
 
     return asyncio.run(run())
 

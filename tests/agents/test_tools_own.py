@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.agents.tools.function_schema import read_docstring
 from megagrpo.agents.tools.load import loaded, provider
+from megagrpo.agents.tools.own import read_docstring
 from megagrpo.agents.tools.tool import Called, Tool, answer, shortened
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 from megagrpo.user_functions import load_function
 from tests.agents.own_tools import Counter
 
@@ -32,7 +32,7 @@ def with_tools(config: ToolConfig | str, use: Callable[[dict[str, Tool], Call], 
         config = ToolConfig(name=f"{FILE}:{config}")
 
     async def run() -> Any:
-        made = await provider(config, "agent.tools.0")
+        made = provider(config, "agent.tools.0")
         async with made.session(TASK) as session:
             tools = {tool.name: tool for tool in session.tools}
             return await use(tools, lambda name, arguments: answer(tools[name], arguments))
@@ -142,7 +142,7 @@ def test_a_class_has_an_object_for_each_rollout_whose_methods_run_one_after_anot
     config = ToolConfig(name=f"{FILE}:Counter", arguments={"start": 10, "goal": 14})
 
     async def run() -> None:
-        made = await provider(config, "agent.tools.0")
+        made = provider(config, "agent.tools.0")
         one, other = SimpleNamespace(id="one"), SimpleNamespace(id="other")
         async with made.session(one) as first, made.session(other) as second:
             tools = {tool.name: tool for tool in first.tools}

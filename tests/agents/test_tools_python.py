@@ -10,7 +10,7 @@ import pytest
 from megagrpo.agents.tools.load import provider
 from megagrpo.agents.tools.python_program import PythonTool
 from megagrpo.agents.tools.tool import Called, answer
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 
 Run = Callable[[str], Awaitable[Called]]
 KINDS = (pytest.param("bubblewrap", marks=pytest.mark.needs("bubblewrap")), "seccomp")
@@ -20,7 +20,7 @@ def notebooks(config: ToolConfig, count: int, use: Callable[[list[Run], PythonTo
     """What `use` returns, given what runs code for each of so many rollouts."""
 
     async def run() -> Any:
-        tool: Any = await provider(config, "agent.tools.0")
+        tool: Any = provider(config, "agent.tools.0")
         async with contextlib.AsyncExitStack() as stack:
             runs: list[Run] = []
             for _ in range(count):

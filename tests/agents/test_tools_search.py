@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megagrpo.agents.tools.load import provider
 from megagrpo.agents.tools.tool import answer
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 from megagrpo.user_functions import load_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
@@ -44,7 +44,7 @@ def example(name: str) -> Any:
 def search(corpus: Path, *queries: str, file: str = "bm25_search.py", **arguments: Any) -> list[str]:
     async def run() -> list[str]:
         config = ToolConfig(name=f"{EXAMPLES}/{file}:Search", arguments={"corpus": str(corpus), **arguments})
-        made = await provider(config, "agent.tools.0")
+        made = provider(config, "agent.tools.0")
         sys.modules[example(f"{file}:Search").__module__]._opened.cache_clear()  # as in a process that has just begun
         async with made.session(None) as session:
             tools = {tool.name: tool for tool in session.tools}

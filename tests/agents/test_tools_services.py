@@ -14,7 +14,7 @@ from aiohttp import web
 from megagrpo.agents.tools.load import loaded, provider
 from megagrpo.agents.tools.tool import Called, answer
 from megagrpo.errors import RecipeError
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 from megagrpo.user_functions import load_function
 
 WEB = Path(__file__).parents[2] / "examples" / "agents" / "web.py"
@@ -43,7 +43,7 @@ def call(name: str, server: Ask, argument: str, path: str = "", **more: Any) -> 
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
-            made = await provider(ToolConfig(name=f"{WEB}:{name}", arguments={"url": url, **more}), "agent.tools.0")
+            made = provider(ToolConfig(name=f"{WEB}:{name}", arguments={"url": url, **more}), "agent.tools.0")
             async with made.session(None) as session:
                 (tool,) = session.tools
                 (parameter,) = tool.parameters["required"]

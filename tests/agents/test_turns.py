@@ -14,7 +14,7 @@ from megagrpo.agents.answers import Answers
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.dialects import chat_completions
 from megagrpo.agents.dialects.chat_request import ChatRequest, Kept
-from megagrpo.agents.turns import Limits, Record, Rollout
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.types import SamplingParams
 from tests.agents.families import FAMILIES, chat_of
 from tests.agents.scripted import ScriptedEngine, checked
@@ -37,7 +37,7 @@ def words(chat: Chat, family: str, seed: int) -> str:
     return thought + (called if rng.random() < 0.4 else text(rng, 1)) + end
 
 
-async def play(chat: Chat, family: str, seed: int) -> Record:
+async def play(chat: Chat, family: str, seed: int) -> Rollout:
     """Some agents of one rollout, that go on, fork, edit, forget, change their tools and ask for several answers."""
     rng = random.Random(seed)
     engine = ScriptedEngine(chat, lambda _, seed: words(chat, family, seed))
@@ -65,9 +65,8 @@ async def play(chat: Chat, family: str, seed: int) -> Record:
         new = [*talk, message, *(results or [{"role": "user", "content": text(rng, 1)}])]
         talks = [new] if rng.random() < 0.6 else [*talks, new]
     answers.close()
-    record = Record(rollout)
-    checked(record, engine)
-    return record
+    checked(rollout, engine)
+    return rollout
 
 
 @pytest.mark.parametrize("rollouts", [25, pytest.param(500, marks=pytest.mark.soak)])
@@ -75,7 +74,7 @@ async def play(chat: Chat, family: str, seed: int) -> Record:
 def test_whatever_agents_ask_what_is_trained_is_what_the_engine_saw(family: str, rollouts: int) -> None:
     chat = chat_of(family)
 
-    async def all_of_them() -> list[Record]:
+    async def all_of_them() -> list[Rollout]:
         return [await play(chat, family, seed) for seed in range(rollouts)]
 
     records = asyncio.run(all_of_them())
@@ -86,7 +85,7 @@ def test_whatever_agents_ask_what_is_trained_is_what_the_engine_saw(family: str,
     assert counts["turns_unused"] > 0
     assert counts["branch/history"] > 0
     assert counts["branch/fork"] > 0 or family == "mistral"  # its tools move when a question follows
-    assert sum(len(record.paths) for record in records) > rollouts
+    assert sum(len(record.paths()) for record in records) > rollouts
     assert counts["audited"] > 0
     assert not counts["audit_differs"]
 
@@ -94,4 +93,4 @@ def test_whatever_agents_ask_what_is_trained_is_what_the_engine_saw(family: str,
 def test_a_rollout_is_shown_briefly() -> None:
     """Asyncio shows the results of tasks: a forest that shows its parents and children would never end."""
     record = asyncio.run(play(chat_of("chatml"), "chatml", seed=1))
-    assert len(repr([record, *record.paths])) < 10_000
+    assert len(repr([record, *record.paths()])) < 10_000

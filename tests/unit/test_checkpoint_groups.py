@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megagrpo.agents.seen import reported
+from megagrpo.agents.turns import reported
 from megagrpo.checkpoint import groups as groups_file
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending

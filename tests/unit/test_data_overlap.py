@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from examples.demo.model import make_tokenizer
 from megagrpo.data.mixture import epoch_rows, write_counts
-from megagrpo.data.overlap import digests, held_out, repeated, words
+from megagrpo.data.overlap import HeldOut, digests, repeated, words
 from megagrpo.data.prompts import load_prompts
 from megagrpo.errors import DataError
 from megagrpo.preflight.data_check import check_recipe
@@ -48,24 +48,24 @@ def write(path: Path, *questions: str, truths: str = "") -> DataFileConfig:
     ],
 )
 def test_the_same_text_or_thirteen_words_in_a_row_are_an_overlap(text, found):
-    assert (held_out(["2+3?", STORY], 13).match(text) >= 0) == found
-    assert held_out(["2+3?", STORY], 13).match(STORY) == 1
+    assert (HeldOut(["2+3?", STORY], 13).match(text) >= 0) == found
+    assert HeldOut(["2+3?", STORY], 13).match(STORY) == 1
 
 
 def test_an_instruction_that_many_questions_share_is_no_overlap():
     names = "abcdefghijklmnopqrstuvwxyz"
-    known = held_out([f"How many apples does {name} have in total? {INSTRUCTION}" for name in names], 13)
+    known = HeldOut([f"How many apples does {name} have in total? {INSTRUCTION}" for name in names], 13)
     assert known.match(f"How tall is the tower in total? {INSTRUCTION}") == -1
     assert known.match(f"How many apples does q have in total? {INSTRUCTION}") >= 0
-    assert held_out([f"{STORY} {INSTRUCTION}", f"2+3? {INSTRUCTION}"], 13).match(f"4? {INSTRUCTION}") == -1
+    assert HeldOut([f"{STORY} {INSTRUCTION}", f"2+3? {INSTRUCTION}"], 13).match(f"4? {INSTRUCTION}") == -1
 
 
 def test_questions_that_are_listed_twice_are_no_instruction():
-    assert held_out([STORY, f"{STORY} ", "2+3?"], 13).match(f"Once, {STORY}.") == 0
+    assert HeldOut([STORY, f"{STORY} ", "2+3?"], 13).match(f"Once, {STORY}.") == 0
 
 
 def test_signs_that_mean_something_else_are_another_text():
-    assert held_out(["Compute 2³.", "Take ½."], 13).match("Compute 23.") == -1
+    assert HeldOut(["Compute 2³.", "Take ½."], 13).match("Compute 23.") == -1
     assert len(set(digests(["2³", "23", "2₃", "½", "1⁄2"]).tolist())) == 5
     assert digests(["caf\u00e9"]) == digests(["cafe\u0301"])
     assert words("2³ + ½") == ["2³", "+", "½"]

@@ -26,19 +26,19 @@ def entry(tmp_path: Path) -> DataFileConfig:
 
 def drawn(entry: DataFileConfig, view: View, rows: int = 2) -> str:
     file = io.StringIO()
-    draw(look(entry, view, rows), view, Console(file=file, width=100))
+    draw(*look(entry, view, rows), view, Console(file=file, width=100))
     return file.getvalue()
 
 
 def test_rows_are_shown_as_the_model_sees_them_with_their_tokens(entry):
     tokenizer = make_tokenizer()
     view = View(tokenizer, system_prompt="Add.", tokens_max=40)
-    looked = look(entry, view, 2)
+    examples, lengths, sources = look(entry, view, 2)
     texts = [f"<|system|>Add.<|user|>{row['q']}<|assistant|>" for row in ROWS]
-    assert [example.text for example in looked.examples] == texts[:2]
+    assert [example.text for example in examples] == texts[:2]
     counted = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    assert looked.lengths.tolist() == counted
-    assert looked.sources == {"even": 5, "odd": 5}
+    assert lengths.tolist() == counted
+    assert sources == {"even": 5, "odd": 5}
     text = drawn(entry, view)
     assert f"{counted[1]} tokens: " in text
     assert f"above {view.tokens_max}" in text
@@ -46,8 +46,8 @@ def test_rows_are_shown_as_the_model_sees_them_with_their_tokens(entry):
 
 
 def test_without_a_model_messages_are_shown_and_characters_counted(entry):
-    looked = look(entry, View(), 1)
-    assert (looked.examples[0].text, looked.examples[0].length) == ("[user] 0+0?", 4)
+    (example,), *_ = look(entry, View(), 1)
+    assert (example.text, example.length) == ("[user] 0+0?", 4)
     assert "characters" in drawn(entry, View(), 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.demo.model import make_tokenizer
-from megagrpo.agents.seen import BranchReason, reported
+from megagrpo.agents.turns import BranchReason, reported
 from megagrpo.cli import main
 from megagrpo.report.text import BRANCHES, conversation
 from megagrpo.track.rollout_files import TRAIN, rollout_file

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.seen import reported
+from megagrpo.agents.turns import reported
 from megagrpo.track.metrics import undocumented
 from megagrpo.trainer.step_metrics import TOOLS_MAX, agent_metrics
 from megagrpo.types import Group, Prompt

@@ -15,10 +15,10 @@ from megagrpo.agents.dialects.chat_request import (
     arguments_of,
     call,
     changes_distribution,
-    given_of_recipe,
+    field_of,
+    ignored_fields,
     logprobs_of,
     not_served,
-    require_known,
     text_of,
     wrong,
 )
@@ -48,7 +48,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
     for field, instead in NOT_SERVED.items():
         if body.get(field) not in (None, 0, ["text"]):
             raise not_served(field, instead)
-    require_known(body, {*SERVED, *NOT_SERVED, *GRAMMARS, *RECIPE})
+    ignored = ignored_fields(body, {*SERVED, *NOT_SERVED, *GRAMMARS}, RECIPE)
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise changes_distribution("tool_choice")
@@ -61,10 +61,10 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         raise wrong("stop", "a text, or a list of texts")
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     options = body.get("stream_options")
-    serial = ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
+    ignored += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
     return ChatRequest(
         messages=tuple(message_of(message, f"messages[{number}]") for number, message in enumerate(messages)),
-        tools=() if choice == "none" else tools_of(body.get("tools")),
+        tools=() if choice == "none" else tools_of(field_of(body, "tools", list)),
         answers=count_of(body, "n", ANSWERS_MAX) or 1,
         tokens_max=count_of(body, given),
         stop=tuple(stop),
@@ -72,7 +72,7 @@ def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
         stream_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         token_ids=bool(body.get("return_token_ids")),
-        ignored=(*given_of_recipe(body, RECIPE), *serial),
+        ignored=tuple(ignored),
         model=str(body.get("model") or ""),
     )
 
@@ -110,12 +110,8 @@ def message_of(message: Any, field: str) -> Message:
     return made
 
 
-def tools_of(tools: Any) -> tuple[Mapping[str, Any], ...]:
+def tools_of(tools: list[Any]) -> tuple[Mapping[str, Any], ...]:
     """Returns tools as given: a template may write any field of a tool. Raises Refusal."""
-    if not tools:
-        return ()
-    if not isinstance(tools, list):
-        raise wrong("tools", "a list of tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar
 
 Message = Mapping[str, Any]
 """A message as chat templates read it: role (system, user, assistant or tool), content (text); of an assistant,
 tool_calls [{"id", "type": "function", "function": {"name", "arguments": an object}}] and reasoning_content if it has
 them; of a tool, tool_call_id. No nulls."""
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 DISTRIBUTION = {
     "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
@@ -43,9 +45,7 @@ class ChatRequest:
     """One request for answers to a conversation."""
 
     messages: tuple[Message, ...]
-    tools: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # {"type": "function", "function": {...}}; none if the agent wants no call
+    tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI's chat completions; none if the agent wants no call
     answers: int = 1
     tokens_max: int | None = None  # of an answer; the recipe's limits hold too
     stop: tuple[str, ...] = ()
@@ -98,9 +98,9 @@ class Kept:
     def keep(self, request: ChatRequest, answer: ChatAnswer) -> None:
         if request.kept is not None:
             # Clients send the whole history each time: it is held once.
-            said = request.kept.messages
-            same = [old if old == new else new for old, new in zip(self.latest, said, strict=False)]
-            self.latest = (*same, *said[len(same) :], answer.choices[0].message)
+            messages = request.kept.messages
+            same = [old if old == new else new for old, new in zip(self.latest, messages, strict=False)]
+            self.latest = (*same, *messages[len(same) :], answer.choices[0].message)
             self.conversations[answer.id] = Conversation(self.latest, request.kept.tools)
 
     def of(self, answer: str, wanted: str) -> Conversation:
@@ -152,11 +152,17 @@ def not_served(field: str, why: str) -> Refusal:
     return Refusal(400, "unsupported_parameter", f"{field}: {why}", field)
 
 
-def require_known(body: Mapping[str, Any], served: Collection[str], within: str = "") -> None:
-    """Raises Refusal for a field that is neither `served`, nor the recipe's, nor harmless. Null counts as absent."""
-    for name, value in body.items():
-        if value is not None and not (name in served or name in DISTRIBUTION or name in HARMLESS):
+def ignored_fields(
+    body: Mapping[str, Any], served: Collection[str], recipe: Iterable[str] = (), within: str = ""
+) -> list[str]:
+    """Returns the fields of DISTRIBUTION and `recipe` that a body has, for `ChatRequest.ignored`. Raises Refusal for a
+    field that is none of these, nor `served`, nor harmless. Null counts as absent."""
+    decided = [*sorted(DISTRIBUTION), *recipe]
+    given = [name for name, value in body.items() if value is not None]
+    for name in given:
+        if name not in served and name not in decided and name not in HARMLESS:
             raise not_served(f"{within}{name}", "this gateway does not know what it asks; leave it out")
+    return [name for name in decided if name in given]
 
 
 def changes_distribution(field: str) -> Refusal:
@@ -171,29 +177,19 @@ def text_of(content: Any, field: str) -> str:
         raise wrong(field, "text, or a list of parts with text")
     texts = []
     for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else part
+        text, kind = (part.get("text"), part.get("type")) if isinstance(part, Mapping) else (part, None)
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            raise Refusal(
-                400, "unsupported_content", f"{field}[{number}]: {kind} is not text, which alone is read", field
-            )
+            message = f"{field}[{number}]: {kind} is not text, which alone is read"
+            raise Refusal(400, "unsupported_content", message, field)
         texts.append(text)
     return "".join(texts)
 
 
-def object_of(body: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Returns a field that is an object; {} if it is absent. Raises Refusal for another value."""
-    value = body.get(field) or {}
-    if not isinstance(value, Mapping):
-        raise wrong(field, "an object")
-    return value
-
-
-def list_of(body: Mapping[str, Any], field: str) -> list[Any]:
-    """Returns a field that is a list; [] if it is absent. Raises Refusal for another value."""
-    value = body.get(field) or []
-    if not isinstance(value, list):
-        raise wrong(field, "a list")
+def field_of(body: Mapping[str, Any], field: str, kind: type[Kind]) -> Kind:
+    """Returns a field that is an object or a list; an empty one if it is absent. Raises Refusal for another value."""
+    value = body.get(field) or kind()
+    if not isinstance(value, kind):
+        raise wrong(field, "a list" if kind is list else "an object")
     return value
 
 
@@ -249,11 +245,6 @@ def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 def call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def given_of_recipe(body: Mapping[str, Any], more: Iterable[str] = ()) -> list[str]:
-    """Returns the fields of DISTRIBUTION and `more` that a body has, for `ChatRequest.ignored`."""
-    return [name for name in (*sorted(DISTRIBUTION), *more) if body.get(name) is not None]
 
 
 def logprobs_of(choice: Choice) -> list[dict[str, Any]]:

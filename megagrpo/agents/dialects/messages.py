@@ -18,12 +18,10 @@ from megagrpo.agents.dialects.chat_request import (
     call,
     changes_distribution,
     event,
-    given_of_recipe,
+    field_of,
+    ignored_fields,
     joined,
-    list_of,
     not_served,
-    object_of,
-    require_known,
     text_of,
     wrong,
 )
@@ -51,31 +49,33 @@ STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def read(body: Mapping[str, Any], kept: Kept) -> ChatRequest:
-    output = object_of(body, "output_config")
+    output = field_of(body, "output_config", dict)
     if output.get("format") is not None or body.get("output_format") is not None:
         raise changes_distribution("output_config.format")
     if body.get("mcp_servers"):
         raise not_served("mcp_servers", "the agent asks its servers itself")
-    require_known(body, {*SERVED, *RECIPE})
-    require_known(output, ("format", "effort"), "output_config.")
-    choice = object_of(body, "tool_choice")
+    ignored = ignored_fields(body, SERVED, RECIPE)
+    ignored += ignored_fields(output, ("format",), ("effort",), "output_config.")
+    choice = field_of(body, "tool_choice", dict)
     if choice.get("type", "auto") not in ("auto", "none"):
         raise changes_distribution("tool_choice")
     before = thread_of(body, kept)
-    said = [*system_of(body.get("system")), *conversation_of(list_of(body, "messages"))]
-    messages = joined([*(before.messages if before else ()), *said])
+    system = body.get("system")
+    if isinstance(system, list):
+        system = [part for part in system if not text_of([part], "system").startswith(BILLING)]
+    given: list[Message] = [{"role": "system", "content": text}] if (text := text_of(system, "system")) else []
+    given += conversation_of(field_of(body, "messages", list))
+    messages = joined([*(before.messages if before else ()), *given])
     if not messages:
         raise wrong("messages", "a list of messages")
     if messages[-1]["role"] == "assistant":
         raise not_served("messages", "an answer that has begun is not gone on with")
-    stop = list_of(body, "stop_sequences")
+    stop = field_of(body, "stop_sequences", list)
     if not all(isinstance(text, str) and text for text in stop):
         raise wrong("stop_sequences", "a list of texts")
-    tools, hosted = tools_of(list_of(body, "tools"))
+    tools, hosted = tools_of(field_of(body, "tools", list))
     tools = before.tools if before and before.tools else tools
-    ignored = [*given_of_recipe(body, RECIPE), *hosted]
-    ignored += ["effort"] if output.get("effort") is not None else []
-    ignored += ["parallel_tool_calls"] if choice.get("disable_parallel_tool_use") else []
+    ignored += hosted + (["parallel_tool_calls"] if choice.get("disable_parallel_tool_use") else [])
     return ChatRequest(
         messages=messages,
         tools=() if choice.get("type") == "none" else tools,
@@ -104,14 +104,6 @@ def thread_of(body: Mapping[str, Any], kept: Kept) -> Conversation | None:
     raise wrong("thread", 'null, {"type": "create"}, or {"type": "continue", "previous_message_id": ...}')
 
 
-def system_of(system: Any) -> Iterator[Message]:
-    """Yields the system prompt, without lines that are for Anthropic's servers."""
-    if isinstance(system, list):
-        system = [part for part in system if not text_of([part], "system").startswith(BILLING)]
-    if text := text_of(system, "system"):
-        yield {"role": "system", "content": text}
-
-
 def conversation_of(given: Sequence[Any]) -> Iterator[Message]:
     for number, message in enumerate(given):
         field = f"messages[{number}]"
@@ -129,19 +121,19 @@ def conversation_of(given: Sequence[Any]) -> Iterator[Message]:
 
 def user_of(blocks: Sequence[Any], field: str) -> Iterator[Message]:
     """Yields each tool result as a message, and the other text as user messages, in the blocks' order."""
-    said: list[Any] = []
+    pending: list[Any] = []
     for number, block in enumerate(blocks):
         if not isinstance(block, Mapping) or block.get("type") != "tool_result":
-            said.append(block)
+            pending.append(block)
             continue
-        if said:
-            yield {"role": "user", "content": text_of(said, field)}
-            said = []
+        if pending:
+            yield {"role": "user", "content": text_of(pending, field)}
+            pending = []
         text = text_of(block.get("content"), f"{field}[{number}].content")
         text = text or ("error" if block.get("is_error") else "")
         yield {"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id"))}
-    if said:
-        yield {"role": "user", "content": text_of(said, field)}
+    if pending:
+        yield {"role": "user", "content": text_of(pending, field)}
 
 
 def assistant_of(content: Any, field: str) -> Message:

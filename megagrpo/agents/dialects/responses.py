@@ -20,13 +20,11 @@ from megagrpo.agents.dialects.chat_request import (
     call,
     changes_distribution,
     event,
-    given_of_recipe,
+    field_of,
+    ignored_fields,
     joined,
-    list_of,
     logprobs_of,
     not_served,
-    object_of,
-    require_known,
     text_of,
     wrong,
 )
@@ -76,18 +74,18 @@ class ResponsesRequest(ChatRequest):
 
 
 def read(body: Mapping[str, Any], kept: Kept) -> ResponsesRequest:
-    text = object_of(body, "text")
-    if object_of(text, "format").get("type", "text") != "text":
+    text = field_of(body, "text", dict)
+    if field_of(text, "format", dict).get("type", "text") != "text":
         raise changes_distribution("text.format")
     for name, instead in NOT_SERVED.items():
         if body.get(name):
             raise not_served(name, instead)
-    require_known(body, {*SERVED, *NOT_SERVED, *RECIPE})
-    require_known(text, ("format", "verbosity"), "text.")
+    ignored = ignored_fields(body, {*SERVED, *NOT_SERVED}, RECIPE)
+    ignored += ignored_fields(text, ("format",), ("verbosity",), "text.")
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise changes_distribution("tool_choice")
-    tools, names, hosted = tools_of(list_of(body, "tools"))
+    tools, names, hosted = tools_of(field_of(body, "tools", list))
     previous = str(body.get("previous_response_id") or "")
     before = kept.of(previous, "previous_response_id").messages if previous else ()
     conversation = joined([*before, *conversation_of(body, kept)])
@@ -97,10 +95,8 @@ def read(body: Mapping[str, Any], kept: Kept) -> ResponsesRequest:
         raise wrong("input", "a text, or a list of items")
     if messages[-1]["role"] == "assistant":
         raise not_served("input", "an answer that has begun is not gone on with")
-    include = list_of(body, "include")
-    ignored = [*given_of_recipe(body, RECIPE), *hosted]
-    ignored += ["verbosity"] if text.get("verbosity") is not None else []
-    ignored += ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else []
+    include = field_of(body, "include", list)
+    ignored += hosted + (["parallel_tool_calls"] if body.get("parallel_tool_calls") is False else [])
     return ResponsesRequest(
         messages=messages,
         tools=() if choice == "none" else tools,
@@ -121,7 +117,7 @@ def conversation_of(body: Mapping[str, Any], kept: Kept) -> Iterator[Message]:
     if isinstance(body.get("input"), str):
         yield {"role": "user", "content": body["input"]}
         return
-    for number, item in enumerate(list_of(body, "input")):
+    for number, item in enumerate(field_of(body, "input", list)):
         if not isinstance(item, Mapping):
             raise wrong(f"input[{number}]", "an item")
         yield from item_of(item, f"input[{number}]", kept)
@@ -138,8 +134,8 @@ def item_of(item: Mapping[str, Any], field: str, kept: Kept) -> Iterator[Message
         case {"type": "custom_tool_call", "call_id": identity, "name": name}:
             yield called(call(str(identity), str(name), {"input": item.get("input")}))
         case {"type": "function_call_output" | "custom_tool_call_output", "call_id": identity}:
-            said = text_of(item.get("output"), f"{field}.output")
-            yield {"role": "tool", "content": said, "tool_call_id": str(identity)}
+            text = text_of(item.get("output"), f"{field}.output")
+            yield {"role": "tool", "content": text, "tool_call_id": str(identity)}
         case {"type": "reasoning"}:
             if thought := thought_of(item, field):
                 yield {"role": "assistant", "content": "", "reasoning_content": thought}
@@ -181,7 +177,10 @@ def tools_of(tools: Sequence[Any]) -> tuple[tuple[Mapping[str, Any], ...], dict[
             name = name_of(space, one["name"])
             names[name] = Tool(one["name"], space, kind == "custom")
             parameters = INPUT if kind == "custom" else one.get("parameters") or {"type": "object", "properties": {}}
-            function = {"name": name, "description": description_of(one), "parameters": parameters}
+            description, form = str(one.get("description") or ""), one.get("format")
+            if isinstance(form, Mapping) and form.get("type") == "grammar":  # the policy is shown it, not held to it
+                description += f"\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
+            function = {"name": name, "description": description, "parameters": parameters}
             made.append({"type": "function", "function": function})
     return tuple(made), names, hosted
 
@@ -193,7 +192,7 @@ def within(tool: Any, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if tool.get("type") != "namespace":
         yield "", tool
         return
-    for one in list_of(tool, "tools"):
+    for one in field_of(tool, "tools", list):
         if not isinstance(one, Mapping):
             raise wrong(field, "a namespace of tools")
         yield str(tool.get("name") or ""), one
@@ -201,14 +200,6 @@ def within(tool: Any, field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def name_of(namespace: str, name: str) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
-
-
-def description_of(tool: Mapping[str, Any]) -> str:
-    """Returns a tool's description, with its input's grammar if any: the policy is told of it, not held to it."""
-    said, form = str(tool.get("description") or ""), tool.get("format")
-    if isinstance(form, Mapping) and form.get("type") == "grammar":
-        return f"{said}\n\nGrammar of the input ({form.get('syntax')}):\n{form.get('definition')}"
-    return said
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -240,9 +231,9 @@ def items_of(request: ResponsesRequest, answer: ChatAnswer) -> list[dict[str, An
     message = choice.message
     items: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
-        said = {"content": [{"type": "reasoning_text", "text": thought}], "summary": []}
+        content = {"content": [{"type": "reasoning_text", "text": thought}], "summary": []}
         sealed = {"encrypted_content": SEALED + base64.b64encode(thought.encode()).decode()} if request.seals else {}
-        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "status": "completed", **said, **sealed})
+        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "status": "completed", **content, **sealed})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs_of(choice)}

@@ -58,7 +58,7 @@ async def rollout(
             except (ValueError, RuntimeError) as raised:  # of `action`, or the server's: it is the policy's fault
                 if isinstance(raised, RuntimeError) and "VALIDATION_ERROR" not in str(raised):
                     raise
-                error = first_line(raised)
+                error = (str(raised).splitlines() or [type(raised).__name__])[0][:300]
             endpoint.event("tool", name="step", seconds=time.perf_counter() - start, error=error)
             rewards.append(0.0 if error else float(result.reward or 0.0))
             no_action += bool(error)
@@ -71,10 +71,6 @@ async def rollout(
         "no_action": no_action,
         "done": float(bool(result.done)),
     }
-
-
-def first_line(raised: Exception) -> str:
-    return (str(raised).splitlines() or [type(raised).__name__])[0][:300]
 
 
 def seed_of(task: Any) -> int:
@@ -114,21 +110,21 @@ def text_action(action: str | None) -> Callable[[str], dict[str, Any]]:
     """Returns the maker of actions: a field for the answer, FILE.py:FUNCTION, or (None) the last JSON object in it."""
     if action is not None and ".py:" in action:
         return function_of(action)
-    return last_object if action is None else lambda said: {action: said}
+    return last_object if action is None else lambda answer: {action: answer}
 
 
-def last_object(said: str) -> dict[str, Any]:
+def last_object(answer: str) -> dict[str, Any]:
     """Returns the last JSON object in a text. {} if there is none: the environment judges it."""
     last: dict[str, Any] = {}
-    decoder, at = json.JSONDecoder(), said.find("{")
+    decoder, at = json.JSONDecoder(), answer.find("{")
     while at >= 0:
         try:
-            value, end = decoder.raw_decode(said, at)
+            value, end = decoder.raw_decode(answer, at)
         except (json.JSONDecodeError, RecursionError):
             end = at + 1
         else:
             last = value
-        at = said.find("{", end)
+        at = answer.find("{", end)
     return last
 
 
@@ -163,5 +159,5 @@ def ask(endpoint: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         if not 400 <= error.code < 500:
             raise
-        said = error.read(2000).decode(errors="replace")
-        raise RefusedError(f"the gateway refused a turn: {error.code} {said}") from None
+        reply = error.read(2000).decode(errors="replace")
+        raise RefusedError(f"the gateway refused a turn: {error.code} {reply}") from None

@@ -14,12 +14,11 @@ from typing import Any
 
 import aiohttp
 
-from megagrpo.agents.tool_loop import asked
+from megagrpo.agents.tool_loop import ask_policy
 from megagrpo.reward.verifiers.reasoning_gym import make
 
 THREADS = 4
 """Answers that are scored at once, each in a sandbox of its own."""
-_own = threading.local()
 
 
 async def rollout(
@@ -33,7 +32,7 @@ async def rollout(
     score = 0.0
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
         while len(rewards) < attempts_max and score < 1.0:
-            choice = await asked(client, endpoint, {"model": endpoint.model, "messages": messages})
+            choice = await ask_policy(client, endpoint, {"model": endpoint.model, "messages": messages})
             if choice is None:
                 break
             answer = choice["message"]
@@ -49,12 +48,15 @@ async def rollout(
     return {"score": score, "turn_rewards": rewards, "attempts": len(rewards), "solved": float(score >= 1.0)}
 
 
-def score_of(said: str, task: Any, extract: str, isolation: str) -> float:
-    key = (extract, isolation)
-    made = _own.__dict__.setdefault("functions", {})
-    if key not in made:
-        made[key] = make(extract=extract, isolation=isolation)  # type: ignore[arg-type]
-    return float(made[key](response=said, ground_truth=task.ground_truth, extra_info=task.extra_info)["score"])
+def score_of(answer: str, task: Any, extract: str, isolation: str) -> float:
+    scorer = scorer_of(extract, isolation, threading.get_ident())
+    return float(scorer(response=answer, ground_truth=task.ground_truth, extra_info=task.extra_info)["score"])
+
+
+@functools.cache
+def scorer_of(extract: str, isolation: str, thread: int) -> Any:
+    """Returns the scorer of this thread: each has a sandbox of its own."""
+    return make(extract=extract, isolation=isolation)  # type: ignore[arg-type]
 
 
 @functools.cache

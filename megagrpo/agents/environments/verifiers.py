@@ -197,9 +197,9 @@ async def with_harness(
     # The package takes a key from a variable only. It keeps variables with this in their name from subprocesses.
     variable = f"ROLLOUT_API_KEY_{uuid.uuid4().hex}"
     client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
-    asked = {"id": harness} if isinstance(harness, str) else dict(harness)
+    chosen_harness = {"id": harness} if isinstance(harness, str) else dict(harness)
     config = vf.AgentConfig.model_validate({
-        "model": endpoint.model, "client": client, "runtime": runtime, "harness": asked,
+        "model": endpoint.model, "client": client, "runtime": runtime, "harness": chosen_harness,
         "max_turns": task.limits.turns_max,
     })  # fmt: skip
     os.environ[variable] = endpoint.api_key
@@ -237,9 +237,7 @@ def check_same(text: str | None, task: Any, environment: str) -> None:
 
 
 def last_text(messages: Any) -> str:
-    if isinstance(messages, str):
-        return messages
-    return text_of(field(messages[-1], "content")) if messages else ""
+    return plain(messages)[-1]["content"] if messages else ""
 
 
 def text_of(content: Any) -> str:
@@ -260,20 +258,17 @@ def rows(environment: str, arguments: Mapping[str, Any], size: int | None) -> It
     """Yields prompt, ground_truth, split and index of each task; at most `size` of each split."""
     loaded = load(environment, json.dumps(arguments, sort_keys=True))
     if is_old():
-        splits = {"train": loaded.build_dataset(), "test": loaded.build_eval_dataset()}
-        for split, data in splits.items():
-            for index, row in enumerate(itertools.islice(data or (), size)):
-                yield {
-                    "prompt": plain(row["prompt"]), "ground_truth": row.get("answer"), "split": split, "index": index,
-                }  # fmt: skip
-        return
-    if size is None and not getattr(loaded.source, "bounded", True):
+        made = {"train": loaded.build_dataset(), "test": loaded.build_eval_dataset()}
+        splits = {
+            split: ((plain(row["prompt"]), row.get("answer")) for row in data or ()) for split, data in made.items()
+        }
+    elif size is None and not getattr(loaded.source, "bounded", True):
         raise ValueError(f"{environment} makes tasks without end: say how many with --size")
-    for index, task in enumerate(itertools.islice(iter(loaded.source), size)):
-        data = task.data
-        yield {
-            "prompt": prompt_of(data), "ground_truth": getattr(data, "answer", None), "split": "train", "index": index,
-        }  # fmt: skip
+    else:
+        splits = {"train": ((prompt_of(task.data), getattr(task.data, "answer", None)) for task in loaded.source)}
+    for split, tasks in splits.items():
+        for index, (prompt, truth) in enumerate(itertools.islice(tasks, size)):
+            yield {"prompt": prompt, "ground_truth": truth, "split": split, "index": index}
 
 
 def plain(messages: Sequence[Any] | str) -> list[dict[str, str]]:

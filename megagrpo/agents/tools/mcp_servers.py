@@ -16,12 +16,13 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, TextIO
 
 from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool
 from megagrpo.errors import AgentError, MachineError, Problem, first_line
-from megagrpo.recipe.schema.tools import McpArguments, ToolConfig
+from megagrpo.recipe.schema.agent import McpArguments, ToolConfig
 
 START_SECONDS = 60.0
 PAGES_MAX = 100
@@ -29,7 +30,6 @@ LINES_KEPT, LINE_CHARACTERS_MAX = 10, 300
 """Limits of what is kept of a server's standard error, for the error if it cannot be started."""
 VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """Variables as os.path.expandvars reads them."""
-FIX = "pip install megagrpo[mcp]"
 
 
 class McpServer:
@@ -38,37 +38,38 @@ class McpServer:
     def __init__(self, config: ToolConfig, arguments: McpArguments, inherited: Mapping[str, str] = os.environ) -> None:
         """Raises MachineError without mcp. inherited: the environment variables that a server gets beside its own."""
         if find_spec("mcp") is None:
-            raise MachineError(Problem(f"agent.tools, {config.name}", "mcp is not installed", "mcp 2", FIX))
+            fix = "pip install megagrpo[mcp]"
+            raise MachineError(Problem(f"agent.tools, {config.name}", "mcp is not installed", "mcp 2", fix))
         self.config = config
         self.only = arguments.tools
-        self.headers = _expanded(arguments.headers)
-        self.env = {**inherited, **_expanded(arguments.env)}
+        self.headers = {name: os.path.expandvars(value) for name, value in arguments.headers.items()}
+        self.env = {**inherited, **{name: os.path.expandvars(value) for name, value in arguments.env.items()}}
         self.gate = asyncio.Semaphore(config.calls_at_once)
+        self._where = f"the MCP server {config.mcp}"
         self._offered: list[Any] | None = None
         self._listing = asyncio.Lock()
-        self._shared = Connection(self._client, self._where)
-
-    @property
-    def _where(self) -> str:
-        return f"the MCP server {self.config.mcp}"
-
-    async def close(self) -> None:
-        """Closes the connection that all rollouts share."""
-        await self._shared.close()
+        self.shared = Connection(self._client, self._where)
+        """The connection of all rollouts, unless each has its own."""
 
     @asynccontextmanager
     async def session(self, task: Any) -> AsyncIterator[Session]:
         """Opens a rollout's session. Raises AgentError if the server cannot be started or reached."""
-        connection = Connection(self._client, self._where) if self.config.stateful else self._shared
+        connection = Connection(self._client, self._where) if self.config.stateful else self.shared
         try:
             async with self._listing:  # asked once in a process: a rollout's tools must be those of its group
                 if self._offered is None:
                     self._offered = await self._listed(await connection.client())
             if self.config.stateful:
                 await connection.client()  # a failure to start is the rollout's, not the first call's
-            yield Session([self._tool(offered, connection) for offered in self._offered])
+            yield Session([
+                Tool(
+                    self.config, self.gate, offered.name, offered.description or "", offered.input_schema,
+                    partial(connection.call, offered.name),
+                )
+                for offered in self._offered
+            ])  # fmt: skip
         finally:
-            if connection is not self._shared:
+            if connection is not self.shared:
                 await asyncio.shield(connection.close())
 
     async def _listed(self, client: Any) -> list[Any]:
@@ -91,14 +92,8 @@ class McpServer:
             raise AgentError(Problem(self._where, given, "one tool", "name one in arguments.tools"))
         return [tool for tool in tools if self.only is None or tool.name in self.only]
 
-    def _tool(self, offered: Any, connection: Connection) -> Tool:
-        async def call(given: Arguments) -> str:
-            return await connection.call(offered.name, given)
-
-        return Tool(self.config, self.gate, offered.name, offered.description or "", offered.input_schema, call)
-
     @asynccontextmanager
-    async def _client(self, said: Said) -> AsyncIterator[Any]:
+    async def _client(self, errors: ServerErrors) -> AsyncIterator[Any]:
         import httpx2  # mcp brings it
         from mcp.client import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -115,12 +110,12 @@ class McpServer:
         else:
             command, *arguments = shlex.split(server)
             parameters = StdioServerParameters(command=command, args=arguments, env=self.env)
-            with said.written() as errors:
-                async with Client(stdio_client(parameters, errlog=errors)) as client:
+            with errors.open() as file:
+                async with Client(stdio_client(parameters, errlog=file)) as client:
                     yield client
 
 
-class Said:
+class ServerErrors:
     """The standard error of a server: copied to this process's, with its last lines kept."""
 
     def __init__(self) -> None:
@@ -128,7 +123,7 @@ class Said:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def written(self) -> Iterator[TextIO]:
+    def open(self) -> Iterator[TextIO]:
         """Opens the file that the server writes into."""
         read, write = os.pipe()
         self._thread = threading.Thread(target=self._read, args=(read,), name="reads a server's errors", daemon=True)
@@ -152,8 +147,8 @@ class Said:
 class Connection:
     """A client that connects on first use. A task of its own enters and leaves it, as its library demands."""
 
-    def __init__(self, make: Callable[[Said], AbstractAsyncContextManager[Any]], where: str) -> None:
-        self._make, self._where, self._said = make, where, Said()
+    def __init__(self, make: Callable[[ServerErrors], AbstractAsyncContextManager[Any]], where: str) -> None:
+        self._make, self._where, self._errors = make, where, ServerErrors()
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
@@ -168,7 +163,7 @@ class Connection:
             async with asyncio.timeout(START_SECONDS):
                 return await asyncio.shield(self._ready)
         except TimeoutError:
-            given = f"it did not answer in {START_SECONDS:g} s{self._said.last()}"
+            given = f"it did not answer in {START_SECONDS:g} s{self._errors.last()}"
             raise AgentError(Problem(self._where, given, "a server that answers")) from None
 
     async def call(self, name: str, arguments: Arguments) -> str:
@@ -200,43 +195,29 @@ class Connection:
 
     async def _live(self, ready: asyncio.Future[Any], leave: asyncio.Event) -> None:
         try:
-            self._said = Said()
-            async with self._make(self._said) as client:
+            self._errors = ServerErrors()
+            async with self._make(self._errors) as client:
                 ready.set_result(client)
                 await leave.wait()
         except Exception as error:  # noqa: BLE001  (a server can be wrong in every way: its calls fail)
             if not ready.done():
-                reason = innermost(error)
-                said = f"{type(reason).__name__}: {first_line(reason)}{self._said.last()}"
-                given = f"it cannot be started or reached: {said}"
+                reason: BaseException = error
+                while isinstance(reason, BaseExceptionGroup):
+                    reason = reason.exceptions[0]
+                cause = f"{type(reason).__name__}: {first_line(reason)}{self._errors.last()}"
+                given = f"it cannot be started or reached: {cause}"
                 ready.set_exception(AgentError(Problem(self._where, given, "a server that answers")))
 
 
 def text_of(answer: Any) -> str:
     """Returns the texts of a server's result; its structure as JSON if it has no text."""
-    parts = [_part(content) for content in answer.content]
-    if not parts and answer.structured_content is not None:
+    texts = []
+    for content in answer.content:
+        text = content.text if content.type == "text" else getattr(getattr(content, "resource", None), "text", None)
+        texts.append(text if isinstance(text, str) else f"[{content.type}, which cannot be shown]")
+    if not texts and answer.structured_content is not None:
         return json.dumps(answer.structured_content, ensure_ascii=False)
-    return "\n".join(parts) or "done"
-
-
-def _part(content: Any) -> str:
-    if content.type == "text":
-        return str(content.text)
-    resource = getattr(content, "resource", None)
-    if isinstance(text := getattr(resource, "text", None), str):
-        return text
-    return f"[{content.type}, which cannot be shown]"
-
-
-def innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _expanded(values: Mapping[str, str]) -> dict[str, str]:
-    return {name: os.path.expandvars(value) for name, value in values.items()}
+    return "\n".join(texts) or "done"
 
 
 def variables_in(text: str) -> list[str]:

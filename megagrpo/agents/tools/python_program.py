@@ -16,7 +16,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from megagrpo.agents.tools.tool import Arguments, CallError, Session, Tool
-from megagrpo.recipe.schema.tools import PythonArguments, ToolConfig
+from megagrpo.recipe.schema.agent import PythonArguments, ToolConfig
 from megagrpo.reward.sandbox.harness import IMPORTED_FIRST
 from megagrpo.reward.sandbox.programs import Program, working_kind
 from megagrpo.reward.sandbox.sandbox import Limits, Sandbox, installed_packages
@@ -99,21 +99,19 @@ class PythonTool:
         notebook = Notebook(self)
         in_turn = asyncio.Lock()
 
-        async def one(given: Arguments) -> str:
-            return await self._blocking(self._program, code_of(given))
-
-        async def next_cell(given: Arguments) -> str:
+        async def call(given: Arguments) -> str:
             code = code_of(given)
+            if not self.config.stateful:
+                return await self._blocking(self._program, code)
             async with in_turn:
                 try:
                     return await self._blocking(notebook.run, code)
                 except CallError as error:
                     raise CallError(f"{error}. The variables of earlier calls are gone.") from None
 
-        call, described = (next_cell, STATEFUL) if self.config.stateful else (one, DESCRIPTION)
-        tool = Tool(self.limit, self.gate, "python", described, PARAMETERS, call)
+        described = STATEFUL if self.config.stateful else DESCRIPTION
         try:
-            yield Session([tool])
+            yield Session([Tool(self.limit, self.gate, "python", described, PARAMETERS, call)])
         finally:
             await asyncio.shield(self._blocking(notebook.close))
 

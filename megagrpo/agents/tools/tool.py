@@ -7,11 +7,11 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megagrpo.errors import first_line
-from megagrpo.recipe.schema.tools import ToolConfig
+from megagrpo.recipe.schema.agent import ToolConfig
 
 Arguments = dict[str, Any]
 """The arguments of the policy's call: the object of its JSON."""
@@ -59,10 +59,6 @@ class Called:
     """The cause of a failure, one line."""
 
 
-def never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Session:
     """One entry of agent.tools in one rollout: its tools, score and end."""
@@ -70,7 +66,7 @@ class Session:
     tools: Sequence[Tool]
     score: Callable[[], Awaitable[Any]] | None = None
     """Called at the end. Returns a reward, or a mapping with `score`, or None."""
-    done: Callable[[], bool] = field(default=never)
+    done: Callable[[], bool] = lambda: False
     """Called after each turn's calls. Returns whether the rollout is over."""
 
 
@@ -94,8 +90,8 @@ async def answer(tool: Tool, given: Arguments) -> Called:
             # A time-out that the tool itself raises is not this one.
             late = isinstance(raised, TimeoutError) and limit.expired()
             limit_text = f"took longer than {tool.config.timeout_seconds:g} s"
-            said = limit_text if late else f"{type(raised).__name__}: {raised}".strip(": ")
-            failure, text = said.splitlines()[0], f"Error: {tool.name} {said}." if late else f"Error: {said}"
+            cause = limit_text if late else f"{type(raised).__name__}: {raised}".strip(": ")
+            failure, text = cause.splitlines()[0], f"Error: {tool.name} {cause}." if late else f"Error: {cause}"
         seconds = time.monotonic() - start
     # Half of a surrogate pair, which Python's texts can have, is no text for a tokenizer.
     text = text.encode(errors="replace").decode()
