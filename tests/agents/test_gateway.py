@@ -295,7 +295,7 @@ def test_limits_end_a_rollout_which_is_then_truncated() -> None:
             await to.said(room, [user("x")])
             status, refusal = await to.post(room, [user("word " * 100)])
             assert (status, refusal["error"]["code"]) == (400, "context_length_exceeded")
-            compacted = to.open(tokens_max=60)
+            compacted = to.open(tokens_max=60, turns_max=1)  # a refused request is no turn
             await to.post(compacted, [user("word " * 100)])
             await to.said(compacted, [user("short")])
             cut, wished = to.open(answer_tokens_max=3), to.open()

@@ -53,6 +53,14 @@ def test_edited_histories_other_tools_forks_and_sub_agents_are_told_apart() -> N
             assert counts["branch/fork"] == 1
             assert counts["branch/tools"] == 1
 
+            forked, talk = to.open(), [user("main")]
+            talk.append(await to.said(forked, talk))
+            for other in ("next", "instead"):
+                await to.said(forked, [*talk, user(other)])
+            _, sample = await to.close(forked)
+            assert counts_of(sample)["branch/fork"] == 1
+            assert "tokens_rerendered" not in counts_of(sample)
+
     run(work())
 
 

@@ -100,12 +100,13 @@ def test_a_server_that_ends_is_told_and_started_again() -> None:
     with_server(ToolConfig(name="server", mcp=SERVER), use)
 
 
-@pytest.mark.parametrize(("stateful", "counts"), [(False, ["1", "2"]), (True, ["1", "1"])])
+@pytest.mark.parametrize(("stateful", "counts"), [(False, ["1", "2", "3"]), (True, ["1", "1", "2"])])
 def test_rollouts_share_a_server_unless_each_has_its_own(stateful: bool, counts: list[str]) -> None:
     async def use(made: Any, call: Call) -> list[str]:
         async with made.session(None) as other:
             others = {tool.name: tool for tool in other.tools}
-            return [(await call("count", {})).text, (await answer(others["count"], {})).text]
+            first = [(await call("count", {})).text, (await answer(others["count"], {})).text]
+        return [*first, (await call("count", {})).text]
 
     assert with_server(ToolConfig(name="server", mcp=SERVER, stateful=stateful), use) == counts
 

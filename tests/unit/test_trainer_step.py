@@ -85,6 +85,20 @@ def test_a_step_whose_responses_engines_all_give_up_on_is_asked_again_and_then_a
         assert "update" not in run.policy.calls
 
 
+def test_one_greedy_response_that_an_engine_gives_up_on_is_not_asked_again() -> None:
+    run = make_run(REMAX, scores=one_right, greedy=lambda prompt: 0.5)
+    whole, asked = run.rollouts.generate, []
+
+    def generate(prompts: Sequence[Prompt], step: int) -> list[Group]:
+        asked.append(step)
+        first, *others = whole(prompts, step)
+        return [replace(first, samples=(*first.samples[:-1], replace(first.samples[-1], finish="abort"))), *others]
+
+    run.rollouts.generate = generate
+    sample(run, 1)
+    assert asked == [1]
+
+
 def test_groups_in_which_all_agents_fail_have_not_ended_however_they_are_scored() -> None:
     failed = group_of(calculator_run(counts={"failed": 1.0}))
     assert not any_ended([failed, group_of(calculator_run(error="longer than 9 s"))])
