@@ -322,7 +322,7 @@ class EngineActors:
         """Returns node and device of every rank of every engine, in the order of `manifests`."""
         places: list[Place] = []
         for name, manifests in self.manifests().items():
-            bundles = self.runtime.devices.bundles_of_engine[self._index[name]]  # none of an external engine
+            bundles = self.runtime.devices.bundles_of_engine[self._index[name]]  # an external engine has none
             places += self.runtime.places_of(bundles) or [Place(name)] * len(manifests)
         return tuple(places)
 
@@ -353,7 +353,7 @@ class EngineActors:
 
     def _start(self, engine: str) -> ray.ObjectRef[None]:
         index, runtime, share = self._index[engine], self.runtime, self.runtime.devices.engine_share
-        first, *further = runtime.devices.node_bundles(index) or ((),)  # none of an external engine
+        first, *further = runtime.devices.node_bundles(index) or ((),)  # an external engine has none
         self.by_name[engine] = runtime.start(EngineActor, first, share)
         others = [runtime.start(EngineNodeActor, bundles, share) for bundles in further]
         for node, other in enumerate(others, 1):

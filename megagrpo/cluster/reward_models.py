@@ -118,7 +118,7 @@ class JudgeActor:
             endpoint = await self._running()
             return await endpoint.post(body, timeout_seconds)
         except TimeoutError:
-            async with self._starting:
+            async with self._starting:  # ends the server if it is ill: the next request starts another
                 try:
                     if self._server is not None:
                         await asyncio.to_thread(self._server.wait_until_ready, HEALTH_SECONDS)

@@ -34,7 +34,7 @@ RETRY_SECONDS = 10.0
 
 
 class Rollouts:
-    """Started engines, which are ready after `wait_until_ready`. For engines that keep their weights `serve_all` takes
+    """Started engines, which are ready after `wait_until_ready`. For engines that keep their weights, `serve_all` takes
     the place of weight syncs."""
 
     def __init__(self, engines: EngineActors) -> None:

@@ -183,7 +183,7 @@ def nodes_of_devices(devices: DevicePlan, tensor: int, free: Mapping[str, int]) 
     engines = tuple(chain.from_iterable(map(devices.node_bundles, range(len(devices.bundles_of_engine)))))
     models = tuple(filter(None, devices.bundles_of_model))
     for unsplit in ((*engines, *whole_groups, *models), (*engines, *models)):
-        # The smallest blocks of neighbouring devices that split none of these, in order, the largest node first.
+        # The smallest blocks of neighbouring devices that split none of these fill nodes in order, largest node first.
         inner = {device for block in unsplit for device in block[1:]}
         ends = [device for device in range(devices.bundles) if device not in inner]
         left = [after - before for before, after in pairwise([*ends, devices.bundles])][::-1]
