@@ -58,7 +58,6 @@ CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers",
 IN_EXTRAS = {"megatron-core": "transformer-engine"}
 """A cornerstone, and the package that it names in extras only and that megagrpo uses with it."""
 APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
-
 WITHOUT_APEX = (
     "fused Adam and accumulation of gradients on GPUs, built from https://github.com/NVIDIA/apex; without it both are "
     "slower, and Transformer Engine's Adam is used where it is installed"
@@ -94,9 +93,8 @@ def judged(part: str, good: bool, found: str, remedy: str, otherwise: State = "d
 
 
 def machine_findings() -> Iterator[Finding]:
-    described = (
-        f"{platform.python_version()}, {os.cpu_count()} cores, {byte_text(psutil.virtual_memory().total)} memory"
-    )
+    memory = byte_text(psutil.virtual_memory().total)
+    described = f"{platform.python_version()}, {os.cpu_count()} cores, {memory} memory"
     remedy = f"Python {'.'.join(map(str, PYTHON))} or later"
     yield judged("Python", sys.version_info >= PYTHON, described, remedy, "wrong")
     if SHARED_MEMORY.is_dir():
@@ -237,9 +235,8 @@ def working_findings() -> Iterator[Finding]:
     if installed_version("transformer-engine") is not None:
         yield _transformer_engine()
     if installed_version("sglang") is not None:
-        wrong = [
-            Finding("SGLang", "wrong", one.given, one.fix or one.needed) for one in sglang_problems(SglangConfig())
-        ]
+        problems = sglang_problems(SglangConfig())
+        wrong = [Finding("SGLang", "wrong", problem.given, problem.fix or problem.needed) for problem in problems]
         yield from wrong or [Finding("SGLang", "ok", "its servers' arguments can be read")]
 
 

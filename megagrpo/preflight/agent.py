@@ -182,9 +182,7 @@ def _check_tools(
                 checks.unchecked.append(f"{where}: {error.problems[0].given.splitlines()[0]}")
             else:
                 server = f"{config.mcp}: " if config.mcp else ""
-                checks.problems += [
-                    replace(problem, where=where, given=f"{server}{problem.given}") for problem in error.problems
-                ]
+                checks.problems += [replace(p, where=where, given=f"{server}{p.given}") for p in error.problems]
             continue
         for tool in tools:
             if tool.name in schemas:

@@ -90,12 +90,11 @@ def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> I
         for index, file in enumerate(files):
             if not file.location or file.location in absent:
                 continue
-            written = loaded.places.where(f"{section}.{index}.path")
+            where = loaded.places.where(f"{section}.{index}.path")
             problems: list[Problem] = []
             problems += attempt(problems, _entry_problems, file, reward) or []
             for problem in problems:
-                named = problem.needed == NAME_NEEDED
-                yield problem if named else replace(problem, where=f"{written}: {problem.where}")
+                yield problem if problem.needed == NAME_NEEDED else replace(problem, where=f"{where}: {problem.where}")
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:

@@ -132,27 +132,33 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
         problems += attempt(problems, lambda find=find: [*find(checking)]) or []
     unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
     if problems or not (model and architecture and tokenizer):
-        raise PreflightError(dict.fromkeys(_located(loaded, problem) for problem in problems))
+        raise PreflightError(_located(loaded, problems))
     rows = None
     if plan_only and recipe.train.total_epochs and not any(file.location in absent for file in recipe.data.train):
         rows = epoch_rows(recipe.data.train)
     return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked), rows, scoring, agent.lines)
 
 
-def _located(loaded: LoadedRecipe[AnyRecipe], problem: Problem) -> Problem:
-    """Returns the problem with the place of the field that it names, or whose path this machine cannot have."""
-    if problem.needed != NAME_NEEDED:
-        return loaded.places.located(problem)
+def _located(loaded: LoadedRecipe[AnyRecipe], problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yields the problems with their fields' places. A path that this machine cannot have comes once for each field."""
+    found = set[Problem]()
+    for problem in problems:
+        if problem.needed != NAME_NEEDED:
+            yield loaded.places.located(problem)
+        elif (located := _by_path(loaded, problem)) not in found:
+            found.add(located)
+            yield located
+
+
+def _by_path(loaded: LoadedRecipe[AnyRecipe], problem: Problem) -> Problem:
     wrong, named = Path(problem.where).absolute(), []
     for at, value in leaves(loaded.recipe.model_dump()):
         for text in value if isinstance(value, list) else [value]:
             path = Path(re.sub(r"\.py:\w+$", ".py", text)).absolute() if text and isinstance(text, str) else None
             if path and (wrong.is_relative_to(path) or path.is_relative_to(wrong)):
                 named.append((len(text), at, text))
-    if not named:
-        return problem
-    _, at, text = max(named)
-    return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}")
+    _, at, text = max(named, default=(0, "", ""))
+    return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}") if at else problem
 
 
 def _own_methods(checking: Checking) -> list[Problem]:
@@ -257,7 +263,7 @@ def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
     problems += attempt(problems, own_reward_problems, recipe) or []
     problems += machine.address_problems(recipe, plan_only=False)
     if problems:
-        raise PreflightError(dict.fromkeys(_located(loaded, problem) for problem in problems))
+        raise PreflightError(_located(loaded, problems))
 
 
 def check_model(recipe: Recipe) -> Preflight[Recipe]:

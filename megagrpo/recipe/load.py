@@ -179,7 +179,7 @@ def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyReci
     container: Any = tree
     for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):
         slot: Any = key
-        if expected.is_list or isinstance(container, list):
+        if isinstance(container, list) or (expected.is_list and key.isdecimal()):
             items = len(container) if isinstance(container, list) else 0
             if not key.isdecimal() or len(key) > 9 or int(key) >= items:  # Python refuses to read very long numbers
                 needed = f"an item from 0 to {items - 1}" if items else f"{'.'.join(keys[:depth])} to have items"

@@ -81,7 +81,7 @@ def test_an_interpreter_without_sglang_is_named_and_how_to_get_it(tmp_path: Path
     assert "pip install megagrpo[sglang]" in problem.fix
     assert sglang_problems(SglangConfig(python=str(bare)), plan_only=True) == []
     (problem,) = sglang_problems(SglangConfig(python=str(tmp_path / "none")))
-    assert problem.where == "rollout.sglang.python"
+    assert (problem.where, problem.given) == ("rollout.sglang.python", f"{tmp_path}/none: No such file or directory")
     assert sglang_problems(SglangConfig()) == []
 
 
@@ -94,8 +94,7 @@ def test_an_interpreter_that_takes_too_long_to_import_sglang_is_named(
     assert arguments.CHECK_SECONDS >= 300  # from a slow file system
     monkeypatch.setattr(arguments, "CHECK_SECONDS", 0.1)
     (problem,) = sglang_problems(SglangConfig(python=str(slow)))
-    assert problem.where == "rollout.sglang.python"
-    assert str(slow) in problem.given
+    assert (problem.where, problem.given) == ("rollout.sglang.python", f"{slow}: no answer in 0.1 s")
 
 
 def test_the_recipes_arguments_win_over_defaults_but_not_over_ours() -> None:

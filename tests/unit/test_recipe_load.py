@@ -64,7 +64,8 @@ def test_what_is_written_is_read_back(tree: object) -> None:
 
 
 def test_the_resolved_recipe_has_every_default_and_loads_to_an_equal_recipe(path: Path, tmp_path: Path) -> None:
-    first = load(path, ["data.train.0.amount=0.5", "track.wandb={}", "train.megatron.moe_z_loss_coeff=1e-6"]).recipe
+    of_file = ["data.train.0.amount=0.5", "data.train.0.columns.ground_truth.value=sum"]
+    first = load(path, [*of_file, "track.wandb={}", "train.megatron.moe_z_loss_coeff=1e-6"]).recipe
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(dump(first))
     assert "clip_high: 0.2" in resolved.read_text()

@@ -99,8 +99,7 @@ def sglang_problems(settings: SglangConfig, *, plan_only: bool = False) -> list[
 
 def _checked(python: str | None, options: Mapping[str, Any], names_only: bool) -> tuple[list[Problem], list[Problem]]:
     """Asks the interpreter with SGLang. Returns the problems of its environment, and those of these options."""
-    interpreter = python or sys.executable
-    where = "rollout.engine" if python is None else "rollout.sglang.python"
+    interpreter, where = python or sys.executable, "rollout.engine" if python is None else "rollout.sglang.python"
     try:
         check = subprocess.run(
             [interpreter, "-c", CHECK.read_text()],  # not as a file: its neighbours would hide other modules
@@ -112,7 +111,8 @@ def _checked(python: str | None, options: Mapping[str, Any], names_only: bool) -
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [Problem(where, f"{interpreter}: {error}", "a Python interpreter with SGLang")], []
+        fault = error.strerror or error if isinstance(error, OSError) else f"no answer in {CHECK_SECONDS:g} s"
+        return [Problem(where, f"{interpreter}: {fault}", "a Python interpreter with SGLang")], []
     if check.returncode != 0:
         last = (check.stderr.strip().splitlines() or ["no message"])[-1]
         return [Problem(where, f"{interpreter} failed: {last}", "a Python interpreter with SGLang")], []
