@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, compress, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, overload
 
@@ -113,7 +113,7 @@ class Mixed(Sequence[AnyItem]):
                 elif len(wanted):
                     chosen = np.zeros(after - first, bool)
                     chosen[wanted] = True
-                    yield from compress(of(part), chosen.tolist())
+                    yield from (fact for fact, take in zip(of(part), chosen.tolist(), strict=True) if take)
 
 
 def names(items: Sequence[AnyItem]) -> Iterator[str]:

@@ -107,7 +107,7 @@ def _column_problems(located: Sequence[tuple[str, Record]], answer_column: str) 
             continue
         first = bisect_left(range(len(values)), True, key=lambda last: not _fits(values[: last + 1]))
         where, record = located[first]
-        needed = "one type in all rows of a column, objects with fields, integers below 2^63, valid Unicode"
+        needed = "one type in all rows of a column, no object without fields, integers below 2^63, valid Unicode"
         fix = "make them texts (JSON), or leave the column out"
         yield Problem(f"{where}, {name}", f"{brief(record.get(name))}, which parquet cannot hold here", needed, fix)
 
@@ -175,7 +175,7 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
         for path, part in parts.items():
             part.replace(path)
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        needed = "one type in all rows of a column, objects with fields, integers below 2^63, valid Unicode"
+        needed = "one type in all rows of a column, no object without fields, integers below 2^63, valid Unicode"
         raise DataError(Problem(f"{path}: parquet cannot hold the rows", first_line(error), needed)) from None
     except OSError as error:
         where = f"{output}: cannot be written"

@@ -39,7 +39,7 @@ BRANCHES = {
     "stop_token": "the answer before ended with another stop token than the chat template writes",
     "audit": "an audit has shown that the chat template writes what follows the answer otherwise",
 }
-"""Reasons for which a turn begins another sequence, by BranchReason of agents/seen.py."""
+"""Reasons for which a turn begins another sequence, by BranchReason of agents/turns.py."""
 CONVERSATION = (
     "step", "set", "prompt_id", "sample", "response", "ground_truth", "score", "parts", "error", "masked", "finish",
     "prompt_tokens", "tokens", "agent",

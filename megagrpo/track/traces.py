@@ -19,7 +19,7 @@ LAST = ("given", "arguments", "result")
 
 
 def trace(run: AgentRun) -> dict[str, Any]:
-    """Returns JSON values: error, counts, sequences, rewards and events (their kinds are in agents/seen.py), each
+    """Returns JSON values: error, counts, sequences, rewards and events (their kinds are in agents/turns.py), each
     turn's event with its reward.
 
     Keeps the first and the last of many events. All texts together have about TRACE_CHARACTERS characters at most: each
