@@ -13,7 +13,8 @@ from math import prod
 from megagrpo.weights.boxes import Box, Fill, Placement
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A part of a flat range as shape, strides and offset, in elements, for torch.as_strided."""
+"""Shape, strides and offset of a part of a flat range, in elements, for torch.as_strided. The offset is from the range's
+begin: a flat tensor's own storage_offset comes on top."""
 
 
 def boxes_in_range(

@@ -114,7 +114,7 @@ class RankActor:
             self.rank = TrainRank(recipe, rank, store, model_directory, device)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the rank (megatron/rank.py, megatron/sft_rank.py) and returns its answer."""
+        """Calls a method of the rank (megatron/rank.py, megatron/model_rank.py) and returns its answer."""
         return getattr(self.rank, method)(*arguments)
 
     def begin_memory_peak(self) -> None:
