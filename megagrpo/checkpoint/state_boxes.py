@@ -13,8 +13,7 @@ from math import prod
 from megagrpo.weights.boxes import Box, Fill, Placement
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides and offset of a part of a flat range, in elements, for torch.as_strided. The offset is from the range's
-begin: a flat tensor's own storage_offset comes on top."""
+"""Shape, strides and offset (from its begin) of a part of a flat range, in elements, for torch.as_strided."""
 
 
 def boxes_in_range(
