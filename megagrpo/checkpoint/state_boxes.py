@@ -13,7 +13,7 @@ from math import prod
 from megagrpo.weights.boxes import Box, Fill, Placement
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A part of a flat range as shape, strides and offset, in elements, for torch.as_strided."""
+"""Shape, strides and offset (from its begin) of a part of a flat range, in elements, for torch.as_strided."""
 
 
 def boxes_in_range(

@@ -50,27 +50,25 @@ def _read_experts(read: ConfigReader) -> Experts:
         read.refuse("first_k_dense_replace", dense, f"a number of layers below num_hidden_layers = {layers}")
         dense = 0
     ffn = read.integer("moe_intermediate_size")
-    router = SigmoidRouter(
-        groups=read.integer("n_group"),
-        groups_per_token=read.integer("topk_group"),
-        scale=read.number("routed_scaling_factor", config.get("routed_scaling_factor")),
-    )
+    count = read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX)
+    per_token = read.integer("num_experts_per_tok")
+    groups, groups_per_token = read.integer("n_group"), read.integer("topk_group")
+    scale = read.number("routed_scaling_factor", config.get("routed_scaling_factor"))
     experts = Experts(
-        count=read.integer("n_routed_experts", "num_local_experts", most=EXPERTS_MAX),
-        per_token=read.integer("num_experts_per_tok"),
+        count=count,
+        per_token=per_token,
         ffn=ffn,
         normalize_top_k=True,
-        router=router,
+        router=SigmoidRouter(groups, groups_per_token, scale),
         shared_ffn=ffn * read.integer("n_shared_experts", most=EXPERTS_MAX),
         dense_layers=dense,
     )
-    if experts.per_token == 1:
+    if per_token == 1:
         read.refuse("num_experts_per_tok", 1, "at least 2: Megatron does not normalize the weight of a single one")
-    if router.groups != router.groups_per_token:
-        if experts.count % router.groups or router.groups_per_token > router.groups:
-            needed = f"a divisor of n_routed_experts = {experts.count}, at least topk_group"
-            read.refuse("n_group", router.groups, needed)
-        elif experts.per_token != 2 * router.groups_per_token:
+    if groups != groups_per_token:
+        if count % groups or groups_per_token > groups:
+            read.refuse("n_group", groups, f"a divisor of n_routed_experts = {count}, at least topk_group")
+        elif per_token != 2 * groups_per_token:
             # Megatron scores a group by per_token / groups_per_token of its experts, DeepSeek by 2.
-            read.refuse("topk_group", router.groups_per_token, f"num_experts_per_tok / 2 = {experts.per_token / 2:g}")
+            read.refuse("topk_group", groups_per_token, f"num_experts_per_tok / 2 = {per_token / 2:g}")
     return experts
