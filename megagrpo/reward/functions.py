@@ -79,8 +79,7 @@ class Function(Signature):
 
     function: RewardCallable
     arguments: Any = None
-    """For a function that is called with a model first: its checked arguments, which name that and set how it is
-    asked."""
+    """Checked arguments of a function that is called with a model first: they name it and say how it is asked."""
 
     @classmethod
     def of(cls, function: RewardCallable, arguments: Any = None) -> Self:

@@ -261,8 +261,8 @@ class WorkerPool(Executor):
     def _run(self, calls: Calls, futures: Sequence[Outcomes]) -> None:
         for worker in [worker for worker in self._workers if worker.process.keeper.poll() is not None]:
             self.remove(worker)  # it died while idle, so no response is to blame
-        self._waiting.extend(Call(*call, future) for call, future in zip(calls, futures, strict=True))
         try:
+            self._waiting.extend(Call(*call, future) for call, future in zip(calls, futures, strict=True))
             while self._waiting or self._suspects or any(worker.in_flight for worker in self._workers):
                 for worker in self.workers():
                     self._assign(worker)

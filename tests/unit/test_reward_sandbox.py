@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -51,6 +52,9 @@ ENDED_BY_FORCE = {
     "threads that do not end": (
         "import threading\ndef f():\n while True: pass\nfor _ in range(9):\n try: threading.Thread(target=f).start()\n"
         " except RuntimeError: f()"
+    ),
+    "a verdict without an end": (
+        "import os\nwhile True:\n for n in range(3, 64):\n  try: os.write(n, b'1')\n  except OSError: pass"
     ),
 }
 """Attacks on the time."""
@@ -228,6 +232,8 @@ def test_the_kinds_for_users_who_are_not_root_hold_too() -> None:
 
 def test_nothing_is_left_of_a_sandbox_that_was_closed(sandbox: Sandbox) -> None:
     other = Sandbox(sandbox.kind, Limits(memory_bytes=MEMORY_MIB << 20))
+    with patch("megagrpo.reward.sandbox.sandbox.memory_file", side_effect=MemoryError), pytest.raises(MemoryError):
+        run(other, ADDS)  # starts no job, so that there is none to end, and no file of its errors to close
     idle = own_processes()
     _, theirs = socket.socketpair()
     with theirs:
@@ -304,7 +310,7 @@ EXPECTED = "94571"
 
 CHEATS = {
     "says that it passed": (
-        "import os\nfor n in range(3, 64):\n try: os.write(n, b'1')\n except OSError: pass\nos._exit(0)"
+        "import os\nfor n in range(3, 64):\n try: os.write(n, b'1\\n')\n except OSError: pass\nos._exit(0)"
     ),
     "ends at once": "import os\nos._exit(0)",
     "prints a verdict": "print('{\"status\": 0}', '{\"score\": 1.0}', 'passed', True)",
@@ -392,14 +398,8 @@ def code_of() -> dict[str, object]:
 def test_tests_go_on_after_one_that_ends_the_program_or_takes_too_long(sandbox: Sandbox) -> None:
     source = "import os\ndef f(x): return [x]\ndef ends(): os._exit(0)\ndef hangs():\n while True: pass\n"
     source += "class P:\n def __init__(self, v): self.v = v\n def get(self): return self.v"
-    tests = (
-        "assert f(2) == [2]",
-        "assert f(2) == 2",
-        "ends()",
-        "hangs()",
-        "assert P(3).get() == 3",
-        "assert f(1)[0] == 1",
-    )
+    tests = ("assert f(2) == [2]", "assert f(2) == 2", "ends()", "hangs()")
+    tests += ("assert P(3).get() == 3", "assert f(1)[0] == 1")
     other = Sandbox(sandbox.kind, LIMITS)
     given = CodeTests("", ("f", "ends", "hangs", "P"), tests)
     failures = verdicts(sandbox, other, source, given, seconds=1.0, deadline=time.monotonic() + 60)

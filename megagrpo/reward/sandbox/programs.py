@@ -81,10 +81,10 @@ class Program:
         os.close(files[0])
         most = self.sandbox.limits.output_bytes
         output, errors = (read_and_close(file, most) for file in files[1:])
-        if max(len(output), len(errors)) >= most:  # a file ends at the limit: this one was cut
-            return Ran("printed too much")
         if finished not in (b"", b"0\n", b"1\n"):  # the program wrote to the channel
             self.stop()
+        if max(len(output), len(errors)) >= most:  # a file ends at the limit: this one was cut
+            return Ran("printed too much")
         if failure == "failed" or finished not in (b"", b"1\n"):
             failure = _last_line(errors)
         return Ran(failure, output.decode(errors="replace"))
@@ -119,6 +119,8 @@ class Program:
                     return bytes(answer), ""
                 if not data:
                     return b"", self._end(_left(deadline))
+                if time.monotonic() > deadline:  # a program may write without an end to its line
+                    raise TimeoutError
         except TimeoutError:
             self.stop()
             return b"", "took too long"
@@ -130,11 +132,10 @@ class Program:
     def ready(self, mode: Mode) -> socket.socket:
         """Returns the channel to the process, which is started if there is none."""
         if self._channel is None:
-            self._channel, theirs = socket.socketpair()
+            ours, theirs = socket.socketpair()
             with theirs:
-                seconds = _cpu_seconds(self.deadline)
-                self.sandbox.start(mode, {"source": self.source}, [theirs], seconds, self.prepare)
-            self.runs = 0
+                self.sandbox.start(mode, {"source": self.source}, [theirs], _cpu_seconds(self.deadline), self.prepare)
+            self._channel, self.runs = ours, 0  # only of a job that was started: `finish` closes its file of errors
         self.runs += 1
         return self._channel
 
