@@ -29,7 +29,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_245,
+    ("weights",): 6_243,
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_426,
@@ -48,7 +48,7 @@ BUDGETS = {
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_734, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_758, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}
