@@ -138,8 +138,8 @@ class Row:
             if self.when and not self.when.holds(options):
                 return Nothing(self.when.otherwise)
         except NotKnownError:  # an option that is off writes nothing in any case
-            off = self.nothing or ((None, False) if self.if_false is ABSENT else ())
-            if not self.same or not among(value, off):
+            values = self.nothing or ((None, False) if self.if_false is ABSENT else ())
+            if not self.same or not among(value, values):
                 raise
             return Nothing(self.same)
         if self.instead and value is None:
