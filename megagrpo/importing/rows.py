@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megagrpo.errors import Problem, RecipeError
-from megagrpo.importing.options import OFF, TYPES, Options, among, picked, texts, truth, whole
+from megagrpo.importing.options import OFF, TYPES, NotKnownError, Options, among, picked, texts, truth, whole
 from megagrpo.recipe.yaml12 import parse
 
 ABSENT = object()
@@ -134,8 +134,14 @@ class Row:
         return self.shown or self.to or self.part_of
 
     def of(self, value: Any, options: Options) -> Answer:
-        if self.when and not self.when.holds(options):
-            return Nothing(self.when.otherwise)
+        try:
+            if self.when and not self.when.holds(options):
+                return Nothing(self.when.otherwise)
+        except NotKnownError:  # an option that is off writes nothing in any case
+            values = self.nothing or ((None, False) if self.if_false is ABSENT else ())
+            if not self.same or not among(value, values):
+                raise
+            return Nothing(self.same)
         if self.instead and value is None:
             value = options[self.instead]
         if self.answer:

@@ -21,6 +21,7 @@ REWARDS: dict[str, list[dict[str, Any]]] = {
     "searchR1_*": [{"function": "search_answer"}],
 }
 """Functions that verl's default_compute_score chooses by a row's data_source, except for programs and images."""
+ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ENGINES = {"megatron": "constant", "veomni": "cosine", "torchtitan": "linear", "fsdp": "constant"}
 """verl's training engines, each with its schedule if none is given."""
 SCHEDULES = ("lr_scheduler_type", "lr_decay_style", "decay_type", "warmup_style")
@@ -86,6 +87,21 @@ def loss_mode(value: Any, options: Options) -> Answer:
     name = picked(LOSSES, loss(options))
     listed = "losses here are listed in docs/algorithms.md; one of your own is algorithm.loss: FILE.py:FUNCTION"
     return Missing(listed) if name is None else Write({"algorithm.loss.name": name})
+
+
+def kl_loss_type(value: Any, options: Options) -> Answer:
+    if text(value) in ("kl", "k1"):
+        return Missing("k1 has no gradient in expectation as a term of the loss; the recipe has k3")
+    return kl_penalty(value, options)
+
+
+def kl_penalty(value: Any, _: Options) -> Answer:
+    name = text(value)
+    estimator = ESTIMATORS.get(name.rstrip("+"))
+    if estimator is None:
+        return Missing(f"estimators here are {', '.join(sorted({*ESTIMATORS.values()}))}")
+    through = {"algorithm.kl.straight_through": True} if name.endswith("+") else {}
+    return Write({"algorithm.kl.estimator": estimator, **through})
 
 
 def kl_in_reward(value: Any, options: Options) -> Answer:
@@ -194,6 +210,12 @@ def entries(paths: Sequence[str], amount: str, options: Options) -> list[dict[st
     return [{"path": path, **more} for path in paths]
 
 
+def greedy(value: Any, options: Options) -> Answer:
+    if truth(value) or options.number(f"{ROLLOUT}.val_kwargs.temperature") == 0:
+        return Nothing("val_kwargs.temperature counts, as there")
+    return Missing("engines sample at val_kwargs.temperature there; greedy is eval.temperature: 0")
+
+
 def evaluated_each(value: Any, options: Options) -> Answer:
     every = whole(value)
     if every > 0:
@@ -219,8 +241,7 @@ def warmup_share(value: Any, options: Options) -> Answer:
 
 
 def least_rate(value: Any, options: Options) -> Answer:
-    rate = number(value or 0) * options.number(f"{ACTOR}.optim.lr")
-    return Write({"train.optimizer.min_lr": rate}) if rate else Nothing("0, as here")
+    return Write({"train.optimizer.min_lr": number(value) * options.number(f"{ACTOR}.optim.lr")})
 
 
 def rounds(value: Any, options: Options) -> Answer:

@@ -108,22 +108,22 @@ def unwise(
     """Yields the settings that run but that the recipe's author probably does not want. `time` is None for unknown
     GPUs; `scheduled` is the time under the recipe's schedule, None for sync."""
     if case.device == "cuda":
-        yield from _over_nodes(case)
+        yield from _unwise_nodes(case)
         if case.recipe.deterministic:
             given, needed = "on GPUs: kernels are slower than this plan's", "a run that must repeat bit for bit"
             yield Problem("deterministic", given, needed, "remove it where runs need not repeat")
-    yield from _layout(case, time)
-    yield from _training(case, held)
+    yield from _unwise_layout(case, time)
+    yield from _unwise_training(case, held)
     if isinstance(case.recipe, Recipe):
-        yield from _engines(case, case.recipe)
-        yield from _conversations(case, case.recipe)
+        yield from _unwise_engines(case, case.recipe)
+        yield from _unwise_agent(case, case.recipe)
         if time is not None:
-            yield from _waiting(case, case.recipe, time, scheduled)
+            yield from _unwise_waiting(case, case.recipe, time, scheduled)
     if time is not None:
-        yield from _timeouts(case.recipe, time)
+        yield from _unwise_seconds(case.recipe, time)
 
 
-def _over_nodes(case: Case) -> Iterator[Problem]:
+def _unwise_nodes(case: Case) -> Iterator[Problem]:
     per_node, devices = case.recipe.cluster.gpus_per_node, case.device_plan.bundles
     fixes = {"tensor": f"a divisor of {per_node}, and pipeline for the rest", "expert_tensor": "expert_tensor: 1"}
     for axis in case.axes:
@@ -137,7 +137,7 @@ def _over_nodes(case: Case) -> Iterator[Problem]:
         yield Problem("cluster.gpus_per_node", given, "whole nodes", fix)
 
 
-def _layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
+def _unwise_layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
     recipe, layout, lengths, experts = case.recipe, case.layout, case.lengths, case.architecture.experts
     tensor, data, context = layout.tensor, layout.data, layout.context
     gpu = case.speeds.gpu
@@ -168,7 +168,7 @@ def _layout(case: Case, time: StepTime | None) -> Iterator[Problem]:
         yield Problem("train.layout.context", given, needed, "context: 1, and data in its place")
 
 
-def _engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
+def _unwise_engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
     rollout, ranks, engine = recipe.rollout, case.layout.ranks, _engine(case)
     engines, size = rollout.engines, rollout.devices_of_engine
     responses = recipe.prompts_at_once * rollout.samples_per_prompt
@@ -192,7 +192,7 @@ def _engines(case: Case, recipe: Recipe) -> Iterator[Problem]:
         yield Problem("rollout.layout.tensor", given, needed, "more tensor ranks in each engine, or shorter responses")
 
 
-def _conversations(case: Case, recipe: Recipe) -> Iterator[Problem]:
+def _unwise_agent(case: Case, recipe: Recipe) -> Iterator[Problem]:
     """Yields problems of conversations that overflow engines' caches, or are too short for the turns allowed."""
     agent, engine = recipe.agent, _engine(case)
     if agent is None:
@@ -211,7 +211,7 @@ def _conversations(case: Case, recipe: Recipe) -> Iterator[Problem]:
         yield Problem("agent.tokens_max", given, needed, fix)
 
 
-def _waiting(case: Case, recipe: Recipe, time: StepTime, scheduled: ScheduleTime | None) -> Iterator[Problem]:
+def _unwise_waiting(case: Case, recipe: Recipe, time: StepTime, scheduled: ScheduleTime | None) -> Iterator[Problem]:
     """Yields problems of disaggregated devices that wait for the others, and of a schedule that throws tokens away."""
     ranks, used = case.layout.ranks, len(set(chain(*case.device_plan.bundles_of_engine)))
     if used and recipe.cluster.placement == "disaggregated":
@@ -246,7 +246,7 @@ def _less_waiting(recipe: Recipe) -> Iterator[str]:
         yield f"schedule: {kind.kind}"
 
 
-def _training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
+def _unwise_training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
     if case.gpus and case.recipe.train.layer_spec == "transformer_engine" and not case.auto_is_fused:
         given = f"transformer_engine, on {case.gpus.gpu.name}"
         needed = "fused attention over packed sequences: without it all scores of the longest sequence are kept"
@@ -287,7 +287,7 @@ def _training(case: Case, held: Sequence[DeviceMemory]) -> Iterator[Problem]:
         yield Problem("train.optimizer.lr", given, needed, "lr: 1.0e-6")
 
 
-def _timeouts(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
+def _unwise_seconds(recipe: AnyRecipe, time: StepTime) -> Iterator[Problem]:
     limits = {}
     if isinstance(recipe, Recipe):
         step = ("cluster.step_timeout_seconds", recipe.cluster.step_timeout_seconds)

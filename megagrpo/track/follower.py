@@ -254,8 +254,12 @@ def write_report(directory: Path, say: Say) -> None:
     command = [sys.executable, "-P", "-c", LAUNCH, "report", str(directory)]
     try:
         subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, timeout=REPORT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"no report for MLflow: {first_line(error)}; megagrpo report {directory} makes it")
+        return
+    except subprocess.TimeoutExpired:
+        why = f"not written within {REPORT_SECONDS:g} s"
+    except OSError as error:
+        why = error.strerror or first_line(error)
+    say(f"no report for MLflow: {why}; megagrpo report {directory} makes it")
 
 
 # --- after the run ----------------------------------------------------------------------------------------------------

@@ -265,17 +265,21 @@ class MLflow(TrackedRun):
     def _log_files(self) -> None:
         """Sends the files that have changed since they were last sent."""
         known = dict(self.delivered.of(self.place).get("files", {}))
-        files = [(path, "") for pattern in FILES for path in sorted(self.directory.glob(pattern))]
-        for path in sorted((self.directory / EXPORT).glob("*")):
-            if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= ARTIFACT_BYTES_MAX:
-                files.append((path, EXPORT))
-        for path, folder in files:
+        for path, folder in self._files():
             stat, name = path.stat(), posixpath.join(folder, path.name)
             state = f"{stat.st_size} {stat.st_mtime_ns}"
             if known.get(name) != state:
                 self._client.log_artifact(self.run_id, str(path), folder or None)
                 known[name] = state
                 self.note(files=dict(known))
+
+    def _files(self) -> Iterator[tuple[Path, str]]:
+        """Yields each file with its folder among the artifacts. Looks at it only when those before it are sent."""
+        for pattern in FILES:
+            yield from ((path, "") for path in sorted(self.directory.glob(pattern)))
+        for path in sorted((self.directory / EXPORT).glob("*")):
+            if path.is_file() and not path.name.endswith(WEIGHTS) and path.stat().st_size <= ARTIFACT_BYTES_MAX:
+                yield path, EXPORT
 
     # --- the exported model -------------------------------------------------------------------------------------------
     #

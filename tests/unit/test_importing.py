@@ -154,27 +154,33 @@ def test_a_script_for_several_chips_becomes_the_run_that_it_starts_on_nvidia_gpu
 
 
 OPEN_INSTRUCT = "python open_instruct/grpo_fast.py --model_name_or_path models/m --dataset_mixer_list org/ds 1.0 "
-LONGER = "reward.reward_kwargs.max_resp_len"
+SLIME = "python train.py --hf-checkpoint m --rollout-batch-size 8"
+LONGER, ESTIMATOR, OPTIM = "reward.reward_kwargs.max_resp_len", f"{ACTOR}.kl_loss_type", f"{ACTOR}.optim"
 
 
 @pytest.mark.parametrize(
-    ("framework", "text", "option"),
+    ("framework", "text", "option", "said"),
     [
         (
             "verl",
             f"{VERL} reward.reward_manager.name=dapo +{LONGER}=2048 data.max_response_length=4096 "
             "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=512",
             LONGER,
+            "missing",
         ),
-        ("verl", f"{VERL} --config-path=config --config-name=my_trainer", "--config-name"),
-        ("open_instruct", f"{OPEN_INSTRUCT} --keep_last_n_checkpoints -1", "keep_last_n_checkpoints"),
+        ("verl", f"{VERL} --config-path=config --config-name=my_trainer", "--config-name", "missing"),
+        ("verl", f"{VERL} {ACTOR}.use_kl_loss=True {ESTIMATOR}=full", ESTIMATOR, "missing: estimators here are"),
+        ("verl", f"{VERL} {ACTOR}.use_kl_loss=True {ESTIMATOR}=k1", ESTIMATOR, "missing: k1 has no gradient"),
+        ("verl", f"{VERL} {OPTIM}.lr_scheduler_type=$KIND {OPTIM}.min_lr=0", f"{OPTIM}.min_lr", "same: 0, as here"),
+        ("open_instruct", f"{OPEN_INSTRUCT} --keep_last_n_checkpoints -1", "keep_last_n_checkpoints", "missing"),
+        ("slime", f"{SLIME} --tis-clip 3.0", "tis_clip", "same"),
+        ("slime", f"{SLIME} --tis-clip 3.0 --use-tis", "tis_clip", "translated"),
     ],
 )
-def test_an_option_that_counts_otherwise_here_is_said(tmp_path: Path, framework: str, text: str, option: str) -> None:
-    source = tmp_path / "run.sh"
-    source.write_text(text)
+def test_what_becomes_of_an_option_is_said(tmp_path: Path, framework: str, text: str, option: str, said: str) -> None:
+    (source := tmp_path / "run.sh").write_text(text)
     outcomes = import_recipe(framework, source, {}, {}).translation.outcomes
-    assert {outcome.option: outcome.kind for outcome in outcomes}[option] == "missing"
+    assert {one.option: f"{one.kind}: {one.why}" for one in outcomes}[option].startswith(said)
 
 
 def test_steps_that_open_instruct_is_given_count_before_its_episodes(tmp_path: Path) -> None:
@@ -191,16 +197,6 @@ def test_every_default_of_a_framework_that_differs_is_written(tmp_path: Path) ->
     assert recipe.train.optimizer.beta2 == 0.999
     assert recipe.schedule.max_staleness == 8
     assert recipe.data.train[0].amount == 0.5
-
-
-def test_an_option_that_others_read_is_translated_only_where_it_decides_something(tmp_path: Path) -> None:
-    source = tmp_path / "run.sh"
-    kinds = {}
-    for switch in ("--use-tis", ""):
-        source.write_text(f"python train.py --hf-checkpoint m --tis-clip 3.0 --rollout-batch-size 8 {switch}")
-        made = import_recipe("slime", source, {}, {})
-        kinds[switch] = {outcome.option: outcome.kind for outcome in made.translation.outcomes}["tis_clip"]
-    assert kinds == {"--use-tis": "translated", "": "same"}
 
 
 # --- nothing is lost --------------------------------------------------------------------------------------------------
@@ -242,10 +238,7 @@ def test_no_option_is_lost_whatever_its_value(framework: Framework, data: st.Dat
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    names=st.lists(st.from_regex(r"[a-z][a-z_]{1,9}", fullmatch=True), max_size=6),
-    value=st.sampled_from(["1", "a b", ""]),
-)
+@given(st.lists(st.from_regex(r"[a-z][a-z_]{1,9}", fullmatch=True), max_size=6), st.sampled_from(["1", "a b", ""]))
 def test_every_word_of_a_command_is_an_option_or_its_value(names: list[str], value: str) -> None:
     words = [Word(text, 1) for name in names for text in (f"--{name}", value)]
     assert set(flags(words)) == set(names)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.track import follower_process
+from megagrpo.track import follower, follower_process
 from megagrpo.track.delivered import FILE
 from megagrpo.track.status import RunStatus
 from megagrpo.track.tracker import Tracker
@@ -172,6 +172,13 @@ def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     assert not list(processes_of(os.getpid()))
     assert main(["track", "sync", str(directory)]) == 0
     assert scalars(directory)["reward/mean"] == [(0, 0.0), (1, 0.125), (2, 0.5)]
+
+
+def test_a_report_that_takes_too_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "REPORT_SECONDS", 0)
+    said: list[str] = []
+    follower.write_report(tmp_path, said.append)
+    assert said == [f"no report for MLflow: not written within 0 s; megagrpo report {tmp_path} makes it"]
 
 
 @pytest.mark.soak
