@@ -32,7 +32,7 @@ BUDGETS = {
     ("weights",): 6_243,
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
-    ("checkpoint", "convert"): 2_426,
+    ("checkpoint", "convert"): 2_429,
     ("rollout",): 3_053,
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,

@@ -55,6 +55,7 @@ KNOWN = {
 """The classes and functions in a list of contents (.metadata)."""
 NUMPY = [numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, numpy.dtypes.UInt32DType, _codecs.encode]
 """The functions and classes in the state of numpy's random generator."""
+NEEDED = "a file of torch.distributed.checkpoint"
 UNPICKLING = (
     pickle.UnpicklingError, EOFError, AttributeError, TypeError, ImportError, ValueError, LookupError, MemoryError,
     OverflowError, RecursionError, RuntimeError,
@@ -83,13 +84,16 @@ class TorchCheckpoint:
         self._chunks: dict[str, tuple[StoredChunk, ...]] = {}
         self._objects: dict[str, StoredChunk] = {}
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
-        for key, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                dtype = str(stored.properties.dtype).removeprefix("torch.")
-                self.tensors[key] = Storage(key, tuple(stored.size), dtype)
-                self._chunks[key] = tuple(self._stored_chunks(metadata, key, stored))
-            elif info := (metadata.storage_data or {}).get(MetadataIndex(key)):
-                self._objects[key] = StoredChunk(Box(key, (), ()), info.relative_path, info.offset, info.length)
+        try:
+            for key, stored in metadata.state_dict_metadata.items():
+                if isinstance(stored, TensorStorageMetadata):
+                    dtype = str(stored.properties.dtype).removeprefix("torch.")
+                    self.tensors[key] = Storage(key, tuple(stored.size), dtype)
+                    self._chunks[key] = tuple(self._stored_chunks(metadata, key, stored))
+                elif info := (metadata.storage_data or {}).get(MetadataIndex(key)):
+                    self._objects[key] = StoredChunk(Box(key, (), ()), info.relative_path, info.offset, info.length)
+        except UNPICKLING as error:  # objects that lack a field
+            raise UnusableCheckpointError(Problem(str(directory / METADATA), first_line(error), NEEDED)) from error
         sizes: dict[str, int] = {}
         for chunk in (chunk for chunks in self._chunks.values() for chunk in chunks):
             sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
@@ -213,16 +217,15 @@ class _Unknown:
 
 
 def _read_metadata(path: Path) -> Metadata:
-    needed = "a file of torch.distributed.checkpoint"
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except OSError as error:
-        raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), needed)) from error
+        raise UnusableCheckpointError(Problem(str(path), error.strerror or str(error), NEEDED)) from error
     except UNPICKLING as error:
-        raise UnusableCheckpointError(Problem(str(path), first_line(error), needed)) from error
+        raise UnusableCheckpointError(Problem(str(path), first_line(error), NEEDED)) from error
     if not isinstance(metadata, Metadata):
-        raise UnusableCheckpointError(Problem(str(path), type(metadata).__name__, needed))
+        raise UnusableCheckpointError(Problem(str(path), type(metadata).__name__, NEEDED))
     return metadata
 
 
