@@ -16,7 +16,7 @@ from megagrpo.errors import ModelError, Problem, first_line
 from megagrpo.types import FinishReason
 from megagrpo.weights.families.reading import read_json
 
-CLOCK = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+CLOCK = re.compile(r"""\bstrftime_now\s*\(\s*(?:format\s*=\s*)?(["'])((?:(?!\1)[^\\\n])*)\1\s*,?\s*\)""")
 DATE = datetime(2024, 7, 26)
 """Today, to a chat template: a prompt is the same tomorrow. Llama 3's templates write it where none is known."""
 NAMED, END_OF_NAME = "\ue000", "\ue001"
@@ -52,7 +52,8 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
     """Loads a tokenizer with a chat template: that of `template_file` (Jinja) if given, else its own. It writes DATE
     for today.
 
-    Raises ModelError if there is no tokenizer or no template. A template is parsed when it is first used.
+    Raises ModelError if there is no tokenizer or no template, or one whose date has a computed format. A template is
+    parsed when it is first used.
     """
     tokenizer = load_tokenizer(directory)
     if template_file is not None:
@@ -69,7 +70,15 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
     def of_one_day(template: Any) -> Any:  # one, or several by name
         if isinstance(template, dict):
             return {name: of_one_day(text) for name, text in template.items()}
-        return CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
+        dated = CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
+        if call := re.search(r"\bstrftime_now\b(?!\s+is\b).{0,40}", dated):
+            where, needed = (
+                f"{directory}: the chat template asks for the date",
+                'a text in it: strftime_now("%d %b %Y")',
+            )
+            fix = "write the format there, or a date; model.chat_template names another file"
+            raise ModelError(Problem(where, call[0], needed, fix))
+        return dated
 
     tokenizer.chat_template = of_one_day(tokenizer.chat_template)
     return tokenizer

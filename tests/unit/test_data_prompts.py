@@ -113,11 +113,19 @@ def test_a_tokenizer_needs_a_valid_template(tmp_path):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_template_writes_the_same_day_in_every_run(named, tmp_path):
-    template = "{{ strftime_now('%d %b %Y') ~ strftime_now( \"'%y\" ) }} {{ messages[0].content }}"
+    template = """{% if strftime_now is defined %}{{ strftime_now ('%d %b %Y') ~ strftime_now( format="'%y", ) }}
+{%- endif %} {{ messages[0].content }}"""
     byte_tokenizer({"default": template} if named else template).save_pretrained(tmp_path)
     tokenizer = load_chat_tokenizer(tmp_path)
     chat = [{"role": "user", "content": "1+1="}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "26 Jul 2024'24 1+1="
+
+
+@pytest.mark.parametrize("call", ["strftime_now('%d' ~ ' %b')", "strftime_now(day)", "[strftime_now][0]('%d')"])
+def test_a_template_that_computes_the_format_of_the_date_is_refused(call, tmp_path):
+    byte_tokenizer("{{ " + call + " }}").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="asks for the date"):
+        load_chat_tokenizer(tmp_path)
 
 
 def test_a_missing_or_broken_tokenizer_is_a_model_error(tmp_path, monkeypatch):
