@@ -21,6 +21,7 @@ DIVERGED_FIX = (
 """The fix for a run whose numbers are not finite any more."""
 
 CHARACTERS_MAX = 10_000
+REPORT = "a bug of megagrpo: open an issue with the run's logs/ and recipe.yaml"
 NAME_NEEDED = "a path that this machine can have"
 
 
@@ -116,7 +117,7 @@ class PreflightError(MegagrpoError):
 
     title = "cannot start"
     exit_code = EXIT_USER_ERROR
-    advice = "correct that file, or name another one in the recipe"
+    advice = "correct that file or directory, or name another one in the recipe"
 
 
 class DataError(MegagrpoError):

@@ -21,7 +21,7 @@ from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.processes import AgentProcess, Program
 from megagrpo.agents.turns import Limits, reported
-from megagrpo.errors import AgentError, MegagrpoError, Problem
+from megagrpo.errors import REPORT, AgentError, MegagrpoError, Problem
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
 from megagrpo.types import FinishReason, Sample
@@ -171,7 +171,7 @@ class AgentHost:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            unexpected = Problem("the thread that hosts agents", f"{type(error).__name__}: {error}", fix="report it")
+            unexpected = Problem("the thread that hosts agents", f"{type(error).__name__}: {error}", fix=REPORT)
             self._failed(error if isinstance(error, MegagrpoError) else AgentError(unexpected))
 
     # --- processes ----------------------------------------------------------------------------------------------------

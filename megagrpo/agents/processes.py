@@ -42,7 +42,7 @@ class Program:
     python: str | None = None
     """null: the run's interpreter, with what it can import."""
     environment: Sequence[str] = ()
-    """Names of variables that it sees beside those that reward functions see."""
+    """Environment variables that it gets in addition to ENVIRONMENT of reward/workers.py."""
 
 
 def program_of(agent: AgentConfig) -> Program:

@@ -1,7 +1,7 @@
-"""Estimates the effect on lengths of a step that drops its slowest responses: those that it trains on are shorter.
+"""Estimates the length bias of a step that drops its slowest responses.
 
-The length of a response that is cut is not known, but for its tokens so far. So the lengths of all that began are
-estimated as lifetimes are, of which some have not ended (Kaplan and Meier, 1958).
+A response that is cut has sampled a part of its unknown length. The lengths of all responses that began are therefore
+estimated like lifetimes of which some have not ended (Kaplan and Meier, 1958).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns sorted lengths, and the share of each in all responses that began, float64 [responses]. cut: tokens of
-    cut responses. Those cut after the last end count with the tokens of the longest: in truth they are longer."""
+    cut responses. A response cut beyond the longest ended one counts with its tokens so far, a lower bound."""
     lengths, has_ended = np.array([*ended, *cut], np.int64), np.arange(len(ended) + len(cut)) < len(ended)
     order = np.lexsort((~has_ended, lengths))
     at_least = np.arange(len(order), 0, -1)  # responses that are at least as long
@@ -24,8 +24,8 @@ def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarr
 
 
 def cut_metrics(trained: Sequence[int], ended: Sequence[int], cut: Sequence[int]) -> dict[str, float]:
-    """Computes a step's metrics from its responses' tokens. ended, cut: of all that began, those that ended, and those
-    that did not. trained: those of both that are trained on; engines may have given up on some (finish abort)."""
+    """Computes a step's metrics from its responses' tokens. ended, cut: the responses that ended, and that were cut.
+    trained: the responses used for the update; some may have finish abort."""
     lengths, shares = lengths_of_begun(ended, cut)
     mean, begun_mean, tokens = float(np.mean(trained)), float(lengths @ shares), float(lengths.sum())
     return {

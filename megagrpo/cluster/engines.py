@@ -147,7 +147,7 @@ class EngineActor:
 
     def _count_speed(self, ticket: int, tokens: int, now: float) -> None:
         """Adds the tokens and seconds of a request since it was first seen, unless it sampled none: it waits, or has
-        ended in a batch that goes on."""
+        ended while others of its batch run on."""
         at, before = self._since.pop(ticket, (now, tokens))
         if tokens > before:
             self._sampled += tokens - before

@@ -19,7 +19,7 @@ import ray
 from megagrpo.cluster.engine_answers import EngineAnswers, read_so_far
 from megagrpo.cluster.engines import CLOSE_SECONDS, EngineActors, ask_engine
 from megagrpo.cluster.waiting import SLICE_SECONDS, answer_of, settle
-from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.rollout.engine import MemoryTag
 from megagrpo.rollout.pool import Order, Pool
@@ -440,4 +440,4 @@ def require_alive(thread: threading.Thread) -> None:
     """Raises EngineError if a thread of the run has ended with an unexpected error."""
     if not thread.is_alive():
         given = "it has ended: its traceback is in the output of this process"
-        raise EngineError(Problem(f"the thread that {thread.name}", given, fix="report it"))
+        raise EngineError(Problem(f"the thread that {thread.name}", given, fix=REPORT))

@@ -16,7 +16,7 @@ from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.runtime import Runtime
 from megagrpo.cluster.train_ranks import Policy
 from megagrpo.cluster.waiting import settle, wait_for
-from megagrpo.errors import EngineError, MegagrpoError, Problem, RankError, WeightSyncError
+from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem, RankError, WeightSyncError
 from megagrpo.processes.ports import own_address
 from megagrpo.processes.store import LOOPBACK
 from megagrpo.recipe.defaults import sync_directory
@@ -317,7 +317,7 @@ def replica_problems(digests: Mapping[str, Mapping[Box, int]]) -> list[Problem]:
             where=f"{box.tensor} from {box.start}, shape {box.shape}",
             given="; ".join(f"digest {digest:016x} on {', '.join(ranks)}" for digest, ranks in by_digest.items()),
             needed="the same bytes on every rank that holds it",
-            fix="the ranks have drifted apart: start again from the newest checkpoint, and report it",
+            fix=f"start again from the newest checkpoint; if it happens again: {REPORT}",
         )
         for box, by_digest in holders.items()
         if len(by_digest) > 1

@@ -44,7 +44,7 @@ def add_train(commands: Commands) -> None:
 
     text = "evaluate a model on a recipe's evaluation sets, or two models and compare them; see docs/evaluation.md"
     added = add_command(commands, "eval", text, evaluate)
-    text = "Hugging Face directory or hub id, run or checkpoint, or URL of an SGLang server; then KEY=VALUE"
+    text = "a model (two to compare): directory, hub id, run, checkpoint or URL of a server; then KEY=VALUE overrides"
     added.add_argument("models", nargs="+", metavar="MODEL", help=text)
     added.add_argument("--recipe", type=Path, required=True, metavar="RECIPE", help="YAML file, see docs/recipes.md")
     text = "for responses and results; what is in it already is kept; default: eval in the run's directory"

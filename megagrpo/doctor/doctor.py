@@ -56,7 +56,7 @@ WITHOUT: Mapping[str, str] = {
 CORNERSTONES = ("megatron-core", "sglang", "transformer-engine", "transformers", "ray", "mlflow")
 """Packages whose own requirements are compared with what is installed."""
 IN_EXTRAS = {"megatron-core": "transformer-engine"}
-"""A cornerstone, and the package that it names in extras only and that megagrpo uses with it."""
+"""Optional requirements that megagrpo needs: a package, and the requirement of its extra."""
 APEX = "pip uninstall apex, then build NVIDIA's from https://github.com/NVIDIA/apex, with its C++ and CUDA extensions"
 WITHOUT_APEX = (
     "fused Adam and accumulation of gradients on GPUs, built from https://github.com/NVIDIA/apex; without it both are "

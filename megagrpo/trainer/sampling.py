@@ -18,7 +18,7 @@ from megagrpo.algorithm.admission import Admission, Admitted
 from megagrpo.algorithm.cut_off import cut_metrics
 from megagrpo.checkpoint.pending import Pending
 from megagrpo.cluster.rollouts import require_alive
-from megagrpo.errors import EngineError, MegagrpoError, Problem
+from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.schedule import OneStepOffConfig, SyncConfig
@@ -148,7 +148,7 @@ class Background(EngineSource):
         version = self._admission.version
         for admitted, group in zip(taken, groups, strict=True):
             if version + 1 > admitted.last_step:
-                given, fix = f"step {version + 1} of the run, after version {admitted.version}", "report it"
+                given, fix = f"step {version + 1} of the run, after version {admitted.version}", REPORT
                 needed = f"a step until {admitted.last_step}"
                 raise EngineError(Problem(f"group {admitted.number}", f"{given}, with which it began", needed, fix))
             require_version([group], version, admitted.version)

@@ -134,7 +134,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Share:
-    """Blocks that a rank quantises: those whose first elements lie in one of its placements."""
+    """The blocks that a rank quantises: one of its placements holds their first elements."""
 
     region: Box
     parts: tuple[Placement, ...]

@@ -41,7 +41,7 @@ class Recipe(Section):
 
     deterministic: bool | Literal["replayable"] = False
     """true: two runs give the same metrics and weights, bit for bit, on like machines with the same packages. Kernels
-    are slower, and what an engine samples does not depend on what it samples beside it. replayable: the same where
+    are slower; a sample does not depend on the other requests of its batch. replayable: the same where
     the order depends on speed (async, carry_over, oversample), which train --replay-schedule repeats. See
     docs/debugging.md."""
 

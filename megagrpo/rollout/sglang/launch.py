@@ -208,7 +208,7 @@ def main() -> None:
     settings = json.load(sys.stdin)
     watch = threading.Thread(target=end_with, args=(settings["owner"], settings["directory"]), daemon=True)
     watch.start()
-    end_with_parent(signal.SIGCONT)  # one that is stopped goes on then, and ends
+    end_with_parent(signal.SIGCONT)  # wakes a stopped server, which then ends with its parent
 
     import sglang
     from sglang.launch_server import run_server

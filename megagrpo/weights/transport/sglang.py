@@ -27,7 +27,7 @@ import numpy as np
 import pydantic
 import torch
 
-from megagrpo.errors import EngineError, MegagrpoError, ModelError, Problem, WeightSyncError, first_line
+from megagrpo.errors import REPORT, EngineError, MegagrpoError, ModelError, Problem, WeightSyncError, first_line
 from megagrpo.weights.boxes import Manifest, in_groups
 from megagrpo.weights.digest import combine, digests
 from megagrpo.weights.files.loading import load_files
@@ -419,6 +419,6 @@ def check_derived(model: torch.nn.Module) -> None:
             if not torch.equal(getattr(module, derived), expected):
                 given = "it does not follow from the kv_b_proj.weight that was received"
                 needed = "SGLang's post_load_weights, after the last bucket that holds it"
-                problems.append(Problem(f"{name}.{derived}", given, needed, "report it, with the version of SGLang"))
+                problems.append(Problem(f"{name}.{derived}", given, needed, f"{REPORT}, and SGLang's version"))
     if problems:
         raise ModelError(problems)
