@@ -1,4 +1,4 @@
-"""What the pictures of runs are drawn from."""
+"""Data that the pictures of runs are drawn from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver itself does in a step of a large asynchronous run: seconds of one core, and memory. No GPU, no Ray.
+"""Work of the driver itself in a step of a large asynchronous run: seconds of one core, and memory. No GPU, no Ray.
 
     python benchmarks/driver.py                    # 25,000 to 100,000 samples in flight: a minute
 

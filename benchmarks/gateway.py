@@ -1,4 +1,4 @@
-"""What the gateway for agents costs, and how many sequences its rollouts are, beside rendering every turn anew.
+"""Cost of the gateway for agents, and how many sequences its rollouts are, beside rendering every turn anew.
 
     python benchmarks/gateway.py                        # two minutes
     python benchmarks/gateway.py --tokenizer DIRECTORY  # a model's own tokenizer and template

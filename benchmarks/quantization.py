@@ -1,4 +1,4 @@
-"""What float8 blocks cost in nats, on the CPU: a small model that has learnt sums by heart, with and without them.
+"""Cost of float8 blocks in nats, on the CPU: a small model that has learnt sums by heart, with and without them.
 
     python -m benchmarks.quantization            # four minutes of one core
 

@@ -1,4 +1,4 @@
-"""How long a report takes to be made and to be opened: python -m benchmarks.report [--steps 1000] [--samples 100].
+"""Time that a report takes to be made and to be opened: python -m benchmarks.report [--steps 1000] [--samples 100].
 
 It makes a run with that many steps, about 150 metrics (tests/report_runs.py) and samples of each step, its report, and
 opens this in headless Chromium from the disk. --samples 0: a run without samples.

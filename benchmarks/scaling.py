@@ -1,4 +1,4 @@
-"""What the planner expects of four models on 8 to 4,096 GPUs: the best layout that it finds, and what bounds it first.
+"""Plans for four models on 8 to 4,096 GPUs: the best layout that it finds, and what bounds it first.
 
     python benchmarks/scaling.py                 # the whole table of docs/scaling.md: minutes of one core
     python benchmarks/scaling.py --model 8B --gpus 8 16
@@ -89,7 +89,7 @@ HEADS = (
 
 
 def row(size: Size, gpus: int) -> Row | str:
-    """Why not, if nothing fits."""
+    """Returns the reason, if nothing fits."""
     responses = max(RESPONSES_MIN, min(RESPONSES_MAX, gpus * RESPONSES_PER_GPU))
     overrides = [
         f"model.path={size.model}", f"cluster.gpu={size.gpu}", "algorithm.minibatches=1", "rollout.layout.tensor=8",

@@ -38,7 +38,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Sync:
-    """What every training rank must know of the syncs to come. `transport` is a TransportName's value or GATHER."""
+    """Facts about the syncs to come for every training rank. `transport` is a TransportName's value or GATHER."""
 
     transport: str
     layout: ParallelLayout
@@ -128,7 +128,7 @@ class TrainingRanks:
             connection.send((method, arguments))
 
     def finish(self) -> list[Any]:
-        """What was started returned, by rank. Raises RuntimeError with the tracebacks of ranks that failed."""
+        """Returns the results by rank. Raises RuntimeError with the tracebacks of ranks that failed."""
         answers = [connection.recv() for connection in self._connections]
         if failed := [value for ok, value in answers if not ok]:
             raise RuntimeError("\n".join(failed))

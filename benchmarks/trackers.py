@@ -1,4 +1,4 @@
-"""What keeping rollouts and all trackers cost: a step with and without, their own time, and bytes.
+"""Cost of keeping rollouts and of all trackers: a step with and without, their own time, and bytes.
 
     make warm-start
     python benchmarks/trackers.py                  # two real runs on this machine's CPUs, and the writer alone: minutes
@@ -146,7 +146,7 @@ def writers_time(measured: Measured) -> Iterator[None]:
 
 
 def trackers_processes() -> list[psutil.Process]:
-    """That of the trackers, and W&B's own, which it starts."""
+    """Returns the processes of the trackers, and W&B's own, which it starts."""
     children = psutil.Process().children()
     found = [child for child in children if "--follow" in child.cmdline()]
     return [process for each in found for process in (each, *each.children(recursive=True))]

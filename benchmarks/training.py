@@ -132,7 +132,7 @@ def of_rank(rank: TrainRank, batches: Sequence[RankBatch], rows: int) -> Callabl
 
 
 def of_transformers(directory: Path, sequences: Sequence[TrainSequence], tokens_per_batch: int) -> Callable[[], None]:
-    """What one writes without a framework: sequences of like length side by side, padded to the longest of a batch."""
+    """Returns a step as written without a framework: like lengths side by side, padded to the longest of a batch."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -302,7 +302,7 @@ def forward_operations(architecture: Architecture, sequences: Sequence[TrainSequ
 
 
 def filling(sequences: Sequence[TrainSequence], tokens: int) -> list[TrainSequence]:
-    """As many as fit into 19/20 of `tokens`, so that packing them needs no further microbatch."""
+    """Returns as many as fit into 19/20 of `tokens`, so that packing them needs no further microbatch."""
     ends = np.cumsum([len(s.tokens) for s in sequences])
     return list(sequences[: int(np.searchsorted(ends, 0.95 * tokens))])
 

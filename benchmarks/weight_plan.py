@@ -204,7 +204,7 @@ def in_own_process(cases: Iterable[Case]) -> Iterator[tuple[Case, Figures]]:
 
 
 def print_rows(rows: Iterable[tuple[str, ...]]) -> None:
-    """As a Markdown table, each row as soon as it is there."""
+    """Prints a Markdown table, each row as soon as it is there."""
     for number, row in enumerate(rows):
         print("| " + " | ".join(row) + " |", flush=True)
         if number == 0:

@@ -105,7 +105,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Devices:
-    """Where training ranks and the engine's ranks are: the GPUs of each, by place in `names`, or none on CPUs."""
+    """Places of training ranks and of the engine's ranks: the GPUs of each, by place in `names`, or none on CPUs."""
 
     kind: str
     names: Sequence[str]
@@ -126,8 +126,8 @@ class Devices:
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
-        """Those of exact shards that can be had: NCCL wants a GPU for each process, and a second hop two nodes with a
-        training rank beside each engine rank."""
+        """Returns those of exact shards that can be had: NCCL wants a GPU for each process, and a second hop two nodes
+        with a training rank beside each engine rank."""
         apart = not set(self.ranks) & set(self.engine)
         hops = len(self.torch_ranks) > 1 and set(self.engine) <= set(self.ranks)
         possible = {TransportName.PROCESS_GROUP: apart, TransportName.TWO_HOPS: hops}
@@ -343,8 +343,8 @@ class Bench:
 
 
 def transports_of(devices: Devices, tensor: int, chosen: Sequence[str]) -> list[str]:
-    """What is measured there: the chosen ones that can be; if none are chosen, all, but exact ones alone with several
-    tensor ranks."""
+    """Returns what is measured there: the chosen ones that can be; if none are chosen, all, but exact ones alone with
+    several tensor ranks."""
     possible = [*([GATHER] if devices.kind == "cpu" else []), *devices.transports, TransportName.DISK]
     return [name for name in chosen if name in possible] if chosen else possible[: None if tensor == 1 else -1]
 

@@ -188,7 +188,7 @@ def traffic_of(plan: WeightPlan, speeds: LinkSpeeds, bucket_bytes: int) -> Traff
 
 
 def gather_everything(plan: WeightPlan, speeds: LinkSpeeds) -> GatherEverything:
-    """What it would cost between the same ranks, in the dtype in which the destinations hold each tensor."""
+    """Returns what it would cost between the same ranks, in the dtype in which the destinations hold each tensor."""
     item_bytes = {
         placement.box.tensor: ITEM_BYTES[of_class.manifest.storages[placement.storage].dtype]
         for of_class in classes_of(plan.destinations)

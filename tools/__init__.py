@@ -1,1 +1,1 @@
-"""What is run from a clone of the repository, and is not installed with the package."""
+"""Programs that are run from a clone of the repository, and are not installed with the package."""

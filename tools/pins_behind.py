@@ -1,4 +1,4 @@
-"""Which pins of requirements/*.txt are behind the newest version that the index has for their Python.
+"""Pins of requirements/*.txt that are behind the newest version that the index has for their Python.
 
     python -m tools.pins_behind [requirements/gpu.txt ...]
 
@@ -29,7 +29,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def environment_of(path: Path) -> dict[str, Any]:
-    """What requirements/tested.yaml says of the environment that a file belongs to."""
+    """Returns what requirements/tested.yaml says of the environment that a file belongs to."""
     environments = yaml.safe_load((REQUIREMENTS / "tested.yaml").read_text(encoding="utf-8"))
     return environments["gpu" if path.stem == "gpu" else "cpu"]
 
@@ -40,8 +40,8 @@ def newest(name: str, version: str, python: str) -> str | None:
     if Version(version).is_prerelease:
         command.append("--pre")
     # Its first line is `NAME (VERSION)`. Not --json: the pip that Python 3.11 brings does not know it.
-    found = re.match(r"\S+ \((\S+)\)", subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return found[1] if found else None
+    match = re.match(r"\S+ \((\S+)\)", subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return match[1] if match else None
 
 
 def report(path: Path) -> str:

@@ -144,15 +144,15 @@ class _Page:
         """Yields the sections at a path, each with a heading, and those inside them."""
         if expected is None:
             return
-        for suffix, found in _sections(expected):
+        for suffix, part in _sections(expected):
             at = path + suffix
-            members = found.choice[1] if found.choice else {}
+            members = part.choice[1] if part.choice else {}
             if not members:
-                (section,) = _models(found)
+                (section,) = _models(part)
                 yield from self._section(at, section, f"{'#' * level} `{at}`", min(level + 1, 3))
                 continue
             yield from (f"{'#' * level} `{at}`", "")
-            key = found.choice[0].key if found.choice else ""
+            key = part.choice[0].key if part.choice else ""
             yield from (f"One of {len(members)}, chosen by `{key}`; a name alone is that one with its defaults.", "")
             for name, section in members.items():
                 heading = f"{'#' * (level + 1)} `{at}`: `{name}`"
@@ -178,9 +178,9 @@ def _sections(expected: Expected) -> Iterator[tuple[str, Expected]]:
     if expected.choice or _models(expected):
         yield "", expected
     elif expected.is_list and (item := expected.below("0")):
-        yield from ((ITEM + suffix, found) for suffix, found in _sections(item))
+        yield from ((ITEM + suffix, part) for suffix, part in _sections(item))
     elif any(get_origin(kind) is dict for kind in expected.alternatives) and (value := expected.below("NAME")):
-        yield from ((NAME + suffix, found) for suffix, found in _sections(value))
+        yield from ((NAME + suffix, part) for suffix, part in _sections(value))
 
 
 def _models(expected: Expected) -> list[type[BaseModel]]:
@@ -189,10 +189,10 @@ def _models(expected: Expected) -> list[type[BaseModel]]:
 
 def _type(path: str, expected: Expected) -> str:
     """Returns the type in words; a section is a link to its description."""
-    found = list(_sections(expected))
-    if not found:
+    sections = list(_sections(expected))
+    if not sections:
         return _plain(expected)
-    suffix, section = found[0]
+    suffix, section = sections[0]
     anchor = f"#{_slug(path + suffix)}"
     if section.choice:
         kinds = [f"one of {', '.join(f'`{name}`' for name in section.choice[1])} ([each]({anchor}))"]

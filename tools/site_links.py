@@ -1,6 +1,6 @@
-"""What mkdocs does with links that leave docs/: the files that they lead to become pages of the site, under files/.
+"""Hook of mkdocs.yml for links that leave docs/: the files that they lead to become pages of the site, under files/.
 
-A hook of mkdocs.yml. Links to folders become text. On GitHub the same links lead to the files themselves. The hook also
+Links to folders become text. On GitHub the same links lead to the files themselves. The hook also
 puts answers first in the search: said here, since GitHub would show it at the top of the page.
 """
 
@@ -20,7 +20,7 @@ ANSWERS = "faq.md"
 
 
 def outside(page: str, target: str) -> str | None:
-    """Where a link of docs/`page` leads in the repository, if it leaves docs/: a path from the top."""
+    """Returns the end in the repository of a link of docs/`page`, if it leaves docs/: a path from the top."""
     parts: list[str] = []
     for part in (PurePosixPath("docs", page).parent / target).parts:
         if part == "..":
@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for each file that a page links to."""
     top = Path(config.docs_dir).parent
     pages = [file for file in files if file.is_documentation_page()]
-    linked = {outside(page.src_uri, found[2]) for page in pages for found in LINK.finditer(page.content_string)}
+    linked = {outside(page.src_uri, link[2]) for page in pages for link in LINK.finditer(page.content_string)}
     for path in sorted(path for path in linked if path is not None and (top / path).is_file()):
         text = (top / path).read_text(encoding="utf-8")
         fence = "`" * 4

@@ -72,7 +72,7 @@ class Search(CorpusSearch):
 
 @dataclass(frozen=True)
 class Encoding:
-    """How texts become vectors. pooling: how the encoder's last states become one."""
+    """Way in which texts become vectors. pooling: how the encoder's last states become one."""
 
     encoder: str
     pooling: str

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 RESPONSE_TOKENS_MAX = 12
-"""As many as the demos' longest response has, `make demo-llm`."""
+"""Number of the tokens of the demos' longest response, `make demo-llm`."""
 
 
 def ask(directory: str, questions: Sequence[str], system: str | None = None) -> Iterator[str]:

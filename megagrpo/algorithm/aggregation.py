@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MinibatchTokens:
-    """This rank's response tokens of a minibatch, and how many there are on all ranks."""
+    """Response tokens of this rank in a minibatch, and how many there are on all ranks."""
 
     kept: Tensor  # bool [tokens]: the others are left out of the loss
     responses: Sequences  # an agent's rollout is one, with all of its branches

@@ -104,7 +104,7 @@ def worst_tokens(rows: Tensor, index: Tensor, train: Tensor, rollout: Tensor, co
     """
     tokens = torch.full((count, 4), float(NO_ROW), dtype=torch.float64, device=rows.device)
     worst = absolute_difference_bits(train, rollout).topk(min(count, len(rows))).indices
-    tokens[: len(worst)] = torch.stack([each[worst].double() for each in (rows, index, train, rollout)], 1)
+    tokens[: len(worst)] = torch.stack([values[worst].double() for values in (rows, index, train, rollout)], 1)
     return tokens
 
 

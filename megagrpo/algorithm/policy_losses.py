@@ -292,8 +292,8 @@ class OwnLossConfig(PolicyLossMethod):
             if not isinstance(values, Tensor) or values.shape != tokens or values.device != inputs.logprobs.device:
                 shape = f"{values.dtype} {list(values.shape)} on {values.device}" if isinstance(values, Tensor) else ""
                 given = f"{self.name} returned {shape or type(values).__name__} as its {part}"
-                each = f"a number for each of the {tokens.numel()} tokens, on {inputs.logprobs.device}"
-                needed = f"{each}: a tensor, or a PolicyLoss of tensors"
+                numbers = f"a number for each of the {tokens.numel()} tokens, on {inputs.logprobs.device}"
+                needed = f"{numbers}: a tensor, or a PolicyLoss of tensors"
                 fix = "return a tensor like inputs.logprobs"
                 raise RecipeError(Problem("algorithm.loss.name", given, needed, fix))
         return result

@@ -55,8 +55,8 @@ def scorer_maker(
 
 def workers_of_nodes(workers: int, nodes: int) -> list[int]:
     """Splits workers evenly over the nodes: a count for each node that gets some, the largest first."""
-    each, more = divmod(workers, nodes)
-    return [count for count in (each + (node < more) for node in range(nodes)) if count]
+    share, more = divmod(workers, nodes)
+    return [count for count in (share + (node < more) for node in range(nodes)) if count]
 
 
 class RewardNodes(Executor):

@@ -173,7 +173,7 @@ def _glob(pattern: str) -> Iterator[str]:
 
 
 class _Local:
-    """This machine's files, with the functions of a filesystem of fsspec."""
+    """Files of this machine, with the functions of a filesystem of fsspec."""
 
     exists, isdir = os.path.exists, os.path.isdir
     glob, find = _glob, _below

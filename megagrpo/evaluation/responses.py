@@ -33,7 +33,7 @@ class Response:
     """Among the responses to the prompt."""
     data_source: str
     prompt: str
-    """As the chat template made it, before it became tokens."""
+    """Text that the chat template made, before it became tokens."""
     ground_truth: str
     response: str
     finish: str

@@ -71,17 +71,17 @@ def engine_memory(case: Case) -> EngineMemory:
     card_bytes, device = case.card_bytes, case.device
     rollout, options = recipe.rollout, recipe.rollout.kind.options(recipe.rollout)
     longest = longest_sequence(recipe)
-    asked = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
+    demand = min(rollout.requests_at_once, -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines))
     if recipe.agent:
-        asked = min(asked, -(-recipe.agent.rollouts_at_once // rollout.engines))
+        demand = min(demand, -(-recipe.agent.rollouts_at_once // rollout.engines))
     if not rollout.kind.starts_servers:
-        tokens, logits = asked * longest, 4 * asked * arch.vocab
+        tokens, logits = demand * longest, 4 * demand * arch.vocab
         cache = tokens * cache_bytes_per_token(arch, 1, element)
-        return EngineMemory(total_parameters(arch) * element, cache, logits, tokens, longest, asked)
+        return EngineMemory(total_parameters(arch) * element, cache, logits, tokens, longest, demand)
     layout = rollout.layout
     group = layout.tensor // layout.attention_data
     at_once = options.get("max_running_requests") or rollout.requests_at_once
-    asked = min(asked, at_once)
+    demand = min(demand, at_once)
     dtype = str(options.get("kv_cache_dtype") or "auto")
     cached = 1 if dtype.startswith("fp8") else 2 if dtype in ("bf16", "bfloat16") else element
     per_token = cache_bytes_per_token(arch, group, cached)
@@ -102,7 +102,7 @@ def engine_memory(case: Case) -> EngineMemory:
     if device == "cpu":
         tokens = cpu_cache_tokens(rollout.requests_at_once, longest)
     elif card_bytes is None:
-        tokens = -(-asked // layout.attention_data) * longest
+        tokens = -(-demand // layout.attention_data) * longest
     else:
         static = int(card_bytes * (options.get("mem_fraction_static") or default_fraction(sizes, card_bytes)))
         # Every stage caches the same tokens: as many as the one with the least room.
@@ -110,7 +110,7 @@ def engine_memory(case: Case) -> EngineMemory:
     tokens = min(tokens, options.get("max_total_tokens") or tokens)
     fullest = max(range(layout.pipeline), key=lambda stage: weights[stage] + tokens * token_bytes[stage])
     cache_tokens = tokens * layout.attention_data
-    return EngineMemory(weights[fullest], tokens * token_bytes[fullest], working, cache_tokens, longest, asked)
+    return EngineMemory(weights[fullest], tokens * token_bytes[fullest], working, cache_tokens, longest, demand)
 
 
 def cache_bytes_per_token(arch: Architecture, tensor: int, element_bytes: int) -> int:

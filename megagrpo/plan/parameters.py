@@ -240,9 +240,9 @@ def model_bytes(arch: Architecture, item_bytes: int, *, quantized: bool) -> Weig
     for tensor, elements in _counted(arch):
         if tensor.expert is not None:
             continue
-        each = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
+        element_bytes = BLOCK_ELEMENT_BYTES if quantized and tensor.role in sglang.QUANTIZED else item_bytes
         whole = "whole" if ON_EVERY_RANK.search(tensor.role) else "attention"
-        shared["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * each
+        shared["mlp" if tensor.role in SHARED_BY_ALL else whole] += elements * element_bytes
     experts = expert_parameters(arch) * (BLOCK_ELEMENT_BYTES if quantized else item_bytes)
     return WeightBytes(**shared, experts=experts)
 

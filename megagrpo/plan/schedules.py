@@ -350,11 +350,11 @@ class SimulatedRun:
             self._pause()
         self.now += self.work.sync_seconds
         self.admission.advance(step)
-        busy, slots = sum(each.busy_seconds for each in self.engines), sum(each.slot_seconds for each in self.engines)
+        busy = sum(engine.busy_seconds for engine in self.engines)
+        slots = sum(engine.slot_seconds for engine in self.engines)
         self._resume()
         self._begin()
-        stale = tuple(step - 1 - group.version for group in taken)
-        numbers = tuple(group.number for group in taken)
+        stale, numbers = tuple(step - 1 - group.version for group in taken), tuple(group.number for group in taken)
         return SimulatedStep(step, numbers, stale, waited, self.now, busy, slots, dropped, thrown)
 
     def _take(self) -> list[Admitted]:

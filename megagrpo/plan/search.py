@@ -311,9 +311,9 @@ def _reason(recipe: AnyRecipe, time: StepTime, held: Sequence[DeviceMemory], car
         f"data {layout.data} trains {layout.data} parts of the batch at once": layout.data,
     }
     parts = [text for text, size in gains.items() if size > 1]
-    if isinstance(recipe, Recipe) and (each := recipe.rollout.devices_of_engine):
+    if isinstance(recipe, Recipe) and (devices := recipe.rollout.devices_of_engine):
         count = recipe.rollout.engines
-        parts.append(f"{count} engine{'s' if count > 1 else ''} of {each} {recipe.cluster.placement}")
+        parts.append(f"{count} engine{'s' if count > 1 else ''} of {devices} {recipe.cluster.placement}")
     fullest = max((kind.fullest for kind in held), key=lambda phase: phase.bytes)
     free, largest = card - fullest.bytes, fullest.largest[0]
     mostly = f", mostly {largest.name} ({byte_text(largest.bytes)})" if free < 0 else ""
@@ -486,7 +486,7 @@ def value_at(recipe: AnyRecipe, path: str) -> Any:
 def value_text(value: Any) -> str:
     if isinstance(value, RecomputeConfig):
         given = value.model_dump(exclude_defaults=True).items()
-        return f"{{{', '.join(f'{key}: {value_text(each)}' for key, each in given)}}}"
+        return f"{{{', '.join(f'{key}: {value_text(setting)}' for key, setting in given)}}}"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)

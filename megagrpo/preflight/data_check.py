@@ -62,7 +62,7 @@ Functions = dict[str, list[tuple[FunctionSpec, Solution | None]]]
 ELSEWHERE = ("remote", "agent")
 """A server's scores cost something, as models' do; an agent's need a rollout."""
 FORM = ("format", "language", "length", "repetition")
-"""These look at the form of a response alone, and may take an empty one for right."""
+"""Functions that look at the form of a response alone, and may take an empty one for right."""
 
 
 def lists_of(recipe: AnyRecipe) -> dict[str, tuple[Sequence[EntryConfig], RewardConfig | None]]:

@@ -141,12 +141,12 @@ def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_to
 
 def _located(loaded: LoadedRecipe[AnyRecipe], problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yields the problems with their fields' places. A path that this machine cannot have comes once for each field."""
-    found = set[Problem]()
+    path_problems = set[Problem]()
     for problem in problems:
         if problem.needed != NAME_NEEDED:
             yield loaded.places.located(problem)
-        elif (located := _by_path(loaded, problem)) not in found:
-            found.add(located)
+        elif (located := _by_path(loaded, problem)) not in path_problems:
+            path_problems.add(located)
             yield located
 
 

@@ -64,9 +64,9 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
         return None
     if pieces % layout.pipeline == 0:
         return "neither first_stage_layers nor last_stage_layers"
-    each = min(-(-pieces // layout.pipeline), (pieces - 1) // others)
-    last = (pieces - each * others) * chunks
-    return f"last_stage_layers: {last} only, which leaves {each * chunks} on each other stage"
+    length = min(-(-pieces // layout.pipeline), (pieces - 1) // others)
+    last = (pieces - length * others) * chunks
+    return f"last_stage_layers: {last} only, which leaves {length * chunks} on each other stage"
 
 
 def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:

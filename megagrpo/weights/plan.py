@@ -217,7 +217,7 @@ def _relay_problems(plan: WeightPlan, destination: int) -> list[Problem]:
             continue
         ends = transfer.source, via
         if ends not in straight:
-            straight[ends] = {(own.box, plan.bytes_of(own)) for own in plan.between(*ends)}
+            straight[ends] = {(leg.box, plan.bytes_of(leg)) for leg in plan.between(*ends)}
         names = plan.destinations[destination].holder, plan.destinations[via].holder
         where = f"{transfer.box.tensor}: passed on to {names[0]} by {names[1]}"
         if places[via].node != places[destination].node or via == destination:

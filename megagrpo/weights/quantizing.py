@@ -119,13 +119,13 @@ class Quantizer:
             torch.cuda.set_device(device)  # a new thread begins on the first
             # NCCL wants all ranks in a group's first operation, and some have nothing to send or to fetch.
             torch.distributed.all_reduce(torch.zeros(1, device=device))
-        found = {
+        storages = {
             name: torch.empty(its.shape, dtype=torch_dtype(its.dtype), device=device)
             for name, its in plan.destinations[self._rank].storages.items()
         }
         outgoing, incoming = plan.outgoing(self._rank), plan.incoming(self._rank)
         parts = [
-            torch.empty(its.box.shape, dtype=found[its.destination_placement.storage].dtype, device=device)
+            torch.empty(its.box.shape, dtype=storages[its.destination_placement.storage].dtype, device=device)
             for its in incoming
         ]
         work = [
@@ -140,10 +140,10 @@ class Quantizer:
             del awaited[: device.type == "cpu"]
         for transfer, part in zip(incoming, parts, strict=True):
             placement = transfer.destination_placement
-            box_view(found[placement.storage], placement).copy_(part)
+            box_view(storages[placement.storage], placement).copy_(part)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return found
+        return storages
 
 
 def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> None:
@@ -154,8 +154,8 @@ def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> No
         member.decide(key, "go")
 
     def missing() -> Problem:
-        there = (member.read(f"{key}/{index}", bool) for index in range(len(plan.sources)))
-        absent = [its.holder for its, came in zip(plan.sources, there, strict=True) if not came]
+        arrivals = (member.read(f"{key}/{index}", bool) for index in range(len(plan.sources)))
+        absent = [its.holder for its, came in zip(plan.sources, arrivals, strict=True) if not came]
         return member.late(f"{member.name}: rows of cut blocks", f"{few(absent)} did not begin to exchange them")
 
     try:

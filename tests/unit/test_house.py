@@ -39,18 +39,19 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
     assert house_problems(tmp_path, budgets) == []
 
     (tmp_path / "megagrpo" / "plan").mkdir()
-    (tmp_path / "megagrpo" / "plan" / "a.py").write_text("x = 1\n")
-    assert house_problems(tmp_path, budgets) == ["megagrpo: plan, recipe: 1 lines, at most 0"]
-    assert house_problems(tmp_path, {("",): 40}) == ["megagrpo: plan: no budget"]
+    (tmp_path / "megagrpo" / "plan" / "a.py").write_text("def f():\n" + "    x = 1\n" * 60)
+    long = "megagrpo/plan/a.py: f: 61 lines, at most 60"
+    assert house_problems(tmp_path, budgets) == ["megagrpo: plan, recipe: 61 lines, at most 0", long]
+    assert house_problems(tmp_path, {("",): 40}) == ["megagrpo: plan: no budget", long]
     (tmp_path / "tests" / "test_a.py").write_text("x = 1\n" * (most + 1))
     for number in range(150):
         (tmp_path / "megagrpo" / f"{number}.py").write_text("x = 1\n" * 500)
     page.write_text(WALKS.format(more="".join(f"{i}. `megagrpo/{i}.py` **{i}**\n" for i in range(149, 167))))
     problems = house_problems(tmp_path, {("", "plan"): 10**6})
-    assert len(problems) == 21
+    assert len(problems) == 22
     for part in (
         "tests/test_a.py: 601 lines",
-        "megagrpo/: 75,041 lines",
+        "megagrpo/: 75,101 lines",
         "no file megagrpo/166.py",
         "19 files, at most 18",
         "18 nouns, at most 9",

@@ -1,4 +1,4 @@
-"""What a check finds: figures with the range that they should be in, and what to do about one that is not."""
+"""Findings of a check: figures with the range that they should be in, and what to do about one that is not."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Figure:
     low: float | None = None
     high: float | None = None
     fix: str = ""
-    """What to do if it is out of range."""
+    """Advice if it is out of range."""
     note: str = ""
-    """What else is worth knowing, such as the names of kernels."""
+    """More that is worth knowing, such as the names of kernels."""
 
     @property
     def fits(self) -> bool:
@@ -54,7 +54,7 @@ class Figure:
         return f"{check:<12} {self.text}   {self.expected:<16} {self.mark}"
 
     def drawn(self) -> Iterator[str]:
-        """What is printed when the check has found it."""
+        """Yields the lines that are printed when the check has found it."""
         yield f"  {self.mark:<5} {self.text}   {self.expected}".rstrip()
         if self.note:
             yield f"        {self.note}"

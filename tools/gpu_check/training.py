@@ -251,7 +251,7 @@ def environment(setting: Setting) -> Iterator[Figure]:
 
 
 def attention(setting: Setting) -> Iterator[Figure]:
-    """Whether packed sequences meet a fused attention kernel. Needs NVTE_DEBUG=1, NVTE_DEBUG_LEVEL=1."""
+    """Yields whether packed sequences meet a fused attention kernel. Needs NVTE_DEBUG=1, NVTE_DEBUG_LEVEL=1."""
     if not setting.cuda:
         yield Figure("attention kernels", 0, note="needs a GPU")
         return
@@ -475,7 +475,7 @@ def experts(setting: Setting) -> Iterator[Figure]:
 
 
 def speed(setting: Setting) -> Iterator[Figure]:
-    """What benchmarks/training.py measures, of the dense model, for each way to recompute."""
+    """Yields what benchmarks/training.py measures, of the dense model, for each way to recompute."""
     benchmark = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "training.py"))
     model, sizes = setting.model(), DENSE[setting.device]
     peak = benchmark["peak_flops"](torch.cuda.get_device_name()) if setting.cuda else None

@@ -27,7 +27,7 @@ async def rollout(task, endpoint):
 
 
 async def choice(policy, endpoint, messages, pair):
-    """What a player answers. Its conversation goes on."""
+    """Returns what a player answers. Its conversation goes on."""
     messages.append({"role": "user", "content": f"{pair[0]} or {pair[1]}?"})
     body = {"model": endpoint.model, "messages": messages}
     async with policy.post(f"{endpoint.base_url}/chat/completions", json=body) as response:

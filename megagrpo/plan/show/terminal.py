@@ -73,7 +73,7 @@ def _layout(plan: Plan) -> RenderableType:
     table = _table(*names)
     for row in rows(devices):
         numbers = list(map(_numbers, row))
-        cells = {name: spans(n for each in numbers for n in each.get(name, ())) for name in names}
+        cells = {name: spans(n for columns in numbers for n in columns.get(name, ())) for name in names}
         table.add_row(*((cells | {"layers": _held(plan.stages, row)})[name] or "-" for name in names))
     lines: list[RenderableType] = [_title("where"), table]
     for axis in plan.axes if plan.device == "cuda" else ():

@@ -184,17 +184,17 @@ class Recipe(Section):
                 }
 
     def _devices_of_engines(self) -> Iterator[dict[str, object]]:
-        rollout, devices, each = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
-        if devices is not None and self.cluster.placement == "disaggregated" and each:
-            most = rollout.engines * each
-            if devices > most or devices % each:
-                multiple = f"a multiple of tensor x pipeline of rollout.layout = {each}, at most {most}"
-                needed = "at most one device for each engine" if each == 1 else multiple
+        rollout, devices, size = self.rollout, self.cluster.engine_devices, self.rollout.devices_of_engine
+        if devices is not None and self.cluster.placement == "disaggregated" and size:
+            most = rollout.engines * size
+            if devices > most or devices % size:
+                multiple = f"a multiple of tensor x pipeline of rollout.layout = {size}, at most {most}"
+                needed = "at most one device for each engine" if size == 1 else multiple
                 yield {"s": "s" if rollout.engines > 1 else "", "needed": needed, "most": most}
 
     def _engine_on_parts_of_nodes(self) -> bool:
-        each, per_node = self.rollout.devices_of_engine, self.cluster.gpus_per_node
-        return each > per_node and each % per_node > 0
+        size, per_node = self.rollout.devices_of_engine, self.cluster.gpus_per_node
+        return size > per_node and size % per_node > 0
 
     RULES: ClassVar[Rules[Recipe]] = {
         "minibatches_of_different_sizes": lambda r: (
@@ -302,7 +302,7 @@ class Recipe(Section):
         ),
         "model_of_a_function": _wrong_models,
         "model_that_no_function_asks": lambda r: (
-            {"name": name} for name in r.reward.models if name not in {asked for _, _, asked in r._models_asked()}
+            {"name": name} for name in r.reward.models if name not in {model for _, _, model in r._models_asked()}
         ),
         "model_larger_than_a_node": lambda r: (
             {"name": name, "devices": model.devices}

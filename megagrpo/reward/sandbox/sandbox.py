@@ -41,7 +41,7 @@ END_SECONDS = 10.0
 THREADS = 32
 """Threads of a program, where the kernel counts them for the program alone; otherwise it may start none."""
 USERS_FROM = 0x70000000
-"""If this process is root, programs run as users from this number on, with an offset from its process id."""
+"""First number of the users as whom programs run if this process is root, with an offset from its process id."""
 _numbers = itertools.count()
 HARNESS = Path(harness.__file__).read_text()
 STDERR_BYTES_MAX = 2000

@@ -48,7 +48,7 @@ class PairsConfig(AskConfig):
     """Arguments of `judge_pairs`."""
 
     rubric: str = RUBRIC
-    """As that of judge, with {{response_a}} and {{response_b}} in place of {{response}}, or {{answer_a}} and
+    """Rubric as that of judge, with {{response_a}} and {{response_b}} in place of {{response}}, or {{answer_a}} and
     {{answer_b}}, which leave out the reasoning of both."""
 
     verdict: VerdictConfig = "a_b"

@@ -30,8 +30,8 @@ class RankingConfig(AskConfig):
     """Arguments of `judge_ranking`."""
 
     rubric: str = RUBRIC
-    """As that of judge, with {{responses}} in place of {{response}}, or {{answers}}, which leave out the reasoning:
-    each in tags of its number and {{fence}}, such as <1-{{fence}}>."""
+    """Rubric as that of judge, with {{responses}} in place of {{response}}, or {{answers}}, which leave out the
+    reasoning: each in tags of its number and {{fence}}, such as <1-{{fence}}>."""
 
 
 def make(**arguments: Any) -> Function:

@@ -74,20 +74,11 @@ def make(
     Traceback (most recent call last):
     ValueError: url is 'localhost:8000/score', not http://HOST/PATH or https://HOST/PATH
     """
-    for name, value, least, most in (
-        ("batch", batch, 1, BATCH_MAX), ("batch_ms", batch_ms, 0, 10_000), ("retries", retries, 0, 20),
-        ("timeout_seconds", timeout_seconds, 0.001, 86_400), ("pause_seconds", pause_seconds, 0, PAUSE_SECONDS_MAX),
-        ("max_execution_time", max_execution_time, 0.001, 86_400), ("pass_rate_min", pass_rate_min, 0, 1),
-    ):  # fmt: skip
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ValueError(f"url is {brief(without_secrets(url))}, not http://HOST/PATH or https://HOST/PATH")
+    check_arguments(
+        url, batch=(batch, 1, BATCH_MAX), batch_ms=(batch_ms, 0, 10_000), retries=(retries, 0, 20),
+        timeout_seconds=(timeout_seconds, 0.001, 86_400), pause_seconds=(pause_seconds, 0, PAUSE_SECONDS_MAX),
+        max_execution_time=(max_execution_time, 0.001, 86_400), pass_rate_min=(pass_rate_min, 0, 1),
+    )  # fmt: skip
     is_code = shape == "open_instruct_code"
     server = Server(
         url, expanded(headers or {}),
@@ -109,6 +100,17 @@ def make(
         return await server.score({**item, "extra_info": extra_info})
 
     return remote
+
+
+def check_arguments(url: str, **numbers: tuple[float, float, float]) -> None:
+    for name, (value, least, most) in numbers.items():
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value:g}, not a number from {least:g} to {most:g}")
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise ValueError(f"url is {brief(without_secrets(url))}, not http://HOST/PATH or https://HOST/PATH")
 
 
 def without_secrets(url: str) -> str:
@@ -273,14 +275,12 @@ class Server:
         # A connection for each POST: one that is kept may have been closed by the server. Nothing is decompressed, so
         # that a small answer stays small.
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self.headers}
-        where, seconds = without_secrets(self.url), self.timeout_seconds
+        where, limit = without_secrets(self.url), self.timeout_seconds
         try:
             async with aiohttp.ClientSession(auto_decompress=False) as session:
-                status, data, after = await post(
-                    session, self.url, seconds, ANSWER_BYTES_MAX, data=body, headers=headers
-                )
+                status, data, after = await post(session, self.url, limit, ANSWER_BYTES_MAX, data=body, headers=headers)
         except TimeoutError:
-            raise PostError(f"{where} did not answer in {seconds:g} s") from None
+            raise PostError(f"{where} did not answer in {limit:g} s") from None
         except OSError as error:
             kind = type(error.__cause__ or error).__name__
             raise PostError(f"{where} could not be reached, or broke off: {kind}", busy=True) from None

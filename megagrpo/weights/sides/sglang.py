@@ -180,21 +180,21 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     tensor, expert = layout.tensor, layout.expert
     sizes = {"expert": expert, "attention_data": layout.attention_data, "pipeline": layout.pipeline}
     where = ", ".join([f"{arch.family} over tensor = {tensor}", *(f"{k} = {v}" for k, v in sizes.items() if v > 1)])
-    found = [
+    problems = [
         Problem(where, f"{name} = {size}", f"a divisor of tensor = {tensor}")
         for name, size in sizes.items()
         if name != "pipeline" and tensor % size
     ]
-    if found:
-        return found
+    if problems:
+        return problems
     if layout.pipeline > arch.layers:
-        found.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
+        problems.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
     if layout.pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
         needed = "pipeline = 1: SGLang's last stage has no head for this family"
-        found.append(Problem(where, "tied embeddings", needed))
+        problems.append(Problem(where, "tied embeddings", needed))
     if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
         needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
-        found.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
+        problems.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
     group = tensor // layout.attention_data
     rules = [("attention heads", arch.heads, tensor if device == "cpu" else group)]
     if arch.has_dense_layers:
@@ -206,19 +206,19 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         rules.append(("shared experts' ffn", _padded_shared_ffn(arch.experts, tensor, device), tensor))
         most = {"deepseek_v3": tensor, "qwen3_moe": shards}.get(arch.family, 1)
         if most > arch.experts.count:
-            found.append(Problem(where, f"experts: {arch.experts.count}", f"at least {most}, as SGLang demands"))
-    found += [
+            problems.append(Problem(where, f"experts: {arch.experts.count}", f"at least {most}, as SGLang demands"))
+    problems += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
     groups = arch.query_groups
     if arch.latent is not None:
-        return found  # every head has keys and values of its own
+        return problems  # every head has keys and values of its own
     if device == "cpu" and groups % tensor:
         # SGLang pads the heads there instead of repeating them, and then fails to load the weights.
-        found.append(Problem(where, f"key-value heads: {groups}", f"a multiple of {tensor}, on the CPU"))
+        problems.append(Problem(where, f"key-value heads: {groups}", f"a multiple of {tensor}, on the CPU"))
     elif groups % group and group % groups:
-        found.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {group}"))
-    return found
+        problems.append(Problem(where, f"key-value heads: {groups}", f"a multiple or a divisor of {group}"))
+    return problems
 
 
 def _mixtral_problems(arch: Architecture) -> list[Problem]:

@@ -179,13 +179,13 @@ class Member:
     def wait(self, look: Callable[[], Any | None], missing: Callable[[], Problem]) -> Any:
         """Calls `look` until it returns something other than None. At the deadline it raises `missing()`."""
         begun = now = time.monotonic()
-        while (found := look()) is None:  # at or after `now`: a look that moves the deadline does so in time
+        while (result := look()) is None:  # at or after `now`: a look that moves the deadline does so in time
             self.check_abort()
             if now >= self._deadline:
                 raise WeightSyncError(missing())
             time.sleep(min(LONGEST_PAUSE_SECONDS, max(1e-4, (now - begun) / 10), max(0.0, self._deadline - now)))
             now = time.monotonic()
-        return found
+        return result
 
     def next_message(self, queue: str, kind: Any, missing: Callable[[], Problem]) -> Any:
         """Returns the next message in `queue`, of the type `kind`, from a sender that may wait for other processes.

@@ -214,7 +214,7 @@ def checked_digests(
     ranks: list[Mapping[str, str]] = [rank["checksums"] for rank in answer["ranks"]]
     if len(ranks) != len(manifests):
         raise WeightSyncError(Problem(where, f"{len(ranks)} tensor ranks", f"{len(manifests)}, as planned"))
-    found, problems = [], []
+    rank_digests, problems = [], []
     for manifest, checksums in zip(manifests, ranks, strict=True):
         parts = []
         problems += [
@@ -234,10 +234,10 @@ def checked_digests(
                         Problem(f"{manifest.holder}: {name}", given, f"{needed}, as the files of {directory} say")
                     )
             parts.append(digests(tensors, part.placements))
-        found.append(combine(parts))
+        rank_digests.append(combine(parts))
     if problems:
         raise WeightSyncError(problems)
-    return found
+    return rank_digests
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -308,9 +308,9 @@ def _carry_out(model: torch.nn.Module, command: Command) -> None:
             setattr(model, ATTRIBUTE, state)
         answer = {"value": state.do(command)}
     except CAUGHT as error:
-        problem = (f"{command.name}: {command.action} weights", f"{type(error).__name__}: {error}", "", "")
-        found = [astuple(each) for each in error.problems] if isinstance(error, MegagrpoError) else [problem]
-        answer = {"problems": found}
+        failure = (f"{command.name}: {command.action} weights", f"{type(error).__name__}: {error}", "", "")
+        reports = [astuple(problem) for problem in error.problems] if isinstance(error, MegagrpoError) else [failure]
+        answer = {"problems": reports}
     if state is None or state.rendezvous != rendezvous:
         logger.error("no rendezvous to answer in: %s", answer)
         return
