@@ -13,7 +13,7 @@ import numpy as np
 
 def lengths_of_begun(ended: Sequence[int], cut: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns sorted lengths, and the share of each in all responses that began, float64 [responses]. cut: tokens of
-    cut responses. A response cut beyond the longest ended one counts with its tokens so far, a lower bound."""
+    cut responses. Responses cut beyond the last end count with the tokens of the longest; they would be longer."""
     lengths, has_ended = np.array([*ended, *cut], np.int64), np.arange(len(ended) + len(cut)) < len(ended)
     order = np.lexsort((~has_ended, lengths))
     at_least = np.arange(len(order), 0, -1)  # responses that are at least as long
