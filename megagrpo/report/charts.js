@@ -294,21 +294,21 @@ const charts = (() => {
       const drawn = [];
       const bands = [];
       known.forEach((one, index) => {
-        const shade = one.colour ?? palette(index);
+        const own = one.colour ?? palette(index);
         const sparse = raw[index].filter((value) => value !== null).length < steps.length / 2;
         const common = { dash: one.dash, spanGaps: sparse || known.length > 1 };
         if (smoothed[index]) {
-          drawn.push({ ...common, stroke: faint(shade), width: 1, points: { show: false } });
+          drawn.push({ ...common, stroke: faint(own), width: 1, points: { show: false } });
           data.push(raw[index]);
         }
-        drawn.push({ ...common, stroke: shade, width: 1.75 });
+        drawn.push({ ...common, stroke: own, width: 1.75 });
         data.push(smoothed[index] ?? raw[index]);
         if (one.low && known.length === 1) {
           drawn.push(
             ...[1, 2].map(() => ({ stroke: "transparent", width: 0, points: { show: false }, spanGaps: true })),
           );
           data.push(aligned({ ...one, values: one.high }, steps), aligned({ ...one, values: one.low }, steps));
-          bands.push({ series: [data.length - 2, data.length - 1], fill: `${shade}30` });
+          bands.push({ series: [data.length - 2, data.length - 1], fill: `${own}30` });
         }
       });
       return {
@@ -379,7 +379,7 @@ const charts = (() => {
       const values = series.map(() => el("b", {}));
       const buttons = series.map((one, index) => {
         const pressed = `${!off.has(one.label)}`;
-        const label = [swatch(one.colour), `${one.label} `, values[index]];
+        const told = [swatch(one.colour), `${one.label} `, values[index]];
         return el(
           "button",
           { type: "button", class: "tiny", "aria-pressed": pressed, onclick: () => toggle(index) },

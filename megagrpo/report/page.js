@@ -51,8 +51,8 @@ const report = (() => {
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const buffer = await new Response(stream).arrayBuffer();
     const length = new DataView(buffer).getUint32(0, true);
-    const data = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-    return withArrays(data, buffer, 4 + length);
+    const told = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+    return withArrays(told, buffer, 4 + length);
   }
 
   function withArrays(value, buffer, base) {
@@ -125,9 +125,9 @@ const report = (() => {
     const probe = document.getElementById("theme");
     const before = probe.style.outlineColor;
     probe.style.outlineColor = `var(${name})`;
-    const value = getComputedStyle(probe).outlineColor;
+    const found = getComputedStyle(probe).outlineColor;
     probe.style.outlineColor = before;
-    return value;
+    return found;
   }
 
   /** Calls `then()` when the page has become light or dark. */

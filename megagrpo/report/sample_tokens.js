@@ -88,7 +88,7 @@ const tokenView = (() => {
   return function tokenView(figures, plain, options) {
     const known = Object.keys(FIGURES).filter((name) => name === "version" || figures[name].some((value) => !Number.isNaN(value)));
     const box = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "tokens; arrow keys go from one to the next" });
-    const details = el("div", { class: "token-told small", role: "status" });
+    const told = el("div", { class: "token-told small", role: "status" });
     const under = el("div", {});
     const picked = () => {
       options.coloured(pick.value);
@@ -105,13 +105,13 @@ const tokenView = (() => {
 
     function show(name) {
       chosen = -1;
-      details.replaceChildren();
+      told.replaceChildren();
       if (!name) return under.replaceChildren(plain);
       const colours = scale(figures, name);
       spans = [];
       box.replaceChildren();
       extend(colours);
-      under.replaceChildren(legend(name, colours), box, details);
+      under.replaceChildren(legend(name, colours), box, told);
       return undefined;
     }
 
@@ -150,7 +150,7 @@ const tokenView = (() => {
         ...known.map((name) => [FIGURES[name], value(name)]),
         ...(Number.isNaN(train) ? [] : [["train logprob", number(train)]]),
       ];
-      details.replaceChildren(...pairs.map(([name, text]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", {}, ...samples.shown(text)))));
+      told.replaceChildren(...pairs.map(([name, text]) => el("span", {}, el("span", { class: "soft" }, `${name} `), el("b", {}, ...samples.shown(text)))));
     }
 
     const pointed = (event) => {

@@ -26,13 +26,13 @@ report.part("recipe", async (body) => {
 
   function list() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const matches = [...paths.keys()].filter((at) => {
+    const found = [...paths.keys()].filter((at) => {
       const text = `${paths[at]} ${values.map((one) => one[at]).join(" ")}`.toLowerCase();
       return words.every((word) => text.includes(word)) && (!only.checked || differs(at));
     });
-    const groups = Map.groupBy(matches, (at) => (paths[at].includes(".") ? paths[at].split(".")[0] : "the run"));
+    const groups = Map.groupBy(found, (at) => (paths[at].includes(".") ? paths[at].split(".")[0] : "the run"));
     count.textContent =
-      matches.length === paths.length ? `${paths.length} settings` : `${matches.length} of ${paths.length} settings`;
+      found.length === paths.length ? `${paths.length} settings` : `${found.length} of ${paths.length} settings`;
     sections.replaceChildren(
       ...[...groups].map(([name, members]) => {
         const head = several
