@@ -212,7 +212,7 @@ def calibrated(case: Case, run_directory: Path) -> Assumptions:
     known |= {name: max(1.0, known[name]) for name in ("turns", "sequences") if name in known}
     given, outside = _median(steps, "agent/given_tokens/mean"), _median(steps, "agent/seconds/outside_mean")
     if given is not None and outside is not None and (gaps := known["turns"] - 1) >= 1e-9:
-        # Of the tokens that were not sampled, each sequence has a prompt, and the rest lie between turns.
+        # A rollout's tokens that were not sampled are a prompt for each of its sequences, and text between turns.
         between = given / known["sequences"] - known["prompt_tokens"]
         known |= {"given_tokens": max(0.0, between / gaps), "tool_seconds": outside / gaps}
     assumptions = replace(case.assumptions, **known, **dict.fromkeys(FACTORS, 1.0))
