@@ -21,6 +21,7 @@ from megagrpo.data.rows import read, simple_schema, text_problems
 from megagrpo.errors import DataError, Problem, brief, first_line
 
 PromptRow = dict[str, Any]
+FOR_PARQUET = "one type in all rows of a column, no object without fields, integers below 2^63, valid Unicode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,8 @@ def _column_problems(located: Sequence[tuple[str, Record]], answer_column: str) 
             continue
         first = bisect_left(range(len(values)), True, key=lambda last: not _fits(values[: last + 1]))
         where, record = located[first]
-        needed = "one type in all rows of a column, no object without fields, integers below 2^63, valid Unicode"
-        fix = "make them texts (JSON), or leave the column out"
-        yield Problem(f"{where}, {name}", f"{brief(record.get(name))}, which parquet cannot hold here", needed, fix)
+        given, fix = brief(record.get(name)), "make them texts (JSON), or leave the column out"
+        yield Problem(f"{where}, {name}", f"{given}, which parquet cannot hold here", FOR_PARQUET, fix)
 
 
 def _fits(values: Sequence[Any]) -> bool:
@@ -161,25 +161,25 @@ def write_splits(output: Path, sources: Sequence[Path], *, train: list[PromptRow
     splits = {output / f"{name}.parquet": rows for name, rows in (("train", train), ("test", test)) if rows}
     if overwritten := {path.resolve() for path in splits} & {path.resolve() for path in sources}:
         given = ", ".join(str(path) for path in sorted(overwritten))
-        where = f"{output}: the output would overwrite its own source"
-        raise DataError(Problem(where, given, needed="another output folder"))
+        raise DataError(Problem(f"{output}: the output would overwrite its own source", given, "another output folder"))
     if not test and (older := output / "test.parquet").exists():
         given = "a file of held-out rows that is here already, and none to replace it"
         fix = "remove it, or name another output folder"
         raise DataError(Problem(str(older), given, "no rows that may be trained on too", fix))
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in splits}
+    tables: dict[Path, pa.Table] = {}
     try:
-        output.mkdir(parents=True, exist_ok=True)
         for path, rows in splits.items():
-            pq.write_table(pa.Table.from_pylist(rows), parts[path])
+            tables[path] = pa.Table.from_pylist(rows)
+        output.mkdir(parents=True, exist_ok=True)
+        for path, table in tables.items():
+            pq.write_table(table, parts[path])
         for path, part in parts.items():
             part.replace(path)
     except (pa.ArrowException, OverflowError, UnicodeError) as error:
-        needed = "one type in all rows of a column, no object without fields, integers below 2^63, valid Unicode"
-        raise DataError(Problem(f"{path}: parquet cannot hold the rows", first_line(error), needed)) from None
+        raise DataError(Problem(f"{path}: parquet cannot hold the rows", first_line(error), FOR_PARQUET)) from None
     except OSError as error:
-        where = f"{output}: cannot be written"
-        raise DataError(Problem(where, given=str(error), needed="a folder that can be written")) from None
+        raise DataError(Problem(f"{output}: cannot be written", str(error), "a folder that can be written")) from None
     finally:
         for part in parts.values():
             if part.exists():
