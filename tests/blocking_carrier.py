@@ -49,7 +49,7 @@ class Operation:
 
 @dataclass(eq=False)
 class BlockingCluster:
-    """What the threads share: queues of messages, communicators, and the GPUs' queues of operations."""
+    """State that the threads share: queues of messages, communicators, and the GPUs' queues of operations."""
 
     sync: Sync
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -107,7 +107,7 @@ class BlockingCluster:
         return operation
 
     def _begin(self) -> bool:
-        """Whether an operation has begun on some GPU."""
+        """Begins an operation on some GPU; False if none can begin."""
         for queue in self.queues.values():
             busy = {(operation.pair, operation.sends) for operation in queue if operation.begun}
             next_one = next((operation for operation in queue if not operation.begun), None)
@@ -117,7 +117,7 @@ class BlockingCluster:
         return False
 
     def _carry(self) -> bool:
-        """Whether bytes have gone from one GPU to another."""
+        """Copies bytes from one GPU to another; False if none are ready."""
         begun = [operation for queue in self.queues.values() for operation in queue if operation.begun]
         at_ends: dict[tuple[str, int, int], list[Operation]] = defaultdict(list)
         for operation in begun:

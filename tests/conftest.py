@@ -1,4 +1,4 @@
-"""What holds for every test: hypothesis draws the same examples each time, and what shares a start stays together."""
+"""Settings of every test: hypothesis draws the same examples each time, and tests that share a start stay together."""
 
 import gc
 import os

@@ -29,8 +29,8 @@ def asking(directory: Path | None = None, **named: Any) -> Executors:
 
 @dataclass
 class JudgeServer:
-    """What it was asked, in order. `answer` maps a question's text and its number, from 0, to the answer's text, or to
-    (status, headers, text)."""
+    """A judge's server with the questions that it got, in order. `answer` maps a question's text and its number, from
+    0, to the answer's text, or to (status, headers, text)."""
 
     answer: Callable[[str, int], Any]
     url: str = ""

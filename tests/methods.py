@@ -46,7 +46,7 @@ def rows_of(packed: PackedTensors, sequences: tuple[TrainSequence, ...]) -> torc
 
 
 def names(union: Any) -> list[str]:
-    """Those that a recipe may give, a user's own function aside."""
+    """Lists the names that a recipe may give, without a user's own function."""
     members, by_name = get_args(union)
     return [name for name in by_name.members(members) if name != ByName.OWN]
 
@@ -58,7 +58,7 @@ def sequences_of(lengths: list[int]) -> Sequences:
 
 
 def part_of(whole: Sequences, rank: int, ranks: int, sum_over_ranks: SumOverRanks) -> Sequences:
-    """What a rank holds of responses whose tokens are dealt out one by one."""
+    """Returns a rank's part of responses whose tokens are dealt out one by one."""
 
     def over_ranks(sums: torch.Tensor) -> torch.Tensor:
         total = sums.clone()

@@ -200,7 +200,7 @@ def end_family(pid: int) -> None:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process does not run, and so writes nothing: by SIGSTOP, or because it has ended."""
+    """Returns True if a process cannot write: it is stopped by SIGSTOP, or has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
     except OSError:

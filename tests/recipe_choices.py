@@ -80,7 +80,7 @@ VALUES: dict[str, list[Any]] = {
     "TrainConfig.megatron": [{"bias_activation_fusion": False}],
     "WeightsConfig.directory": ["{output}/weights"],
 }
-"""Of fields `Section.field` that hold text or anything."""
+"""Values of fields `Section.field` that hold text or anything."""
 
 NOT_HERE = {
     "AgentConfig.verifiers": "a package in an environment of its own",
@@ -100,7 +100,7 @@ NOT_HERE = {
     "WandBConfig.project": "an account",
     "TrackConfig.wandb": "an account",
 }
-"""Why a field, or a choice `Section.field=choice`, is not taken."""
+"""Reason why a field, or a choice `Section.field=choice`, is skipped."""
 
 STARTS: dict[str, Values] = {
     "AgentConfig": {"function": f"{HERE / 'digits_agent.py'}:rollout"},
@@ -108,7 +108,7 @@ STARTS: dict[str, Values] = {
     "EarlyStoppingConfig": {"target": 2.0},
     "RecomputeConfig": {"layers": 1},
 }
-"""What a section of optional fields has where it is given."""
+"""Fields of a section of optional fields where it is given."""
 
 AGENT = STARTS["AgentConfig"]
 GSM8K = {"reward.functions": [{"function": "gsm8k"}]}
@@ -148,7 +148,7 @@ WITH: dict[str, Values] = {
     ".train.total_ep": {"train.total_steps": ABSENT},
     ".weights=WeightsConfig.directory": {"weights.transfer": "disk"},
 }
-"""What else a recipe says in which a field with this name is varied: without it, it would be refused."""
+"""Other fields that a recipe needs when a field with this name is varied; without them it would be refused."""
 
 
 def base() -> Values:
@@ -261,7 +261,7 @@ class Choices:
         return []
 
     def start(self, node: Values) -> Values:
-        """What a section has that is given: what it must have, and the name that chooses it."""
+        """Fills a section that is given: its required fields, and the name that chooses it."""
         chosen = {name: one["const"] for name, one in node["properties"].items() if "const" in one}
         needed = [name for name in node.get("required", ()) if name not in chosen]
         given = {n: self.first(node["properties"][n], f"{node['title']}.{n}") for n in needed}
@@ -304,7 +304,7 @@ def canonical(recipe: Values) -> str:
 
 
 def difference(base: Values, other: Values, path: str = "") -> Values:
-    """What `changed` makes of base to get other."""
+    """Returns the changes that make `other` of `base`."""
     found: Values = {path + key: ABSENT for key in base if key not in other}
     for key, value in other.items():
         before = base.get(key, ABSENT)
@@ -339,7 +339,7 @@ def cover(base: Values, choices: Mapping[str, Values], rows: int) -> list[tuple[
 
 
 def fit(some: Values, others: Values) -> bool:
-    """Whether changes at these paths do not undo each other."""
+    """Returns True if changes at these paths do not undo each other."""
     return all(
         some[one] == others[other]
         for one in some

@@ -65,7 +65,7 @@ def train(model: Any, tokenizer: Any, steps: int) -> None:
 
 @torch.no_grad()
 def reference_logits(directory: Path, responses: list[str], question: dict[str, str] = QUESTION) -> list[list[float]]:
-    """What transformers gives to each conversation alone."""
+    """Returns the logits that transformers computes for each conversation alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     found = []

@@ -14,7 +14,7 @@ PATIENT, LAUNCH = 250.0, follower_process.LAUNCH
 
 
 class FollowerThread:
-    """What FollowerProcess uses of a process."""
+    """A thread with the methods of a process that FollowerProcess uses."""
 
     pid, stdin = os.getpid(), None
 

@@ -37,7 +37,7 @@ from tests.weights_oracle import Tensors, engine_tensors, held_by_ranks
 def manifests(
     arch: Architecture, layout: ParallelLayout, dtype: str = "float32", spec: Any = LOCAL_SPEC
 ) -> list[Manifest]:
-    """What each training rank of a layout holds."""
+    """Returns the manifest of each training rank of a layout."""
     return [spec.manifest(arch, layout, where, dtype) for where in rank_grid(layout)]
 
 
@@ -55,7 +55,7 @@ class Case:
     one_node: bool = True
     """Every byte may be passed on from engine to engine; the training ranks are elsewhere."""
     topology: Topology | None = None
-    """Where all are, in place of one_node."""
+    """Nodes of all ranks, in place of one_node."""
     attention_data: int = 1
     pipeline: int = 1
 
@@ -82,11 +82,11 @@ class Case:
         return replace(self, topology=two_nodes(self.layout.ranks, self.engines * self.tensor))
 
     def held(self, checkpoint: Tensors) -> list[Tensors]:
-        """What each training rank holds of a checkpoint."""
+        """Returns each training rank's part of a checkpoint."""
         return held_by_ranks(self.arch, self.layout, checkpoint)
 
     def served(self, checkpoint: Tensors, rank: int) -> Tensors:
-        """What this rank of each engine must hold of it."""
+        """Returns this rank's part of a checkpoint in each engine."""
         return engine_tensors(self.arch, self.sizes, rank, self.device, checkpoint)
 
 
@@ -116,7 +116,7 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 def carry_out(
     plan: WeightPlan, held: Sequence[Tensors], bucket_bytes: int = 1 << 20, relays_first: bool = False
 ) -> list[Tensors]:
-    """What the destinations hold after a plan has run through buckets: sources send, then destinations pass on."""
+    """Returns the destinations' tensors after a plan has run: sources send, then destinations pass on."""
     arrived = [empty(manifest, padded=True) for manifest in plan.destinations]
     storages = [stored_tensors(manifest, its) for manifest, its in zip(plan.sources, held, strict=True)] + arrived
     everyone = frozenset(range(len(arrived)))
@@ -130,7 +130,7 @@ def carry_out(
 
 
 def unlike_sent(plan: WeightPlan, held: Sequence[Tensors], arrived: Sequence[Mapping[str, int]]) -> list[Problem]:
-    """What verification says, from what the training ranks hold and the digests on each engine rank."""
+    """Verifies the digests on each engine rank against the training ranks' tensors; returns the differences."""
     expected = expected_digests(sent_digests(plan, source, tensors) for source, tensors in enumerate(held))
     return [
         problem
@@ -140,7 +140,7 @@ def unlike_sent(plan: WeightPlan, held: Sequence[Tensors], arrived: Sequence[Map
 
 
 def loaded(model: Path, held: Sequence[Manifest]) -> list[Tensors]:
-    """What ranks read of a model's files. Nothing is written into a rank whose loading fails."""
+    """Reads a model's files as ranks do. Nothing is written into a rank whose loading fails."""
     ranks = [empty(manifest) for manifest in held]
     for manifest, tensors in zip(held, ranks, strict=True):
         try:

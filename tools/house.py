@@ -1,7 +1,8 @@
 """Size of the house, and the limits that it keeps: `make house`.
 
 Prints the files, lines and statements of megagrpo/ and tests/, and the lines of each folder of megagrpo/ beside its
-budget; checks that the walks of docs/architecture.md, of a sample, a weight and a metric, name files that exist.
+budget; checks that the walks of docs/architecture.md, of a sample, a weight and a metric, name files and classes of
+the package.
 Ends with 1 if a limit is broken.
 """
 
@@ -49,11 +50,12 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_770, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_769, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}
 NOUN = re.compile(r"\*\*([^*]+)\*\*")
+CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 ITEM = re.compile(r"^\d+\. +`([^`]+)`", re.MULTILINE)
 
 
@@ -126,6 +128,9 @@ def walk_problems(repository: Path, title: str, most: int, nouns_most: int) -> l
     files, nouns = ITEM.findall(section[2]), set(NOUN.findall(section[2]))
     print(f"{title}: {len(files)} files, {len(nouns)} nouns")
     problems = [f"{page}: {title}: no file {file}" for file in files if not (repository / file).is_file()]
+    package = "".join(path.read_text(encoding="utf-8") for path in sorted((repository / "megagrpo").rglob("*.py")))
+    classes = {noun for noun in nouns if noun[:1].isupper()}
+    problems += [f"{page}: {title}: no class {name}" for name in sorted(classes - set(CLASS.findall(package)))]
     if not files:
         problems.append(f"{page}: {title}: no numbered list of files, each in backquotes")
     if len(set(files)) < len(files):

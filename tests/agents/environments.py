@@ -18,7 +18,7 @@ REQUIREMENTS = REPOSITORY / "requirements" / "agents"
 CACHE = REPOSITORY / ".cache" / "agent_environments"
 SECONDS_MAX = 600
 CANNOT_BE_HAD = ("No matching distribution", "Could not find a version", "Temporary failure in name resolution")
-"""What pip says where the packages are not at hand."""
+"""Errors of pip where the packages cannot be installed."""
 
 
 @pytest.fixture(scope="session")

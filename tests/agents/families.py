@@ -173,7 +173,7 @@ def texts() -> tuple[str, ...]:
 
 @cache
 def _trained(sentencepiece: bool) -> str:
-    """As Llama 2 and Mistral: a space before a text, but not behind a special token in it. Or byte-level, as Qwen."""
+    """Makes a tokenizer with a space before a text but not after a special token in it, or a byte-level one."""
     if sentencepiece:
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

@@ -97,7 +97,7 @@ class Agents:
 
 
 async def check_rollout(gateway: Gateway, policy: Policy, key: str, index: int) -> None:
-    """What is trained is what the engine saw, and nothing in it is another rollout's."""
+    """Checks that the trained tokens are those that the engine saw, and none of another rollout."""
     record = await gateway.close(key)
     sample = record.sample(Request(f"task {index}", 0, (), 0, LIMITS.sampling), "stop")
     assert sample.agent is not None

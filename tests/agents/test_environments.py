@@ -39,7 +39,7 @@ Python = Callable[[str], Path]
 class Played:
     row: dict[str, Any]
     end: dict[str, Any]
-    """What the agent process says at its end."""
+    """The agent process's last message."""
     record: Rollout
     sample: Sample
     events: list[dict[str, Any]]

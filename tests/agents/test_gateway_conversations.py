@@ -1,4 +1,4 @@
-"""What of a rollout's conversations is one branch, one answer, or not trained."""
+"""A rollout's conversations: one branch, one answer, or not trained."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def calling(name: str, **arguments: Any) -> str:
 def played(
     rollout: Callable[..., Any], say: Callable[[str], str], turns_max: int = 20, **task: Any
 ) -> tuple[Any, Sample, list[dict[str, Any]]]:
-    """What it returned, the sample of its rollout, and its events. The policy is asked with a prompt's text."""
+    """Plays a rollout; returns its result, its sample and its events. The policy answers a prompt's text."""
 
     async def run() -> tuple[Any, Sample, list[dict[str, Any]]]:
         policy = Policy(lambda prompt, seed: say(prompt) + STOP)

@@ -1,4 +1,4 @@
-"""What is wrong with agent.tools is said before the run, and what is right is not."""
+"""Errors in agent.tools are reported before the run, and correct entries pass."""
 
 import shlex
 import sys

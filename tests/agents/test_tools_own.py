@@ -27,7 +27,7 @@ Call = Callable[[str, Any], Awaitable[Called]]
 
 
 def with_tools(config: ToolConfig | str, use: Callable[[dict[str, Tool], Call], Awaitable[Any]]) -> Any:
-    """What `use` returns, called with the tools of an entry and with what calls one."""
+    """Returns the result of `use`, called with the tools of an entry and a function that calls one."""
     if isinstance(config, str):
         config = ToolConfig(name=f"{FILE}:{config}")
 

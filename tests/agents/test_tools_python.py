@@ -17,7 +17,7 @@ KINDS = (pytest.param("bubblewrap", marks=pytest.mark.needs("bubblewrap")), "sec
 
 
 def notebooks(config: ToolConfig, count: int, use: Callable[[list[Run], PythonTool], Awaitable[Any]]) -> Any:
-    """What `use` returns, given what runs code for each of so many rollouts."""
+    """Returns the result of `use`, called with `count` notebooks, one for each rollout."""
 
     async def run() -> Any:
         tool: Any = provider(config, "agent.tools.0")

@@ -32,7 +32,7 @@ Ask = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def call(name: str, server: Ask, argument: str, path: str = "", **more: Any) -> Called:
-    """What the tool says, with its service at a server that answers by `server`."""
+    """Returns the tool's answer; its service is a server that answers by `server`."""
 
     async def run() -> Called:
         app = web.Application()

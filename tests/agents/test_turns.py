@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 
 
 def words(chat: Chat, family: str, seed: int) -> str:
-    """What the policy says: some text, thoughts, calls in unusual JSON, calls that cannot be read."""
+    """Writes a policy's response: text, thoughts, calls in unusual JSON, calls that cannot be read."""
     rng = random.Random(seed)
     thought = f"<think>\n{text(rng, 1)}\n</think>\n\n" if family == "thinking" and rng.random() < 0.5 else ""
     body = json.dumps({"name": rng.choice("fg"), "arguments": {"k": text(rng), "n": 1.0}}, separators=(",", ":"))

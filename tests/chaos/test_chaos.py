@@ -35,7 +35,7 @@ MAX_STALENESS = 2
 ADDRESSEE_SECONDS = 300.0
 """For an engine that is starting to be there, and for what a run leaves to be gone."""
 KINDS = {"engine": "ray::EngineActor", "training rank": "ray::RankActor", "reward worker": "worker_process"}
-"""What the command line of each has."""
+"""Words in the command line of each kind of process."""
 FAULTS = [("kill", "driver"), *((how, kind) for kind in KINDS for how in ("kill", "stop"))]
 MARGIN = 0.1
 """The held-out score is 0.06 at the start; undisturbed runs with seeds 3, 4 and 5 all end with 1.0."""
@@ -101,7 +101,7 @@ class Disturbed:
                     yield process
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
-        """Those that run."""
+        """Returns the running processes of a kind."""
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.Error):

@@ -51,7 +51,7 @@ class Row:
 
     @property
     def changes(self) -> dict[str, int]:
-        """What its tiny model has of its own."""
+        """Returns the fields in which its tiny model differs."""
         return {} if self.layers == 4 else {"num_hidden_layers": self.layers}
 
 

@@ -1,4 +1,5 @@
-"""What a training rank really holds: bytes of the storages behind its models, as the tests of plans measure them."""
+"""Memory that a training rank really holds: bytes of the storages behind its models, as the tests of plans measure
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from megagrpo.weights.families.architecture import critic_of
 
 
 def measure_all(cases: list[tuple[Path, Recipe]]) -> list[dict[str, int]]:
-    """This rank's memory in each case: a model directory, and a recipe for as many ranks as there are."""
+    """Measures this rank's memory in each case: a model directory, and a recipe for as many ranks as there are."""
     return [measure(directory, recipe) for directory, recipe in cases]
 
 

@@ -1,4 +1,4 @@
-"""What tests run on every rank with a model alone: build it in a layout, load it, and pass packed microbatches."""
+"""Functions that tests run on every rank with a model alone: build it in a layout, load it, compute logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.methods import rows_of
 
 
 def load_model(directory: Path, layout: ParallelLayout, dtype: str = "float32", **train: Any) -> TrainedModel:
-    """This rank's part of the model; `train` sets other fields of the recipe's train section."""
+    """Loads this rank's part of the model; `train` sets other fields of the recipe's train section."""
     settings = TrainConfig(layout=LayoutConfig(**vars(layout)), distributed_optimizer=False, **train)
     where = rank_grid(layout)[dist.get_rank()]
     return TrainedModel(read_architecture(directory), settings, where, directory, getattr(torch, dtype), "cpu")
@@ -60,7 +60,7 @@ def logits_of_models(
 def logits_of_chunks(
     chunks: list[torch.nn.Module], layout: ParallelLayout, microbatches: list[list[list[int]]]
 ) -> RankLogits | None:
-    """What this rank's model chunks compute of its part of the microbatches; None on earlier stages."""
+    """Returns the logits of this rank's part of the microbatches; None on earlier stages."""
     packed, outputs = rank_microbatches(layout, microbatches), []
 
     def keep(_: int, hidden: torch.Tensor) -> torch.Tensor:

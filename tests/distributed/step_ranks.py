@@ -1,4 +1,5 @@
-"""What tests run on every rank: a training rank of a recipe, its passes and steps, and what it holds."""
+"""Functions that tests run on every rank: a training rank of a recipe, its passes and steps, and the tensors that it
+holds."""
 
 from __future__ import annotations
 
@@ -83,13 +84,13 @@ def _call(
 
 
 def the_one(answers: Iterable[Any]) -> Any:
-    """What the one rank found that answers for all."""
+    """Returns the answer of the one rank that answers for all."""
     (answer,) = [answer for answer in answers if answer is not None]
     return answer
 
 
 def of_all_tokens(parts: Iterable[TokenNumbers | None]) -> np.ndarray:
-    """What ranks found, [response tokens], row after row. Every token comes from exactly one rank."""
+    """Joins the ranks' numbers: [response tokens], row after row. Every token comes from exactly one rank."""
     found = {}
     for part in parts:
         for row, index, value in zip(part.rows, part.index, part.values, strict=True) if part else ():
@@ -161,12 +162,12 @@ def weights_of(model: TrainedModel) -> Parts:
 
 
 def trained_of(model: TrainedModel) -> Parts:
-    """What is trained: the adapters, or all weights."""
+    """Returns the trained parameters: the adapters, or all weights."""
     return boxes(model.adapters.manifest, model.adapters.tensors()) if model.adapters else weights_of(model)
 
 
 def gradients_of(model: TrainedModel) -> Parts:
-    """Those in the chunks' buffers: complete ones without the distributed optimizer."""
+    """Returns the gradients in the chunks' buffers: complete ones without the distributed optimizer."""
     manifest = model.adapters.manifest if model.adapters else model.manifest()
     found = {name: p.main_grad for name, p in parameters_of(model.chunks).items() if p.requires_grad}
     return boxes(manifest, found)
@@ -191,7 +192,7 @@ class RankStep:
 
 
 def take_step(model: TrainedModel, compute: Callable[[], Any], update: Callable[[], Any]) -> RankStep:
-    """What `compute` leaves in the gradient buffers, then `update`."""
+    """Returns the gradients that `compute` leaves in the buffers, then runs `update`."""
     before = trained_of(model)
     compute()
     found = gradients_of(model)
@@ -218,7 +219,7 @@ def gather(steps: Sequence[RankStep], with_gradients: bool = True) -> StepResult
 
 
 def save(rank: ModelRank, directory: Path) -> tuple[SavedFile, ...]:
-    """What trainer/saving.py does, without Ray. The files that this rank wrote."""
+    """Saves like trainer/saving.py, without Ray. Returns the files that this rank wrote."""
     rank.take_snapshot()
     return write(rank, directory)
 
@@ -232,7 +233,7 @@ def write(rank: ModelRank, directory: Path) -> tuple[SavedFile, ...]:
 
 
 def export(rank: ModelRank, begin: Callable[[], Export], adapters: bool = False) -> None:
-    """What trainer/saving.py does, without Ray."""
+    """Exports like trainer/saving.py, without Ray."""
     manifests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(manifests, rank.adapter_manifest() if adapters else rank.manifest())
     first = dist.get_rank() == 0

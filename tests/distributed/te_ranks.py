@@ -1,4 +1,4 @@
-"""How ranks on CPUs get models as GPUs have them: the config for cuda, and Transformer Engine's layers from te_stub."""
+"""Models on CPU ranks as GPUs have them: the config for cuda, and Transformer Engine's layers from te_stub."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_indices_here(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def tensors_elsewhere(directories: list[Path], layer_specs: list[str]) -> list[str]:
-    """Which tensors of the models, and of critics of them, are not on the rank's device, here the meta device."""
+    """Lists the tensors of the models, and of critics of them, that are not on the rank's device, here meta."""
     process.start_parallel(ParallelLayout(), seed=1)
     build_as_on_gpus()
     torch.cuda.current_device = lambda: torch.device("meta")

@@ -45,7 +45,7 @@ def save_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path)
 
 
 def load_and_continue(rank: SftRank, batch: RankBatch, _: None, directory: Path) -> dict[str, Any]:
-    """What the two steps after a load give, started from weights that are noise."""
+    """Loads a checkpoint into a model of noise, and returns the next two steps."""
     with_noise(rank).load(directory)
     random = torch.rand(3).tolist()
     return {"after": sft_steps(rank, batch, 2), "states": states_of(rank.policy), "random": random}

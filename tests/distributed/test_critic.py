@@ -63,7 +63,7 @@ def recipe_of(layout: ParallelLayout, dtype: str = "float32", **train: Any) -> R
 
 
 def moved(rows: Any, index: Any) -> Any:
-    """What is added to the old values, so that some tokens are clipped on each side."""
+    """Moves the old values so that some tokens are clipped on each side."""
     return 0.8 * ((7 * rows + 3 * index) % 11 / 10 - 0.5)
 
 

@@ -66,7 +66,7 @@ def count_all(cases: list[tuple[Path, TrainConfig]]) -> list[tuple[int, int]]:
 
 
 def count(directory: Path, train: TrainConfig) -> tuple[int, int]:
-    """This rank's operations in a pass without gradients and in one with them."""
+    """Counts this rank's operations in a pass without gradients and in one with them."""
     layout = train.layout.parallel()
     where = rank_grid(layout)[dist.get_rank()]
     process.start_parallel(layout, seed=1)

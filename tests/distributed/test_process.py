@@ -86,7 +86,7 @@ def start_alone(rank: int, store: str) -> None:
 def test_on_gpus_new_groups_do_not_split_the_communicator_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, device: str, index: int
 ) -> None:
-    """As they would if the default group had a device of its own: every group on every rank."""
+    """Gives the default group a device of its own, as on GPUs, and makes every group on every rank."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: given.update(index=index))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))

@@ -1,4 +1,4 @@
-"""What must not change a gradient: recomputation, and a microbatch without sequences."""
+"""Recomputation, and a microbatch without sequences, change no gradient."""
 
 from __future__ import annotations
 

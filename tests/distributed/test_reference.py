@@ -19,7 +19,7 @@ SHARE = 0.25
 
 
 def reference(rank: TrainRank) -> Parts:
-    """What is in place of the trained weights when reference logprobs are computed."""
+    """Returns the weights that compute the reference logprobs."""
     with rank.policy.reference.in_place_of_policy():
         return trained_of(rank.policy)
 

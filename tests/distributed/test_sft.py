@@ -41,7 +41,7 @@ def case(tiny: Tiny) -> Case:
 
 
 def cross_entropy(model: torch.nn.Module, case: Case) -> torch.Tensor:
-    """As transformers would compute it, one sequence at a time, over the tokens of all of them."""
+    """Computes the loss with transformers, one sequence at a time, over the tokens of all of them."""
     losses = []
     for sequence in case.sequences:
         labels = torch.from_numpy(np.where(sequence.loss_mask, sequence.tokens, IGNORED))[1:]

@@ -14,7 +14,7 @@ TOKENS, HIDDEN = 23, 16
 
 
 def shard_of(vocab):
-    """This rank's rows of an output matrix padded to equal shards, and how many they are."""
+    """Returns this rank's rows of an output matrix padded to equal shards, and their number."""
     rows = -(-vocab // dist.get_world_size())
     return VocabularyShard(vocab, rows * dist.get_rank(), dist.group.WORLD), rows
 

@@ -192,7 +192,7 @@ def test_one_update_needs_no_pass_for_old_logprobs(case):
 
 
 def passes_of_two_steps(rank: TrainRank, batch: RankBatch, advantages: np.ndarray) -> list[dict[str, Any]]:
-    """What the passes before each update find, and in how many microbatches."""
+    """Returns the figures of the passes before each update, and the number of microbatches."""
     found = []
     for _ in range(2):
         load_and_pass(rank, batch)

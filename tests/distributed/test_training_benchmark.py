@@ -27,7 +27,7 @@ def test_each_row_begins_with_free_memory_also_after_one_that_had_too_little() -
 
 
 def table_of_a_tiny_model(rank: int, store: str) -> tuple[str, list[int]]:
-    """What it prints, and how many models there are before each row. The second has no memory."""
+    """Returns the printed table, and the number of models before each row. The second row has no memory."""
     measure, found = training.measure, []
 
     def measured(*args: Any) -> training.Measured | None:

@@ -90,7 +90,7 @@ SMALLER = {
     "grpo_70b": Row(ParallelLayout(tensor=2, pipeline=2), "llama"),
     "math_qwen3_32b_8h200": Row(ParallelLayout(pipeline=2, virtual_pipeline=2), "qwen3"),
 }
-"""What splits the models of recipes, of fewer layers and ranks."""
+"""Layouts of the shipped recipes, with fewer layers and ranks."""
 
 
 @pytest.mark.parametrize(

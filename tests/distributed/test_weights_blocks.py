@@ -103,5 +103,5 @@ def quantized(preparation: Preparation, rendezvous: Rendezvous) -> Tensors:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes: float8 does not travel by pickle."""
+    """Views a tensor as bytes, since float8 cannot be pickled."""
     return tensor.contiguous().view(torch.uint8)

@@ -141,7 +141,7 @@ def test_an_acknowledgement_that_never_comes_ends_at_the_deadline(transport: Tra
 
 
 def sent_to_one_that_stops(transport: TransportName, seconds: float) -> str:
-    """How the sender ends."""
+    """Returns the sender's end."""
     case = Case(architecture(), ParallelLayout(), tensor=1)
     plan, held = case.plan(), case.held(random_checkpoint(case.arch))
     host = RendezvousHost("127.0.0.1", seconds)

@@ -29,7 +29,7 @@ NEEDS_CUDA = ("transformer-engine-torch",)
 
 
 def prepared(pins: list[str]) -> list[str]:
-    """What pip would install for these pins."""
+    """Returns the packages that pip would install for these pins."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         arguments = ["--dry-run", "--ignore-installed", "--no-deps", "--use-feature=fast-deps", "--report", report.name]
         subprocess.run([sys.executable, "-m", "pip", "install", *arguments, *pins], check=True)
@@ -45,7 +45,7 @@ def as_headers(metadata: dict[str, Any]) -> str:
 
 
 def unpacked(pin: str) -> str:
-    """What the PKG-INFO of an sdist says, left behind where pip fails to prepare it."""
+    """Reads the PKG-INFO of an sdist that pip leaves behind where it fails to prepare it."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--no-deps", "--no-clean", "--no-build-isolation", "--no-cache-dir", "-d", folder, pin]
         command = [sys.executable, "-m", "pip", "download", *arguments]

@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: one set of inputs, one run to its end, and a Ray that runs can join."""
+"""Fixtures of the tests of whole runs: one set of inputs, one run to its end, and a Ray that runs can join."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def watched(process: subprocess.Popen[str], directory: Path) -> Watched:
 
 
 def actors_of(pid: int) -> dict[int, str]:
-    """Those that a driver has now. A child of an actor has its name until it begins a program of its own."""
+    """Returns the actors that a driver has now. A child of an actor has its name until it begins a program."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):  # the driver has ended
         for child in psutil.Process(pid).children(recursive=True):

@@ -1,4 +1,4 @@
-"""Where the processes of a run listen, and where the table of docs/security.md says that they do."""
+"""Addresses on which a run's processes listen, and those in the table of docs/security.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 from tests.loop.small_run import REPOSITORY
 
 Listeners = Counter[tuple[str, str]]
-"""How many sockets listen, by kind of process and address."""
+"""Number of listening sockets by kind of process and address."""
 PROCESSES = {
     "Ray: global control, raylets, workers, the driver": ("gcs_server", "raylet", "worker", "rank", "engine", "driver"),
     "Ray's runtime environment agent": ("agent",),
@@ -29,11 +29,11 @@ PROCESSES = {
     "MLflow": (),
     "metrics for Prometheus (driver), with `track.prometheus_port`": (),
 }
-"""Which processes each row of the table is about."""
+"""Kinds of processes of each row of the table."""
 ONE_NODE = {"127.0.0.1": ["127.0.0.1"], "none": []}
-"""What the words of the table's first column mean."""
+"""Addresses for each word of the table's first column."""
 OF_RAY_START = "of ray start"
-"""These are not the run's: `ray start` starts them if grpcio or prometheus-client is installed."""
+"""Listeners that are not the run's: `ray start` starts them if grpcio or prometheus-client is installed."""
 KINDS = {
     r".*\bgcs_server\b": "gcs_server",
     r".*\braylet/raylet\b": "raylet",
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def listeners(driver: int, *nodes: int) -> Listeners:
-    """Those of a driver's processes, and of nodes of Ray that it has joined, now."""
+    """Returns the listeners of a driver's processes, and of the Ray nodes that it has joined, now."""
     found, own = Counter[tuple[str, str]](), ""
     with contextlib.suppress(psutil.NoSuchProcess):
         own = " ".join(psutil.Process(driver).cmdline())  # also of a child until it begins its own program
@@ -66,8 +66,8 @@ def listeners(driver: int, *nodes: int) -> Listeners:
 
 
 def check_table(found: Iterable[tuple[str, str]], column: int, meaning: Mapping[str, Collection[str]]) -> None:
-    """That every kind of process found listens where its rows of the table say, and nowhere else. column: 1 or 2.
-    meaning: the addresses for what a cell begins with."""
+    """Checks that every kind of process listens where its rows of the table say, and nowhere else. column: 1 or 2.
+    meaning: the addresses for the beginning of a cell."""
     lines = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8").partition("| listens |")[2].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2 : lines.index("")]]
     assert [row[0] for row in rows] == list(PROCESSES)

@@ -42,8 +42,8 @@ while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
 
 
 class RayNodes:
-    """As a context: a head, which runs join. `environment` is what a driver needs for that. nursery: the head's workers
-    are forks of one process, as are commands that join it and only have to end."""
+    """A context with Ray's head, which runs join. `environment`: variables that a driver needs to join. nursery: the
+    head's workers are forks of one process, as are commands that join it and only have to end."""
 
     def __init__(self, cpus_per_node: int, *, nursery: bool = False) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))  # short: Ray makes sockets in it

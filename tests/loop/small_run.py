@@ -120,7 +120,7 @@ def start(
 
 
 def end(process: subprocess.Popen[str], code: int | None = 0) -> str:
-    """What a run printed, once it has ended. Fails if it ended with another exit code; None: any."""
+    """Returns the output of a run once it has ended. Fails if it ended with another exit code; None: any."""
     try:
         output, _ = process.communicate(timeout=RUN_SECONDS)
     except subprocess.TimeoutExpired:

@@ -49,7 +49,7 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 
 
 def require_whole(run: Path, steps: Iterable[int] = STEPS) -> None:
-    """What was trained is a conversation of two turns each, in one branch."""
+    """Checks that the trained samples are conversations of two turns, in one branch."""
     for step in steps:
         for group in read_batch(run, step).sampled.groups:
             assert len(group.samples) == 4

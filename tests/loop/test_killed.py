@@ -1,4 +1,4 @@
-"""What is killed, stopped or taken away beside a run ends it with one sentence and a code, and nothing is left."""
+"""A process that is killed or stopped beside a run ends it with one sentence and a code, and leaves nothing."""
 
 from __future__ import annotations
 

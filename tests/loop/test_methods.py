@@ -73,8 +73,8 @@ METHODS: dict[str, dict[str, Any]] = {
 RESUMED = ("lora_rloo_dapo", "ppo")
 OTHERS = ("reinforce_plus_plus", "remax")
 GAINS = {"ppo": 2.0, "reinforce_plus_plus": 2.0, "remax": 1.3}
-"""How often the reward must be what it was at first. Few adapters on an untrained model learn slowly: with them and its
-own settings, every demo of that run's methods learns."""
+"""Least ratio of the last reward to the first. Few adapters on an untrained model learn slowly: with them and its own
+settings, every demo of that run's methods learns."""
 FIGURES = {
     "lora_rloo_dapo": "groups/rounds groups/sampled groups/left_over groups/missing prompts/set_aside reward/overlong"
     " correction/weight_mean correction/rejected_share correction/vetoed_share",

@@ -1,5 +1,5 @@
-"""What megatron-core 0.16.1 has written is read: tests/golden/megatron_0.16.tar.xz has a model, the run of small_run.py
-with it on one rank and with hidden size 16, checkpoint of step 2 and batch of step 3 kept, and its torch_dist files."""
+"""Files of megatron-core 0.16.1 are read. tests/golden/megatron_0.16.tar.xz has a model, the run of small_run.py with
+it on one rank and with hidden size 16, checkpoint of step 2 and batch of step 3 kept, and its torch_dist files."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def run_and_kill(values: dict[str, Any], output: Path, kill: Callable[[list[psut
 
 
 def check_scored(directory: Path, steps: int, learns: bool) -> None:
-    """That each response was scored, and that held-out prompts have better responses in the end."""
+    """Checks that each response was scored, and that held-out prompts have better responses in the end."""
     by_step = small_run.metrics(directory)
     assert not learns or by_step[steps]["eval/sums/mean@8/low"] > by_step[0]["eval/sums/mean@8/high"]
     assert [by_step[step]["reward/errors"] for step in range(1, steps + 1)] == [0] * steps

@@ -23,7 +23,7 @@ from tests.safetensors_files import saved, with_tensors
 
 STEPS = 6
 NOT_PRINTED = ("step", "time")
-"""What lines of metrics.jsonl have besides metrics."""
+"""Keys of metrics.jsonl's lines that are not metrics."""
 
 
 def recipe(inputs: Path, output: Path) -> dict[str, Any]:

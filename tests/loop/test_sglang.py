@@ -49,7 +49,7 @@ PROMPT = (3, 4, 5, 6)
 
 
 def check_trained(directory: Path, steps: int) -> dict[int, dict[str, float]]:
-    """That engines had each step's weights, and sampled from what was trained. The run's metrics."""
+    """Checks that engines had each step's weights, and sampled from the trained ones. Returns the run's metrics."""
     by_step = small_run.metrics(directory)
     assert sorted(by_step) == list(range(steps + 1))
     for step in range(1, steps + 1):
@@ -180,7 +180,7 @@ def test_turns_of_agents_that_a_server_samples_are_what_is_trained(
 
 
 def answered(log: str, path: str) -> int:
-    """How many requests for `path` the server has logged as done."""
+    """Counts the requests for `path` that the server has logged as done."""
     return log.count(f'"POST {path} HTTP/1.1" 200')
 
 

@@ -38,7 +38,7 @@ ON_SGLANG = (
     {"rollout.engines": 2, "rollout.requests_at_once": 1, "weights.transfer": "process_group"},
     {"rollout.temperature": 0.5, "rollout.timeout_seconds": 100.0, "deterministic": True},
 )
-"""What the run's own servers read of a recipe, in few runs: a server takes half a minute to start."""
+"""Settings of a recipe that servers read, in few runs: a server takes half a minute to start."""
 SLOW = r"mlflow|reasoning_gym|max_terms|Classifier|tensorboard|seconds|bfloat16|deterministic|profile|AgentConfig\."
 REFUSED = r"enable_thinking|AgentConfig\.(tools|parser)|arguments left out|workers=0|bubblewrap"
 """For the sake of the template, the data or the machine: the schema allows them."""
@@ -48,7 +48,7 @@ NOT_TOGETHER = re.compile(rf"{SLOW}|{REFUSED}|dynamic_sampling|ground_truth=\[|=
 
 @pytest.fixture(scope="module")
 def made(inputs: Path) -> Path:
-    """What recipes name, beside the small model and its data."""
+    """Makes the files that recipes name, beside the small model and its data."""
     (inputs / "own.py").write_text(OWN)
     (inputs / "template.jinja").write_text(CHAT_TEMPLATE)
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1)
@@ -65,8 +65,8 @@ def in_one_process(recipe: dict[str, Any]) -> bool:
 
 
 def disagreement(inputs: Path, output: Path, recipe: Mapping[str, Any]) -> str | None:
-    """How `plan` and `train` differ on a recipe; empty: it runs, with finite metrics; None: both refuse it, and the run
-    says what the plan says."""
+    """Returns the difference between `plan` and `train` on a recipe. Empty: it runs, with finite metrics. None: both
+    refuse it, and the run reports the plan's problems."""
     from tests.loop import without_ray  # imports Megatron, which takes seconds
 
     output.mkdir()
@@ -117,7 +117,7 @@ def test_servers_of_a_run_read_what_a_recipe_says_of_them(made: Path, tmp_path: 
 
 
 def on_sglang(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What has no default, and lengths that fit the model, on servers of the run's own."""
+    """Adds fields without a default, and lengths that fit the model, for servers of the run's own."""
     own = base()
     rollout = {"engine": "sglang", "prompts_per_step": 4, "response_tokens_max": 8}
     own |= {"rollout": rollout, "eval": {}, "algorithm": {}, "checkpoint": {}, "seed": 0}

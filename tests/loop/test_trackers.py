@@ -106,7 +106,7 @@ def check_synced(directory: Path, uri: str, metrics: dict[int, dict[str, float]]
 
 
 def brought(directory: Path) -> str:
-    """What track.json says of MLflow."""
+    """Reads the entry of MLflow in track.json."""
     path = directory / "track.json"
     trackers = json.loads(path.read_text())["trackers"] if path.exists() else {}
     return json.dumps([known for name, known in trackers.items() if name.startswith("mlflow")])

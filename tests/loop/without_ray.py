@@ -39,7 +39,7 @@ TRACEBACK = 99
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
 SECONDS_MAX = 120.0
-"""Of a command. It is only there to end one that hangs."""
+"""Limit of a command, which only ends one that hangs."""
 
 
 class Actor:
@@ -82,7 +82,7 @@ class Ref(Future):
 
 @dataclass(frozen=True)
 class Remote:
-    """What has `.remote`."""
+    """An object with `.remote`."""
 
     remote: Callable[..., Any]
 
@@ -120,7 +120,7 @@ def kill(actor: Actor) -> None:
 
 
 class OneProcess(runtime.Runtime):
-    """Where every actor is of this process."""
+    """A Ray whose actors are all of this process."""
 
     def start(self, actor_class: Any, bundles: Sequence[int], share: float, *arguments: Any) -> Any:
         return Actor(actor_class, *arguments)

@@ -19,7 +19,7 @@ from megagrpo.rollout.sglang.arguments import server_arguments
 from megagrpo.weights.quantizing import dequantize, quantize
 
 MODULES = {"deepseek_v3": "deepseek_v2"}
-"""Where SGLang has a family's class, if not under the family's name. Its registry would import two hundred others."""
+"""Module of SGLang with a family's class, if not named after it. SGLang's registry would import two hundred others."""
 
 
 def parameters(directory: str, layout: EngineLayoutConfig, quantization: str | None) -> list[dict[str, list[Any]]]:

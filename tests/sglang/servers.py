@@ -107,7 +107,7 @@ class Served:
                 time.sleep(0.02)
 
     def batches(self) -> int:
-        """How many batches the server has computed: it logs each."""
+        """Counts the batches that the server has computed: it logs each."""
         return sum(" batch, " in line for line in self.server.log.read_text().splitlines())
 
     def wait_for_batches(self, more: int) -> None:
@@ -183,7 +183,7 @@ def serve_directory(directory: Path, family: str, tensor: int = 1) -> Iterator[S
 
 
 def serve_layout(directory: Path, family: str, layout: EngineLayoutConfig, nodes: int = 1) -> Iterator[Served]:
-    """As serve_directory. Several nodes are processes of this machine."""
+    """Serves a layout as serve_directory does. Several nodes are processes of this machine."""
     host, port = StoreHost(LOOPBACK), free_port(LOOPBACK)
     of_node = [EngineNode(rank, nodes, host.address, port, (LOOPBACK,) * nodes) for rank in range(nodes)]
     logs = [directory.with_suffix(f".{rank}.log") for rank in range(nodes)]

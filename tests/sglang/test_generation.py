@@ -1,4 +1,4 @@
-"""What a real SGLang server samples: its distribution, seeds, ends, aborts and time limits."""
+"""Samples of a real SGLang server: distribution, seeds, ends, aborts and time limits."""
 
 import re
 

@@ -1,8 +1,6 @@
-"""Every rank of an engine holds the parameters that SGLang's own model classes have there, and blocks of float8 have
-the bits that SGLang's own quantiser makes.
-
-No server of a quantised model runs on CPUs without AMX, which SGLang's kernels for blocks need there.
-"""
+"""Every rank of an engine holds the parameters of SGLang's own model classes, and float8 blocks have the bits of
+SGLang's own quantiser. No server of a quantised model runs on CPUs without AMX, which SGLang's kernels for blocks need
+there."""
 
 from __future__ import annotations
 
@@ -62,8 +60,8 @@ QUANTIZED: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 
 @dataclass(frozen=True)
 class Asked:
-    """What SGLang's code has said: of each case its directory, layout, quantization and parameters by rank; and of each
-    matrix, whether the bits of its blocks are the same."""
+    """Answers of SGLang's code: of each case its directory, layout, quantization and parameters by rank; and of each
+    matrix, True if the bits of its blocks are the same."""
 
     cases: list[tuple[Path, EngineLayoutConfig, str | None, list[dict[str, list[Any]]]]]
     same_bits: list[bool]

@@ -109,7 +109,7 @@ def test_a_server_answers_on_loopback_alone_and_only_with_its_key_which_others_c
 
 
 def test_a_server_has_its_load_in_its_own_directory_and_nothing_in_shared_memory(tied_server: Served) -> None:
-    """What is in shared memory stays if the server and its owner are killed at once; the directory does not."""
+    """Shared memory would stay if the server and its owner were killed at once; the directory does not."""
     assert list(Path(tied_server.server._directory).glob("sglang_loads_*"))
     assert not shared_files(members(tied_server.server._process.pid))
 
@@ -301,7 +301,7 @@ def test_a_server_that_is_killed_is_named_with_its_log_and_nothing_of_it_stays(c
 
 
 def test_a_note_of_leftovers_removes_nothing_but_a_servers_own(tmp_path: Path) -> None:
-    """It lies in the run's directory, which may come from elsewhere."""
+    """Takes the note from the run's directory, which may come from elsewhere."""
     note, mine, file = tmp_path / "note.json", tmp_path / "sglang-mine", tmp_path / "sgl_file"
     mine.mkdir()
     file.touch()

@@ -101,7 +101,7 @@ def test_tokens_so_far_of_requests_that_run_have_their_versions_and_logprobs_and
         future = pool.submit(generate, engine, asked)
 
         def told(tokens: int, version: int) -> dict[int, Sample]:
-            """What the engine says once all requests have so many tokens, with some of this version."""
+            """Waits until all requests have so many tokens, with some of this version; returns the engine's report."""
             deadline = time.monotonic() + WAIT_SECONDS
             while True:
                 found = engine.so_far().samples(dict(enumerate(asked)))

@@ -242,7 +242,7 @@ def test_wrong_shapes_and_commands_are_answered_and_the_server_lives(tied_server
 
 
 def misshapen(plan: WeightPlan) -> WeightPlan:
-    """As if the final norm were longer than the server's, on the engine's side alone."""
+    """Makes the final norm longer than the server's, on the engine's side alone."""
     (manifest,) = plan.destinations
     storages = dict(manifest.storages)
     storages["model.norm.weight"] = replace(storages["model.norm.weight"], shape=(49,))

@@ -86,7 +86,7 @@ class Slurm:
         return kept | {"SLURM_CONF": str(self.state / "slurm.conf")}
 
     def command(self, *words: str, cwd: Path | None = None, check: bool = True) -> str:
-        """What one of Slurm's commands prints. Fails if it failed."""
+        """Returns the output of one of Slurm's commands. Fails if it failed."""
         done = subprocess.run(
             words, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=START_SECONDS
         )
@@ -108,7 +108,7 @@ class Slurm:
         return [int(pid) for pid in listed.stdout.split()]
 
     def kill(self, node: str) -> None:
-        """As when a node loses power."""
+        """Kills a node as a loss of power does."""
         for pid in self.pids(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

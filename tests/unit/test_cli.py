@@ -134,7 +134,7 @@ def test_a_lack_of_file_descriptors_is_one_sentence_and_code_3(
 def test_a_lack_of_threads_or_processes_names_the_limit_to_raise(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What threading and os.fork raise where the user, the container or the job may start no more."""
+    """Raises the errors of threading and os.fork where the user, the container or the job may start no more."""
 
     def refuse(asked: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""What driver and actors import, and ends of a plan that was made from manifests in another order."""
+"""Imports of driver and actors, and ends of a plan that was made from manifests in another order."""
 
 from __future__ import annotations
 

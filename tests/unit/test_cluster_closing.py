@@ -1,4 +1,4 @@
-"""What a run's end does to its actors, and how long it waits for those that cannot answer."""
+"""The end of a run's actors, and the time that it waits for those that cannot answer."""
 
 from __future__ import annotations
 

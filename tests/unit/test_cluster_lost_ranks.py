@@ -1,4 +1,4 @@
-"""What is said of a training rank that others wait for: from its process and its log."""
+"""Reports about a training rank that others wait for: from its process and its log."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ENDED = EngineError(Problem("reward model grader: the server has ended"))
 
 
 class FakeServer:
-    """What it does is changed by the test."""
+    """A server whose behaviour the test changes."""
 
     url, api_key = "http://127.0.0.1:1", "key"
 

@@ -37,7 +37,7 @@ def stop() -> None:
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was done to Ray, which is not there: settings it was started with, and its end."""
+    """Records the calls to Ray, which is not running: its settings at the start, and its end."""
     done: list[Any] = []
     pulse = SimpleNamespace(shut_down=lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

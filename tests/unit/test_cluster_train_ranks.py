@@ -1,4 +1,4 @@
-"""Which parts of training ranks are on the device, and which engines' memory is, at every moment of a run."""
+"""Parts of training ranks on the device, and engines' memory there, at every moment of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device:
 
 
 class OnDevice(Policy):
-    """What the driver does with these ranks is real; they are a few lines."""
+    """Ranks of a few lines, driven by the real driver."""
 
     def __init__(self, device: Device) -> None:
         self._offload, self._away, self.device = [*PARTS], set(), device

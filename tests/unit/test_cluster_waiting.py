@@ -1,4 +1,4 @@
-"""Which nodes a run has lost, what failed because of it, and which addresses a run can use."""
+"""Nodes that a run has lost, failures because of it, and addresses that a run can use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megagrpo.preflight.machine import address_problem
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What Ray says of two nodes."""
+    """Lists two nodes in Ray's place."""
     told = [
         {"NodeID": name, "Alive": True, "NodeManagerHostname": f"host-{name}", "NodeManagerAddress": f"10.0.0.{number}"}
         for number, name in enumerate("ab", start=1)

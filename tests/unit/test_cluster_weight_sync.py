@@ -1,4 +1,4 @@
-"""Which transport carries the weights, which GPUs engines see, and what is said of replicas that disagree."""
+"""The transport of the weights, the GPUs that engines see, and the report on replicas that disagree."""
 
 from __future__ import annotations
 

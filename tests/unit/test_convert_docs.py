@@ -29,7 +29,7 @@ NAME = "model.layers.2.mlp.down_proj.weight"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the page's commands find their sources: a model, Megatron-LM's directory and a run of ours."""
+    """Makes the sources that the page's commands name: a model, Megatron-LM's directory and a run of ours."""
     monkeypatch.chdir(tmp_path)
     model = make_model("qwen2", tmp_path / "model")
     with_value(model, 0.0625)

@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """How a copy of this process ends that does the work: its exit code, or minus a signal."""
+    """Runs `work` in a copy of this process; returns its exit code, or minus a signal."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -24,7 +24,7 @@ RECIPES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the commands of the page name."""
+    """Makes the files that the page's commands name."""
     monkeypatch.chdir(tmp_path)
     make_model(Path("models/sums"))
     write_jsonl(Path("data/mine.jsonl"), ROW, ROW)

@@ -155,7 +155,7 @@ def test_a_missing_column_is_said_once_with_those_present_and_the_nearest(write)
 
 
 def damaged(path: Path, first: int, last: int | None, by: bytes) -> None:
-    """These bytes of a parquet file are others."""
+    """Replaces these bytes of a parquet file."""
     content = bytearray(write_parquet(path, *[row()] * 100).read_bytes())
     content[first:last] = by
     path.write_bytes(content)

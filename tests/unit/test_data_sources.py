@@ -1,4 +1,4 @@
-"""Where files may lie and how they may be packed: every way gives the same rows, with names that say where they are."""
+"""Sources and archives of files: every way gives the same rows, with names that say where they are."""
 
 import gzip
 import json

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("megagrpo", "tools", "benchmarks", "examples", "yaml_recipes")  # verbs: in the first alone
+FOLDERS = ("megagrpo", "tools", "benchmarks", "examples", "yaml_recipes", "tests")  # verbs: in the first alone
 NEVER = {"What", "Whether", "Where", "Which", "Those", "That", "It", "Of", "How", "When", "Who", "Why"}
 NEVER |= {"As", "These", "This", "If"}
 NO_VERBS = {

@@ -48,7 +48,7 @@ from tests.unit.test_convert_docs import save_training
 CORPUS = Path(__file__).with_name("fuzz_corpus.jsonl")
 SECONDS = float(os.environ.get("MEGAGRPO_FUZZ_SECONDS", "60"))
 SECONDS_MAX = 60
-"""Of CPU time. A command on these small files that takes more has no end."""
+"""Seconds of CPU time. A command on these small files that takes more has no end."""
 RUN, STEP = "runs/tiny", "runs/tiny/checkpoints/step_000003"
 CONVERTS = ("convert verify model model", "convert hf-to-megatron --source model --output new")
 REPORTS = (f"report {RUN} --output new", f"report {RUN} --mismatch", f"report {RUN} --rollout 3", "runs", "runs --json")

@@ -57,5 +57,7 @@ def test_broken_limits_are_named(tmp_path: Path) -> None:
         "18 nouns, at most 9",
     ):
         assert any(part in problem for problem in problems), part
+    page.write_text(WALKS.format(more="**Prompt**, **digest**\n"))
+    assert "docs/architecture.md: A sample's walk: no class Prompt" in house_problems(tmp_path, {("", "plan"): 10**6})
     page.write_text("# Page\n")
     assert sum("no heading" in problem for problem in house_problems(tmp_path, budgets)) == 3

@@ -27,7 +27,7 @@ def pairs(row: Row) -> set[frozenset[Any]]:
 
 
 def possible() -> list[Row]:
-    """As recipes allow them: experts that are not shared out are split as tensor ranks split everything."""
+    """Lists the layouts that recipes allow: experts that are not shared out are split as tensor ranks do."""
     rows = []
     for sizes in product((1, 2), repeat=len(AXES)):
         for lengths, family in product(({}, UNEQUAL), ("qwen2_tied", "qwen3", "qwen3_moe", "deepseek_v3")):

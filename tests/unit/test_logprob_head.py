@@ -1,4 +1,4 @@
-"""What the logprob head moves for each logit, op by op and fused, and that its products are float32 of bfloat16."""
+"""Bytes that the logprob head moves for each logit, op by op and fused. Its products are float32 of bfloat16."""
 
 from __future__ import annotations
 

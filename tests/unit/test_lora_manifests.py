@@ -1,4 +1,4 @@
-"""What ranks hold of the adapters: together all of every A and B, whatever the layout; and where A's begin."""
+"""Adapters that ranks hold: together all of every A and B, in every layout; and the offsets of A."""
 
 from __future__ import annotations
 

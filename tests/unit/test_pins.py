@@ -44,7 +44,7 @@ IMAGE = {
 
 @pytest.fixture(scope="module")
 def declared() -> dict[str, Message]:
-    """What each pinned distribution declares, by its name (tests/golden/record_gpu_metadata.py)."""
+    """Reads the metadata that each pinned distribution declares, by its name (tests/golden/record_gpu_metadata.py)."""
     with tarfile.open(ROOT / "tests/golden/gpu_metadata.tar.xz") as archive:
         texts = [archive.extractfile(each).read().decode() for each in archive]
     return {canonicalize_name(each["Name"]): each for each in map(HeaderParser().parsestr, texts)}

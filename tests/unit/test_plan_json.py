@@ -29,7 +29,7 @@ def told() -> dict[str, Any]:
 
 
 def printed(capsys: Capture, *arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
-    """What `megagrpo plan --json` prints, and its errors."""
+    """Returns the JSON of `megagrpo plan --json`, and its errors."""
     assert main(["plan", *map(str, arguments), "--json"]) == code
     captured = capsys.readouterr()
     return dict(json.loads(captured.out)), captured.err

@@ -15,7 +15,7 @@ from tests.plans import architecture, plan, recipe, searched
 
 
 class Balance(HTMLParser):
-    """Whether every element that is opened is closed, in order."""
+    """A parser that checks that every element that is opened is closed, in order."""
 
     empty = ("meta", "br")
 

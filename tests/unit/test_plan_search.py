@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 
 
 def applied(overrides: tuple[str, ...], changes: dict[str, Any]) -> Recipe:
-    """As the command line does it."""
+    """Applies the changes as the command line does."""
     tree, _, problems = apply_overrides(recipe(changes).model_dump(), Places("recipe"), overrides)
     assert not problems
     return Recipe.model_validate(tree)

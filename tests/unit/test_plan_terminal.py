@@ -1,4 +1,4 @@
-"""What a plan looks like on a terminal: every rank is somewhere, nothing is too wide or too long."""
+"""A plan on a terminal: every rank is somewhere, nothing is too wide or too long."""
 
 import io
 import re

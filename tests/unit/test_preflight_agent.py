@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's agent, before a run starts, and what a plan tells of its chat template."""
+"""Errors in a recipe's agent, before a run starts, and a plan's report on its chat template."""
 
 from __future__ import annotations
 

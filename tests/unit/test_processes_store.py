@@ -20,7 +20,7 @@ OWN, OTHER, THIRD = "127.0.0.31", "127.0.0.32", "127.0.0.33"
 
 
 def reaches(host: str, port: int, source: str) -> bool:
-    """Whether a connection is made and kept open: its packets may be dropped, or it closed."""
+    """Returns True if a connection is made and stays open: its packets may be dropped, or it closed."""
     try:
         made = socket.create_connection((host, port), timeout=0.3, source_address=(source, 0))
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""What follows from a recipe: the device of each rank and engine, and the number of steps."""
+"""Values that follow from a recipe: the device of each rank and engine, and the number of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers `auto` takes on each card, and what computes attention over packed sequences there."""
+"""Layers that `auto` takes on each card, and the kernel of attention over packed sequences there."""
 
 from dataclasses import replace
 

@@ -69,7 +69,8 @@ async def serving(*answers: Answer) -> AsyncIterator[tuple[str, list]]:
 
 
 def calls(responses: Sequence[str], *answers: Answer, ground_truth: str = "42", **arguments):
-    """What remote returns or raises for each response, called side by side, and the requests that the server got."""
+    """Returns the results or errors of remote for each response, called side by side, and the requests that the server
+    got."""
 
     async def run() -> tuple[list, list]:
         async with serving(*answers) as (url, requests):

@@ -1,4 +1,4 @@
-"""What a page carries of a run's samples, and what it leaves out."""
+"""Samples of a run in a page, and those left out."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def run_in(directory: Path) -> RunRead:
 
 
 def decoded(encoded: bytes) -> dict[str, Any]:
-    """As page.js reads columns."""
+    """Reads columns as page.js does."""
     raw = gzip.decompress(encoded)
     (length,) = struct.unpack("<I", raw[:4])
     types = {"Uint8Array": "u1", "Uint16Array": "u2", "Uint32Array": "u4", "Int32Array": "i4", "Float32Array": "f4"}

@@ -1,4 +1,4 @@
-"""What judges' answers mean, and what comparisons come to."""
+"""Meanings of judges' answers, and results of comparisons."""
 
 import pytest
 from hypothesis import given

@@ -435,7 +435,7 @@ def pids_with(argument: str) -> list[int]:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends within two minutes; a zombie has ended."""
+    """Returns True if a process ends within two minutes; a zombie has ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:

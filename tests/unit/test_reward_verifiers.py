@@ -43,7 +43,7 @@ def made(name: str, arguments: str):
 
 
 def returned(name: str, row: dict):
-    """What the function returns for a line of a table, None if it refuses the ground truth."""
+    """Returns the function's result for a line of a table, None if it refuses the ground truth."""
     function = made(name, json.dumps(row.get("arguments", {})))
     try:
         value = function(**{name: {**EXTRAS, **row}[name] for name in wanted_arguments(function, {})})
@@ -105,7 +105,7 @@ HOSTILE += ("final answer is ", "answer ", "is ", "answer is A, ")
 
 @pytest.mark.parametrize("name", sorted(name for name in BUILT_IN if BUILT_IN[name] == "inline" and name != "agent"))
 def test_what_runs_in_the_driver_is_done_with_any_long_response(name):
-    """Where the time grows with the square of the length, this takes minutes and the time limit of tests ends it."""
+    """Takes minutes where the time grows with the square of the length; then the time limit of tests ends it."""
     row, _ = results(name)[0]
     starts = ("#### ", "#### 1") if name == "gsm8k" else ("The answer is ", "The answer is A", "\\boxed{")
     for start in ("", *starts):
@@ -175,7 +175,7 @@ EQUAL = (
 
 
 def test_wrong_answers_of_math_that_are_equal_have_one_text():
-    """What majority votes go by, for answers that are not the ground truth's."""
+    """Compares the texts by which majority votes count answers that are not the ground truth's."""
     texts = [
         {returned("math", {"response": f"\\boxed{{{latex}}}", "ground_truth": "99"})["answer"] for latex in equal}
         for equal in EQUAL

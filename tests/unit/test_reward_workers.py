@@ -88,7 +88,7 @@ def misbehaves(data_source, response, ground_truth, extra_info):
 
 @pytest.fixture(params=[pytest.param("apart", marks=pytest.mark.needs("bubblewrap")), "beside"])
 def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether workers have processes of their own, or not, as on a machine without bubblewrap."""
+    """Returns True if workers have processes of their own; False as on a machine without bubblewrap."""
     if request.param == "beside":
         monkeypatch.setattr(workers, "processes_apart", lambda: ())
     return request.param

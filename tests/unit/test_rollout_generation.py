@@ -1,4 +1,4 @@
-"""What the embedded engine generates, against transformers' own generate and forward pass."""
+"""Tokens that the embedded engine generates, against transformers' own generate and forward pass."""
 
 import random
 from collections.abc import Sequence

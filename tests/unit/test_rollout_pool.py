@@ -22,7 +22,7 @@ def order(name: str, count: int, bound: str = "") -> Order:
 
 
 def sample(request: Request, tokens: int, finish: str = "stop") -> Sample:
-    """What the engine answers: the tokens so far, and `tokens` more."""
+    """Makes an engine's sample: the tokens so far, and `tokens` more."""
     begun = 0 if request.begun is None else len(request.begun.tokens)
     none = np.zeros(begun + tokens, np.int32)
     return Sample(request.prompt_id, request.index, none, none.astype(np.float32), none, finish, "")  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ class Pools(RuleBasedStateMachine):
                 assert begun == self.known.get((request.prompt_id, request.index), 0), "tokens were lost"
 
     def tell(self, ticket: int, request: Request, tokens: int) -> dict[int, Sample]:
-        """What an engine says of a request that has so many more tokens and goes on."""
+        """Reports so many more tokens of a request that continues."""
         so_far = sample(request, tokens, "abort")
         self.known[request.prompt_id, request.index] = len(so_far.tokens)
         return {ticket: so_far}

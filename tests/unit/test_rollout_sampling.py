@@ -1,7 +1,4 @@
-"""What is drawn for a sample: seeds, uniform numbers, the distribution, and the sets that top-k and top-p leave.
-
-And the hash by which SGLang samples on CPUs, against MurmurHash3 in Python's integers.
-"""
+"""Draws of a sample: seeds, uniform numbers, the sets that top-k and top-p leave, and SGLang's hash for CPUs."""
 
 from itertools import product
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which engines are slow, and how fast an engine says that its requests go on."""
+"""Slow engines, and the interval at which an engine reports on its requests."""
 
 from __future__ import annotations
 

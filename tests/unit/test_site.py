@@ -34,7 +34,7 @@ SEEN = [("index.html", 390, "light"), ("index.html", 1280, "dark"), ("algorithms
 
 
 class Read(HTMLParser):
-    """What a reader of a page's article sees: its words, and how often each kind of element comes."""
+    """A parser of a page's article: its visible words, and the number of each kind of element."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

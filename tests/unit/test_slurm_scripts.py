@@ -47,7 +47,7 @@ def test_the_70b_script_asks_for_the_nodes_of_its_recipe() -> None:
 
 
 def first_of_free_ports(job: int, listening: Sequence[int] = ()) -> int:
-    """What ports.sh chooses while the ports in `listening` are taken on 127.0.0.1."""
+    """Returns the ports that ports.sh chooses while the ports in `listening` are taken on 127.0.0.1."""
     sockets = [socket.create_server(("127.0.0.1", port)) for port in listening]
     try:
         command = ["bash", "-c", f"source slurm/ports.sh; SLURM_JOB_ID={job} first_of_free_ports 127.0.0.1"]

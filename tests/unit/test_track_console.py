@@ -1,4 +1,4 @@
-"""What the terminal shows, on a real pseudo-terminal and without one."""
+"""Output to the terminal, on a real pseudo-terminal and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes to its directory, through interruptions, and the table of metrics."""
+"""Files that a run writes to its directory, through interruptions, and the table of metrics."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_one_command_prints_is_no_setting_of_the_run(tmp_path: Path, capsys
 def test_a_run_that_never_resumes_does_not_say_that_it_can_be_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one half of a run, and a replay."""
+    """Ends one half of a run, and a replay."""
     recipe = tracked_recipe(tmp_path, console="lines")
     never = recipe.checkpoint.model_copy(update={"resume": "never"})
     with Tracker(recipe.model_copy(update={"checkpoint": never}), 10):

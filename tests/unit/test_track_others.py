@@ -54,7 +54,7 @@ def log(tracker: Tracker, steps: range, since: float = 0.0) -> None:
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """As TensorBoard shows them."""
+    """Reads scalars as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
@@ -116,7 +116,7 @@ def test_a_complete_run_leaves_trackers_alone_that_have_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts(*changed: str) -> int:
-        """How often the same command starts the trackers' process."""
+        """Counts the starts of the trackers' process by the same command."""
         counted, start = list[FollowerThread](), follower_process.started_process
         with monkeypatch.context() as patched:
             patched.setattr(follower_process, "started_process", lambda run: counted.append(start(run)) or counted[-1])

@@ -53,7 +53,7 @@ def step(number: int, *groups: Group, learned: Learned | None = None) -> StepRol
 
 
 def write(directory: Path, *all_rollouts: StepRollouts, tokenizer: Any = TOKENIZER) -> list[str]:
-    """What the writer said."""
+    """Returns the writer's messages."""
     said = list[str]()
     writer = RolloutWriter(directory, tokenizer, said.append)
     for rollouts in all_rollouts:
@@ -155,7 +155,7 @@ def test_whole_groups_are_kept_up_to_a_number_of_samples(sizes: list[int], most:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """It knows bytes and a few merges: characters beyond ASCII are several tokens."""
+    """Makes a tokenizer with bytes and a few merges: characters beyond ASCII are several tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -166,7 +166,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def with_byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2's: spaces are letters, unknown characters are bytes, and a first space is dropped."""
+    """Makes a tokenizer like Llama 2's. Spaces are letters, unknown characters bytes; a first space is dropped."""
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
     made = Tokenizer(
         models.BPE({name: at for at, name in enumerate(names)}, [("▁", "a")], unk_token="<unk>", byte_fallback=True)

@@ -1,4 +1,4 @@
-"""What a step reports of its agents' rollouts."""
+"""Metrics of a step's agent rollouts."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def trained(run: SimpleNamespace, steps: Iterable[int]) -> list[Sampled]:
 
 
 def written(pending: Pending, directory: Path) -> Pending:
-    """As a checkpoint gives it back."""
+    """Returns the pending groups as a checkpoint gives them back."""
     write_pending(directory / PENDING, pending)
     checkpoint: Any = checkpoint_of(SimpleNamespace(step=1))  # type: ignore[arg-type]
     checkpoint.rank_directory = directory

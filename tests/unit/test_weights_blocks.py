@@ -72,7 +72,7 @@ def naive(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_served(rank: int, found: Tensors, arch: Architecture, tensor: int, expert: int, checkpoint: Tensors) -> None:
-    """That an engine rank has what its own unquantised parameters are in blocks: it cuts between them."""
+    """Checks that an engine rank has the blocks of its own unquantised parameters: it cuts between them."""
     sizes = EngineLayoutConfig(tensor=tensor, expert=expert)
     for name, whole in engine_tensors(arch, sizes, rank, "cuda", checkpoint).items():
         if f"{name}_scale_inv" not in found:
@@ -89,7 +89,7 @@ class Sent:
     preparation: Preparation
     plan: WeightPlan
     ready: list[Tensors]
-    """What each training rank sends."""
+    """Tensors that each training rank sends."""
     arrived: list[Tensors]
 
 

@@ -1,4 +1,4 @@
-"""What a config.json means: transformers 4 and 5, published models, and every feature that is refused by name."""
+"""Meanings of config.json: transformers 4 and 5, published models, and every feature that is refused by name."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 
 def painted(*some: Box) -> np.ndarray:
-    """How many of the boxes each element of a 6 x 6 matrix is in."""
+    """Counts the boxes that hold each element of a 6 x 6 matrix."""
     counts = np.zeros((SIDE, SIDE), int)
     for box in some:
         counts[inside(box)] += 1

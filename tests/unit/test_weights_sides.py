@@ -1,7 +1,5 @@
-"""What SGLang's ranks and Megatron's with transformer-engine hold, and docs/families.md: a new family is one function.
-
-Against whole tensors padded, cut and fused, and what Megatron's own code said (tests/golden/te_manifest.json).
-"""
+"""Manifests of SGLang's ranks and of Megatron's with transformer-engine, and docs/families.md: a new family is one
+function. Against whole tensors padded, cut and fused, and Megatron's own answers (tests/golden/te_manifest.json)."""
 
 from __future__ import annotations
 

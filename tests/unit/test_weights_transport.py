@@ -176,7 +176,7 @@ class Ends:
         return sync(self.host, version, taking_part, self.senders, held, receivers)
 
     def wrong(self, checkpoint: Tensors) -> list[Problem]:
-        """What verification says of every engine rank."""
+        """Returns the verification of every engine rank."""
         of_ranks = zip(self.arrived, self.plan.destinations, strict=True)
         arrived = [digests(tensors, manifest.placements) for tensors, manifest in of_ranks]
         return unlike_sent(self.plan, self.case.held(checkpoint), arrived)
@@ -386,7 +386,7 @@ def test_a_full_shared_memory_is_named_and_nothing_is_left(host: RendezvousHost)
 def test_the_next_file_on_a_node_removes_those_of_killed_owners_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What an owner that lives holds stays, and what is too young to be locked."""
+    """Keeps the files of an owner that lives, and of one too young to be locked."""
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
     stem = "megagrpo-0"
     left, young, watched = (tmp_path / f"{stem}-{name}" for name in ("left", "young", "watched"))

@@ -52,7 +52,7 @@ async def rollout(url, key, numbers):
 
 
 def clean(item):
-    """What the SDK's helpers add to an answer is not sent back."""
+    """Drops what the SDK's helpers add to an answer and do not send back."""
     return {name: value for name, value in item.items() if name not in ("parsed_arguments", "parsed")}
 
 

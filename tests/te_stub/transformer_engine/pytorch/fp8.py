@@ -1,4 +1,5 @@
-"""Whether layers compute in fp8. The real autocast also quantises; this one only switches the layers' refusals on."""
+"""Autocast to fp8, as far as layers ask for it. The real autocast also quantises; this one only switches the layers'
+refusals on."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-    """What autograd gets as the gradient of a weight whose real one is in main_grad already."""
+    """Returns autograd's gradient of a weight whose real one is in main_grad already."""
     return torch.zeros(shape, dtype=dtype) if zero else torch.full(shape, math.nan, dtype=dtype)
 
 
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """What layers with a weight share: the tensor group, checks of dtypes, values and marks of fresh parameters."""
+    """Base of layers with a weight: the tensor group, checks of dtypes, values and marks of fresh parameters."""
 
     parallel_mode: str | None
 

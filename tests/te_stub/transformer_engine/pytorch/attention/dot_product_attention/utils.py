@@ -1,4 +1,4 @@
-"""What is installed of flash-attn."""
+"""Installed versions of flash-attn."""
 
 
 class FlashAttentionUtils:
