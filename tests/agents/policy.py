@@ -34,7 +34,7 @@ RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 
 
 def adder(text: str, seed: int, tool: str = "add") -> str:
-    """Adds the numbers behind the last "Add:" two by two with a tool, sometimes in unusual or broken JSON; it may think."""
+    """Adds the numbers behind the last "Add:" two by two with a tool, sometimes in odd or broken JSON; it may think."""
     rng = random.Random(seed)
     turns = TURN.findall(text)
     last = max(i for i, (role, said) in enumerate(turns) if role == "user" and "Add:" in said)
