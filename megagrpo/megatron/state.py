@@ -32,7 +32,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megagrpo.checkpoint.state_boxes import Strided, boxes_in_range, fills_in_range
-from megagrpo.checkpoint.torch_checkpoint import UNPICKLING, TorchCheckpoint
+from megagrpo.checkpoint.torch_dist import UNPICKLING, TorchCheckpoint
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors, unwrapped
