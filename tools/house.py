@@ -30,9 +30,9 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_243,
-    ("megatron",): 3_670,
+    ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
-    ("checkpoint", "convert"): 2_310,
+    ("checkpoint", "convert"): 2_242,
     ("rollout",): 3_053,
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_277,
@@ -48,7 +48,7 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=336),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=335),
     "tests": Limits(lines=51_756, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -26,7 +26,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
-from msgspec.structs import asdict as fields_of
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -51,6 +50,8 @@ CODES: Mapping[type, str] = {np.int32: "I32", np.float32: "F32", np.int64: "I64"
 HOLDS = "what JSON can hold, bytes, a decimal, or a time of at most microseconds"
 NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
+PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
+"""Fields whose values are written as in typed_json, and their names in errors."""
 PENDING = "pending.safetensors"
 """In a checkpoint's rank directory."""
 
@@ -113,7 +114,8 @@ def write_pending(path: Path, pending: Pending) -> None:
         replace(group, samples=(*group.samples, *samples))
         for group, samples in zip(pending.groups, unfinished, strict=True)
     ]
-    write_groups(path, whole, _fields(Pending, pending, ("groups",)) | {"unfinished": list(map(len, unfinished))})
+    notes = {field.name: getattr(pending, field.name) for field in fields(pending) if field.name != "groups"}
+    write_groups(path, whole, notes | {"unfinished": list(map(len, unfinished))})
 
 
 def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
@@ -235,11 +237,8 @@ def _checksum(arrays: Arrays) -> str:
 
 
 def _saved(group: Group) -> dict[str, Any]:
-    prompt, where = group.prompt, f"of prompt {group.prompt.id}"
     return {
-        **_fields(Prompt, prompt, FIELDS["prompt_"]),
-        "extra_info": _packed(dict(prompt.extra_info), f"extra_info {where}"),
-        "messages": [_packed(dict(message), f"a message {where}") for message in prompt.messages],
+        **_json(group.prompt, f"prompt {group.prompt.id}", FIELDS["prompt_"]),
         "samples": [_saved_sample(sample) for sample in group.samples],
         "scores": [asdict(score) for score in group.scores],
         **({"baseline": _saved_sample(group.baseline)} if group.baseline else {}),
@@ -250,29 +249,38 @@ def _saved(group: Group) -> dict[str, Any]:
 def _saved_sample(sample: Sample) -> dict[str, Any]:
     run, where = sample.agent, f"sample {sample.index} of prompt {sample.prompt_id}"
     agent = run and {
-        **_fields(AgentRun, run),
+        **_json(run, where),
         "branches": len(run.branches),
         "turns": [asdict(turn) for turn in run.turns],
-        "messages": [_packed(dict(message), f"a message of {where}") for message in run.messages],
         "reward": None if run.reward is None else dict(run.reward),
         "counts": dict(run.counts),
-        "events": [_packed(dict(event), f"an event of {where}") for event in run.events],
     }
-    return {**_fields(Sample, sample, ("prompt_id", *FIELDS[""])), "agent": agent}
+    return {**_json(sample, where, ("prompt_id", *FIELDS[""])), "agent": agent}
 
 
-def _fields(kind: Any, value: Any, without: Collection[str] = ()) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(kind) if field.name not in without}
-
-
-def _packed(value: Any, where: str) -> Any:
-    """Returns the value as JSON. Raises CheckpointError, naming `where`, if JSON would not preserve it."""
+def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a dataclass, those of PACKED as JSON. Raises CheckpointError, naming the place below
+    `where`, for a value that JSON would not preserve."""
 
     def refuse(other: Any, place: str) -> None:
         given = f"{brief(other)} of type {type(other).__name__}"
         raise CheckpointError(Problem(place, given, HOLDS, fix="write the column as text in the prompt file"))
 
-    return packed(value, refuse, where)
+    values = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
+    for name in [name for name in values if name in PACKED]:
+        place, given = f"{PACKED[name]} of {where}", values[name]
+        one = isinstance(given, Mapping)
+        values[name] = packed(dict(given), refuse, place) if one else [packed(dict(m), refuse, place) for m in given]
+    return values
+
+
+def _restored(kind: Any, saved: Any, **others: Any) -> Any:
+    """Makes a dataclass of its JSON and of the other fields."""
+    values = {field.name: getattr(saved, field.name) for field in fields(kind) if field.name not in others}
+    for name in [name for name in values if name in PACKED]:
+        given = values[name]
+        values[name] = unpacked(given) if isinstance(given, Mapping) else tuple(map(unpacked, given))
+    return kind(**values, **others)
 
 
 def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
@@ -281,30 +289,23 @@ def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
     of_branches = _parts(arrays, "branch_", sum(sample.agent.branches for sample in samples if sample.agent))
     branches = (Branch(of["tokens"], of["trained"].astype(bool)) for of in of_branches)
 
-    def made(prompt: Prompt, sample: Any) -> Sample:
+    def made(prompt: Prompt, sample: Any) -> Any:
         of_sample = next(of_samples)
         agent = sample.agent and _agent(sample.agent, branches, len(of_sample["tokens"]))
-        return Sample(**{**fields_of(sample), **of_sample, "prompt_id": prompt.id, "agent": agent})
+        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, **of_sample)
 
     groups = []
     for group, of_prompt in zip(saved, of_prompts, strict=True):
         if len(group.scores) not in (0, len(group.samples)):
             raise ValueError(f"{len(group.samples)} samples with {len(group.scores)} scores")
-        prompt = Prompt(
-            **_fields(Prompt, group, FIELDS["prompt_"])
-            | {
-                "tokens": tuple(of_prompt["tokens"].tolist()),
-                "extra_info": unpacked(group.extra_info),
-                "messages": tuple(map(unpacked, group.messages)),
-            }
-        )
-        finished = tuple(made(prompt, sample) for sample in group.samples)
+        prompt = _restored(Prompt, group, tokens=tuple(of_prompt["tokens"].tolist()))
+        whole = tuple(made(prompt, sample) for sample in group.samples)
         baseline = group.baseline and made(prompt, group.baseline)
-        groups.append(Group(prompt, finished, group.scores, baseline, group.baseline_score))
+        groups.append(_restored(Group, group, prompt=prompt, samples=whole, baseline=baseline))
     return groups
 
 
-def _agent(saved: Any, branches: Iterable[Branch], tokens: int) -> AgentRun:
+def _agent(saved: Any, branches: Iterable[Branch], tokens: int) -> Any:
     """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
     of_run = tuple(islice(branches, saved.branches))
     trained = sum(int(branch.trained.sum()) for branch in of_run)
@@ -312,5 +313,4 @@ def _agent(saved: Any, branches: Iterable[Branch], tokens: int) -> AgentRun:
         raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
     if any(turn.branch not in range(len(of_run)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
         raise ValueError("a turn of a branch that is not there, or with numbers below 0")
-    messages, events = tuple(map(unpacked, saved.messages)), tuple(map(unpacked, saved.events))
-    return AgentRun(**fields_of(saved) | {"branches": of_run, "messages": messages, "events": events})
+    return _restored(AgentRun, saved, branches=of_run)
