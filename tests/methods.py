@@ -11,14 +11,14 @@ from pydantic import TypeAdapter
 from megagrpo.algorithm.advantages import AdvantageConfig, AdvantageMethod
 from megagrpo.algorithm.aggregation import AggregationConfig, AggregationMethod
 from megagrpo.algorithm.correction import RejectionConfig
+from megagrpo.algorithm.over_ranks import Sequences
 from megagrpo.algorithm.policy_losses import PolicyLossConfig, PolicyLossMethod
-from megagrpo.algorithm.sequences import Sequences
 from megagrpo.section import ByName
 from tests.rank_threads import SumOverRanks
 
 if TYPE_CHECKING:
     from megagrpo.batching.rank_batches import TrainSequence
-    from megagrpo.megatron.batch import PackedTensors
+    from megagrpo.megatron.batch import Packed
 
 ADVANTAGES, LOSSES, AGGREGATIONS, REJECTIONS = map(
     TypeAdapter, (AdvantageConfig, PolicyLossConfig, AggregationConfig, RejectionConfig)
@@ -37,7 +37,7 @@ def aggregation(**settings: Any) -> AggregationMethod:
     return AGGREGATIONS.validate_python(settings)
 
 
-def rows_of(packed: PackedTensors, sequences: tuple[TrainSequence, ...]) -> torch.Tensor:
+def rows_of(packed: Packed, sequences: tuple[TrainSequence, ...]) -> torch.Tensor:
     """The row of each token of a microbatch of these sequences, -1 in padding."""
     laid = packed.sequences
     own = np.repeat(np.arange(len(laid.padded)), laid.padded // laid.context)

@@ -31,12 +31,12 @@ class Limits:
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
     ("weights",): 6_243,
-    ("megatron",): 3_803,
-    ("layout", "batching", "algorithm"): 2_770,
-    ("checkpoint", "convert"): 2_429,
+    ("megatron",): 3_732,
+    ("layout", "batching", "algorithm"): 2_758,
+    ("checkpoint", "convert"): 2_242,
     ("rollout",): 3_053,
     ("cluster",): 3_366,
-    ("trainer", "evaluation"): 4_281,
+    ("trainer", "evaluation"): 4_277,
     ("recipe", "preflight", "doctor"): 5_497,
     ("plan",): 5_191,
     ("data",): 2_699,
@@ -44,13 +44,13 @@ BUDGETS = {
     ("agents",): 4_894,
     ("track", "report"): 4_852,
     ("importing",): 3_015,
-    ("commands", "processes", ""): 2_515,
+    ("commands", "processes", ""): 2_514,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
-    "tests": Limits(lines=51_769, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=335),
+    "tests": Limits(lines=51_755, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -14,7 +14,7 @@ from megagrpo.section import ByName, PositiveFloat, Section
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.algorithm.sequences import Sequences
+    from megagrpo.algorithm.over_ranks import Sequences
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megagrpo.section import ByName, NonNegativeFloat, Number, PositiveFloat, Ru
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.algorithm.sequences import Sequences
+    from megagrpo.algorithm.over_ranks import Sequences
 
 NO_DIFFERENCE = {"ratio": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
 """Each statistic's value where engine and trainer agree."""

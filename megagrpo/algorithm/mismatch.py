@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megagrpo.algorithm.over_ranks import Sequences, kth_smallest
 from megagrpo.algorithm.policy_losses import bounded
-from megagrpo.algorithm.selection import kth_smallest
-from megagrpo.algorithm.sequences import Sequences
 
 PERCENT = 99
 NO_ROW = -1

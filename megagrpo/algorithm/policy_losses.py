@@ -1,4 +1,5 @@
-"""The policy's loss, per token: PPO's clipped objective and its relatives, each with its settings.
+"""The policy's loss, per token: PPO's clipped objective and its relatives, each with its settings. The objective: its
+sum with KL penalty and entropy bonus, by global weights.
 
 Below, r = exp(logprob - old logprob) is a token's ratio, A its advantage, sg(x) is x without a gradient.
 
@@ -8,11 +9,13 @@ where a loss is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from megagrpo.algorithm.kl import KLConfig, kl_estimate
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.section import (
     FILE_AND_FUNCTION,
@@ -29,7 +32,7 @@ from megagrpo.user_functions import UserFunction
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megagrpo.algorithm.sequences import Sequences
+    from megagrpo.algorithm.over_ranks import Sequences
 
 LIMIT = 20.0
 """exp(20) is 5e8: beyond this a ratio says only that something is broken, and must not become inf or NaN."""
@@ -43,7 +46,7 @@ class PolicyInputs:
     old_logprobs: Tensor
     advantages: Tensor
     sequences: Sequences
-    chosen: Tensor | None = None  # bool, from selection.py, for clip_cov and kl_cov
+    chosen: Tensor | None = None  # bool, by CovarianceLoss.choose
 
     def log_ratio(self) -> Tensor:
         """Returns log r, bounded."""
@@ -211,6 +214,48 @@ class CovarianceLoss(PolicyLossMethod):
     covariance_share: Fraction = 2e-4
     """Share of a minibatch's tokens that are chosen, at least one token."""
 
+    def choose(
+        self,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        kept: Tensor,
+        draws: Tensor,
+        sum_over_ranks: Callable[[Tensor], None],
+    ) -> Tensor:
+        """Selects the tokens of this rank's part of a minibatch that the loss treats apart: bool [tokens].
+
+        A token's covariance is (logprob - mean logprob) x (advantage - mean advantage), means over the minibatch's kept
+        tokens on all ranks. clip_cov chooses at random among those in [covariance_low, covariance_high], kl_cov the
+        largest: covariance_share of the kept tokens, at least one. Logprobs are the old ones, so that the choice is
+        made once, before any gradient: with those of the moment it would need all microbatches' forward passes first,
+        or depend on how they are cut.
+
+        old_logprobs, advantages: float [tokens]; kept: bool [tokens]; draws: float64 [tokens] in [0, 1), each token's
+        own whatever the layout; sum_over_ranks sums a tensor in place.
+        """
+        import torch
+
+        from megagrpo.algorithm.over_ranks import largest_of_ranks
+
+        logprobs, advantages = old_logprobs.double(), advantages.double()
+        sums = torch.stack([torch.ones_like(logprobs), logprobs, advantages])[:, kept].sum(1)
+        sum_over_ranks(sums)
+        tokens = round(sums[0].item())
+        logprob_mean, advantage_mean = (sums[1:] / max(tokens, 1)).tolist()
+        covariance = ((logprobs - logprob_mean) * (advantages - advantage_mean)).float()
+        candidates, values = self._candidates(kept, covariance)
+        count = candidates.sum()
+        sum_over_ranks(count)
+        wanted = min(max(int(self.covariance_share * tokens), 1), int(count))
+        chosen = torch.zeros_like(kept)
+        if wanted:
+            chosen[candidates] = largest_of_ranks(values[candidates], draws[candidates], wanted, sum_over_ranks)
+        return chosen
+
+    def _candidates(self, kept: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens among which the loss chooses, bool [tokens], and the values by which, float [tokens]."""
+        return kept, covariance
+
 
 class ClipCovConfig(CovarianceLoss, ClippedLoss):
     """ppo_clip without the chosen tokens, which still count in the denominators. Clip-Cov, arXiv:2505.22617."""
@@ -230,6 +275,10 @@ class ClipCovConfig(CovarianceLoss, ClippedLoss):
         clipped = self.clipped(inputs.log_ratio().exp(), inputs, self.dual_clip)
         loss = clipped.loss.masked_fill(_chosen(inputs), 0.0)
         return PolicyLoss(loss, clipped.ratio, clipped.clipped_low, clipped.clipped_high)
+
+    def _candidates(self, kept: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        within = kept & (covariance >= self.covariance_low) & (covariance <= self.covariance_high)
+        return within, covariance.new_zeros(covariance.shape)  # draws alone decide
 
     RULES: ClassVar[Rules[ClipCovConfig]] = {
         "covariance_bounds": lambda loss: loss.covariance_low >= loss.covariance_high
@@ -328,3 +377,63 @@ def _chosen(inputs: PolicyInputs) -> Tensor:
     if inputs.chosen is None:
         raise ValueError("a loss by covariance without chosen tokens")
     return inputs.chosen
+
+
+# --- the whole objective ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveInputs(PolicyInputs):
+    """The inputs of the policy loss and of the other terms, each [tokens]. `weights` come from aggregation.py."""
+
+    weights: Tensor
+    entropy: Tensor | None  # None: no entropy bonus, not reported
+    reference_logprobs: Tensor | None  # None: no KL term, no estimate
+    importance: Tensor | None = None  # of the policy's loss, from correction.py; None: 1
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The value of the objective. `loss`, a scalar, is minimised; the rest, [tokens], only explains it."""
+
+    loss: Tensor
+    policy: PolicyLoss
+    policy_term: Tensor  # what the policy loss adds to `loss`
+    kl: Tensor | None
+
+
+def grpo_objective(
+    inputs: ObjectiveInputs,
+    method: PolicyLossMethod,
+    kl_settings: KLConfig,
+    *,
+    kl_coefficient: float,
+    entropy_coefficient: float,
+) -> Objective:
+    """Sums weight x (importance x policy loss + kl_coefficient x KL - entropy_coefficient x entropy) over tokens.
+
+    kl_coefficient: this step's, of the loss term; 0 when the penalty is in the reward.
+    GRPO, arXiv:2402.03300, eq. 3, negated. KL is estimated whenever reference logprobs are there, so that it can be
+    reported. Raises ValueError if kl_coefficient needs them and they are not, or an entropy bonus has no entropies.
+    """
+    if kl_coefficient and inputs.reference_logprobs is None:
+        raise ValueError("a KL term without reference logprobs")
+    used = inputs.weights != 0
+    # NaN in a token that a correction left out, times a weight of 0, would still be NaN: in the loss and its gradient.
+    old = inputs.old_logprobs
+    inputs = replace(inputs, old_logprobs=old.where(used | old.isfinite(), inputs.logprobs.detach()))
+    policy = method.of_tokens(inputs)
+    per_token = policy.loss if inputs.importance is None else inputs.importance * policy.loss
+    policy_term = (inputs.weights * per_token.detach()).where(used, 0.0)
+    kl = None
+    if inputs.reference_logprobs is not None:
+        straight_through = kl_settings.straight_through
+        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, kl_settings.estimator, straight_through)
+        if kl_coefficient:
+            per_token = per_token + kl_coefficient * kl
+    if entropy_coefficient:
+        if inputs.entropy is None:
+            raise ValueError("an entropy bonus without entropies")
+        per_token = per_token - entropy_coefficient * inputs.entropy
+    loss = (inputs.weights * per_token).where(used, 0.0).sum()
+    return Objective(loss, policy, policy_term, None if kl is None else kl.detach())

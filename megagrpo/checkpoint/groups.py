@@ -9,7 +9,7 @@
 
 A group may have no samples yet, unfinished ones or no scores. The header has a checksum of all of it. Values that only
 parquet files have in extra_info, such as bytes and timestamps, are written as in typed_json, as are an agent's messages
-and events.
+and events. A checkpoint has such a file of the groups that no step has trained on (Pending).
 """
 
 from __future__ import annotations
@@ -18,93 +18,124 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
+import msgspec
 import numpy as np
-import pydantic
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megagrpo import typed_json
+from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.errors import CheckpointError, Problem, UnusableCheckpointError, brief, first_line
-from megagrpo.types import AgentRun, Branch, FinishReason, Group, Prompt, Sample, Score, Turn
+from megagrpo.typed_json import packed, unpacked
+from megagrpo.types import AgentRun, Branch, Group, Prompt, Sample
 from megagrpo.weights.files import sync_directories
 
 FORMAT = "megagrpo groups 3"
-DTYPES = {
-    "tokens": ("I32", np.int32),
-    "logprobs": ("F32", np.float32),
-    "versions": ("I32", np.int32),
-    "offsets": ("I64", np.int64),
-    "prompt_tokens": ("I32", np.int32),
-    "prompt_offsets": ("I64", np.int64),
-    "branch_tokens": ("I32", np.int32),
-    "branch_trained": ("U8", np.uint8),
-    "branch_offsets": ("I64", np.int64),
-    "json": ("U8", np.uint8),
+FIELDS: Mapping[str, Mapping[str, type]] = {
+    "": {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32},
+    "prompt_": {"tokens": np.int32},
+    "branch_": {"tokens": np.int32, "trained": np.uint8},
 }
+"""Dtypes of the fields of samples, prompts and branches that are arrays, by the prefix of the arrays' names."""
+DTYPES = {
+    **{prefix + name: dtype for prefix, of in FIELDS.items() for name, dtype in {**of, "offsets": np.int64}.items()},
+    "json": np.uint8,
+}
+CODES: Mapping[type, str] = {np.int32: "I32", np.float32: "F32", np.int64: "I64", np.uint8: "U8"}
 HOLDS = "what JSON can hold, bytes, a decimal, or a time of at most microseconds"
 NEEDED = "a whole file of groups, as this version writes them"
 FIX = "restore the file, or make it again"
+PACKED = {"extra_info": "extra_info", "messages": "a message", "events": "an event"}
+"""Fields whose values are written as in typed_json, and their names in errors."""
+PENDING = "pending.safetensors"
+"""In a checkpoint's rank directory."""
 
-Text = pydantic.InstanceOf[str]  # also text with half of a surrogate pair, which a reward's error may have
-Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
-
-
-@dataclass(frozen=True)
-class _SavedAgent:
-    branches: Count
-    turns: tuple[Turn, ...]
-    messages: tuple[dict[Text, Any], ...]
-    reward: dict[Text, float] | None
-    error: Text
-    counts: dict[Text, float]
-    events: tuple[dict[Text, Any], ...]
+Arrays = Mapping[str, np.ndarray]
+Notes = TypeVar("Notes")
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
-@dataclass(frozen=True)
-class _SavedSample:
-    index: Count
-    finish: FinishReason
-    text: Text
-    agent: _SavedAgent | None
+def _json_type(*kinds: type, without: Collection[str] = (), **others: Any) -> Any:
+    """Returns the type of these dataclasses' JSON, as one object: without some fields, and with others."""
+    hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()} | others
+    defaults = {of.name: (of.default,) for kind in kinds for of in fields(kind) if of.default is not MISSING}
+    described = [(name, hint, *defaults.get(name, ())) for name, hint in hints.items() if name not in without]
+    return msgspec.defstruct(f"{kinds[0].__name__}Json", described, kw_only=True)
 
 
-@dataclass(frozen=True)
-class _SavedScore:
-    value: float | None
-    parts: dict[Text, float]
-    error: Text
-    masked: Text
-    counted: tuple[float, ...]
-    solved: bool
-    notes: dict[Text, Text]
-    answer: Text | None
+AgentJson: Any = _json_type(AgentRun, branches=Index)
+SampleJson: Any = _json_type(Sample, without=("prompt_id", *FIELDS[""]), index=Index, agent=AgentJson | None)
+GroupJson: Any = _json_type(
+    *(Prompt, Group),
+    without=("prompt", *FIELDS["prompt_"]),
+    samples=Sequence[SampleJson],
+    baseline=SampleJson | None,
+)
 
 
 @dataclass(frozen=True)
-class _SavedGroup:
-    id: Text
-    data_source: Text
-    ground_truth: Text
-    ability: Text
-    extra_info: dict[Text, Any]
-    messages: tuple[dict[Text, Any], ...]
-    text: Text
-    samples: tuple[_SavedSample, ...]
-    scores: tuple[_SavedScore, ...]
-    baseline: _SavedSample | None = None
-    baseline_score: _SavedScore | None = None
+class Pending:
+    """Groups of three kinds in order: those that dynamic sampling has dropped since the last step; those that have
+    begun, in the order of their numbers; drawn prompts that have not begun."""
+
+    groups: Sequence[Group]  # with the samples that are there, and scores if all are and were scored
+    numbers: Sequence[int]  # of those that have begun, dropped ones among them
+    versions: Sequence[int]  # the newest weights when they began
+    next_number: int
+    cursor: Mapping[str, Any]  # the place in the data behind them
+    dropped: int = 0
+    joints: Sequence[Mapping[int, Sequence[int]]] = ()  # as in Order, of those that have begun
+    unfinished: Callable[[], Sequence[Sequence[Sample]]] = tuple
+    """Reads, by group, its unfinished samples that have tokens. () if that is not kept."""
 
 
 @dataclass(frozen=True)
-class _Saved:
-    groups: tuple[_SavedGroup, ...]
-    notes: dict[Text, Any]
+class _Notes:
+    numbers: tuple[Count, ...]
+    versions: tuple[Count, ...]
+    next_number: Count
+    cursor: dict[str, Any]
+    dropped: Count = 0
+    joints: tuple[dict[Count, tuple[Count, ...]], ...] = ()
+    unfinished: tuple[Count, ...] = ()
+    """Number of unfinished samples of each group, its last ones. () in files of earlier versions."""
+
+
+def write_pending(path: Path, pending: Pending) -> None:
+    """Writes pending groups. Raises CheckpointError."""
+    unfinished = pending.unfinished() or [()] * len(pending.groups)
+    whole = [
+        replace(group, samples=(*group.samples, *samples))
+        for group, samples in zip(pending.groups, unfinished, strict=True)
+    ]
+    notes = {field.name: getattr(pending, field.name) for field in fields(pending) if field.name != "groups"}
+    write_groups(path, whole, notes | {"unfinished": list(map(len, unfinished))})
+
+
+def pending_of(checkpoint: Checkpoint | None) -> Pending | None:
+    """Reads pending groups; None if there are none. Raises UnusableCheckpointError if the file is not as written."""
+    path = checkpoint.rank_directory / PENDING if checkpoint else None
+    if path is None or not path.exists():
+        return None
+    groups, notes = read_groups(path, _Notes)
+    if not notes.dropped <= len(notes.numbers) == len(notes.versions) <= len(groups):
+        given = f"{len(notes.numbers)} numbers and {len(notes.versions)} versions of {len(groups)} groups"
+        raise UnusableCheckpointError(Problem(str(path), given, "a number and a version of each that has begun"))
+    lengths = [len(group.samples) for group in groups]
+    counts = notes.unfinished or (0,) * len(groups)
+    if len(counts) != len(groups) or any(count > length for count, length in zip(counts, lengths, strict=True)):
+        given = f"{brief(counts)} unfinished ones of {brief(lengths)} samples"
+        raise UnusableCheckpointError(Problem(str(path), given, "at most the samples of each group"))
+    parts = [(group, length - count) for group, length, count in zip(groups, lengths, counts, strict=True)]
+    finished = [replace(group, samples=group.samples[:cut]) for group, cut in parts]
+    unfinished = [group.samples[cut:] for group, cut in parts]
+    return Pending(finished, **vars(notes) | {"unfinished": lambda: unfinished})
 
 
 def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] | None = None) -> None:
@@ -113,23 +144,21 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
     Raises CheckpointError if the file cannot be written, or if a prompt's extra_info has a value of another kind.
     """
     samples = [sample for group in groups for sample in group.responses]
-    branches = [branch for sample in samples if sample.agent for branch in sample.agent.branches]
+    owners: dict[str, Sequence[Any]] = {
+        "": samples,
+        "prompt_": [group.prompt for group in groups],
+        "branch_": [branch for sample in samples if sample.agent for branch in sample.agent.branches],
+    }
     try:
         content = json.dumps({"groups": [_saved(group) for group in groups], "notes": notes or {}})
     except RecursionError as error:
         raise CheckpointError(Problem(str(path), "extra_info with values too deep in each other", HOLDS)) from error
-    arrays = {
-        "tokens": _joined("tokens", [sample.tokens for sample in samples]),
-        "logprobs": _joined("logprobs", [sample.logprobs for sample in samples]),
-        "versions": _joined("versions", [sample.versions for sample in samples]),
-        "offsets": _offsets(len(sample.tokens) for sample in samples),
-        "prompt_tokens": _joined("prompt_tokens", [group.prompt.tokens for group in groups]),
-        "prompt_offsets": _offsets(len(group.prompt.tokens) for group in groups),
-        "branch_tokens": _joined("branch_tokens", [branch.tokens for branch in branches]),
-        "branch_trained": _joined("branch_trained", [branch.trained for branch in branches]),
-        "branch_offsets": _offsets(len(branch.tokens) for branch in branches),
-        "json": np.frombuffer(content.encode(), np.uint8),
-    }
+    arrays: dict[str, np.ndarray] = {"json": np.frombuffer(content.encode(), np.uint8)}
+    for prefix, of in FIELDS.items():
+        for name, dtype in of.items():
+            values: Iterable[np.ndarray] = (np.asarray(getattr(owner, name), dtype) for owner in owners[prefix])
+            arrays[prefix + name] = np.concatenate([np.empty(0, dtype), *values])
+        arrays[f"{prefix}offsets"] = np.cumsum([0, *(len(owner.tokens) for owner in owners[prefix])], dtype=np.int64)
     attempt = path.with_name(f".saving_{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)  # not those above it: of a run that was renamed, nothing is made anew
@@ -149,22 +178,22 @@ def write_groups(path: Path, groups: Sequence[Group], notes: Mapping[str, Any] |
             attempt.unlink()
 
 
-def read_groups(path: Path) -> tuple[list[Group], dict[str, Any]]:
-    """Reads the groups and notes of write_groups. Raises UnusableCheckpointError if the file is not as written."""
+def read_groups(path: Path, notes: type[Notes]) -> tuple[list[Group], Notes]:
+    """Reads the groups of write_groups, and its notes as a dataclass or another type.
+
+    Raises UnusableCheckpointError if the file is not as written.
+    """
     try:
         arrays = _arrays(path)
         content = json.loads(bytes(arrays["json"]))
-        saved = pydantic.TypeAdapter(_Saved).validate_python(content)
-        return _groups(arrays, saved), saved.notes
-    except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        given = f"{'.'.join(map(str, wrong['loc']))} is {brief(wrong['input'])}: {wrong['msg']}"
-        raise UnusableCheckpointError(Problem(str(path), given, NEEDED, FIX)) from None
+        kind = msgspec.defstruct("GroupsJson", [("groups", list[GroupJson]), ("notes", notes)])
+        saved: Any = msgspec.convert(content, kind, str_keys=True)
+        return _groups(arrays, saved.groups), saved.notes
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
         raise UnusableCheckpointError(Problem(str(path), first_line(error), NEEDED, FIX)) from error
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
+def _arrays(path: Path) -> Arrays:
     """Reads the file's arrays, whole and of the right types. Raises OSError, SafetensorError or ValueError."""
     if not path.is_file():
         raise ValueError("no such file" if not path.exists() else "a directory, a device or a pipe")
@@ -172,90 +201,44 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         metadata, names = file.metadata() or {}, set(file.keys())
         if metadata.get("format") != FORMAT or names != set(DTYPES):
             raise ValueError(f"format {brief(metadata.get('format'))} with arrays {brief(sorted(names))}")
-        for name, (dtype, _) in DTYPES.items():
+        for name, dtype in DTYPES.items():
             view = file.get_slice(name)
-            if view.get_dtype() != dtype or len(view.get_shape()) != 1:
+            if view.get_dtype() != CODES[dtype] or len(view.get_shape()) != 1:
                 raise ValueError(f"{name} has type {view.get_dtype()} and shape {brief(view.get_shape())}")
         arrays = {name: file.get_tensor(name) for name in DTYPES}
     if metadata.get("blake2b") != _checksum(arrays):
         raise ValueError("another checksum than when it was written")
-    return arrays
-
-
-def _groups(arrays: Mapping[str, np.ndarray], saved: _Saved) -> list[Group]:
-    for names in (("tokens", "logprobs", "versions"), ("branch_tokens", "branch_trained")):
-        counts = {len(arrays[name]) for name in names}
-        if len(counts) > 1:
-            raise ValueError(f"{' and '.join(names)} of {sorted(counts)} values")
     if any(arrays[name].min(initial=0) < 0 for name in ("tokens", "versions", "prompt_tokens", "branch_tokens")):
         raise ValueError("a token or a version below 0")
     if arrays["branch_trained"].max(initial=0) > 1:
         raise ValueError("a token that is neither trained nor given")
-    whole = [sample for group in saved.groups for sample in (*group.samples, group.baseline) if sample]
-    tokens, logprobs, versions = (
-        iter(_parts(arrays, name, "offsets", len(whole))) for name in ("tokens", "logprobs", "versions")
-    )
-    count = sum(sample.agent.branches for sample in whole if sample.agent)
-    of_branches = (_parts(arrays, name, "branch_offsets", count) for name in ("branch_tokens", "branch_trained"))
-    branches = (Branch(tokens, trained.astype(bool)) for tokens, trained in zip(*of_branches, strict=True))
-
-    def made(prompt_id: str, sample: _SavedSample) -> Sample:
-        arrays_of = next(tokens), next(logprobs), next(versions)
-        agent = _agent(sample.agent, branches, len(arrays_of[0])) if sample.agent else None
-        return Sample(prompt_id, sample.index, *arrays_of, sample.finish, sample.text, agent)
-
-    prompts = _parts(arrays, "prompt_tokens", "prompt_offsets", len(saved.groups))
-    groups = []
-    for group, prompt_tokens in zip(saved.groups, prompts, strict=True):
-        if len(group.scores) not in (0, len(group.samples)):
-            raise ValueError(f"{len(group.samples)} samples with {len(group.scores)} scores")
-        prompt = Prompt(
-            id=group.id,
-            tokens=tuple(prompt_tokens.tolist()),
-            data_source=group.data_source,
-            ground_truth=group.ground_truth,
-            ability=group.ability,
-            extra_info=typed_json.unpacked(group.extra_info),
-            messages=tuple(map(typed_json.unpacked, group.messages)),
-            text=group.text,
-        )
-        samples = [made(group.id, sample) for sample in group.samples]
-        baseline = made(group.id, group.baseline) if group.baseline else None
-        of_baseline = Score(**vars(group.baseline_score)) if group.baseline_score else None
-        scores = tuple(Score(**vars(score)) for score in group.scores)
-        groups.append(Group(prompt, tuple(samples), scores, baseline, of_baseline))
-    return groups
+    return arrays
 
 
-def _agent(saved: _SavedAgent, branches: Iterator[Branch], tokens: int) -> AgentRun:
-    """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
-    of_run = tuple(islice(branches, saved.branches))
-    trained = sum(int(branch.trained.sum()) for branch in of_run)
-    if trained != tokens or sum(turn.tokens for turn in saved.turns) != tokens:
-        raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
-    if any(turn.branch not in range(len(of_run)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
-        raise ValueError("a turn of a branch that is not there, or with numbers below 0")
-    return AgentRun(
-        branches=of_run,
-        turns=saved.turns,
-        messages=tuple(map(typed_json.unpacked, saved.messages)),
-        reward=saved.reward,
-        error=saved.error,
-        counts=saved.counts,
-        events=tuple(map(typed_json.unpacked, saved.events)),
-    )
+def _parts(arrays: Arrays, prefix: str, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """Cuts arrays at their offsets, by field. Raises ValueError at once if these do not cut them into `count` parts."""
+    cuts, of = arrays[f"{prefix}offsets"], {name: arrays[prefix + name] for name in FIELDS[prefix]}
+    lengths = {len(array) for array in of.values()}
+    if len(cuts) != count + 1 or cuts[0] != 0 or lengths != {cuts[-1]} or (np.diff(cuts) < 0).any():
+        given = f"{' and '.join(prefix + name for name in of)} of {sorted(lengths)} values"
+        raise ValueError(f"{prefix}offsets that do not cut {given} into {count} parts")
+    return ({name: array[a:b].copy() for name, array in of.items()} for a, b in pairwise(cuts))
+
+
+def _checksum(arrays: Arrays) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in DTYPES:
+        digest.update(f"{name} {len(arrays[name])} ".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
+# --- groups as JSON ---------------------------------------------------------------------------------------------------
 
 
 def _saved(group: Group) -> dict[str, Any]:
-    prompt = group.prompt
     return {
-        "id": prompt.id,
-        "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
-        "ability": prompt.ability,
-        "extra_info": _packed(dict(prompt.extra_info), f"extra_info of prompt {prompt.id}"),
-        "messages": [_packed(dict(message), f"a message of prompt {prompt.id}") for message in prompt.messages],
-        "text": prompt.text,
+        **_json(group.prompt, f"prompt {group.prompt.id}", FIELDS["prompt_"]),
         "samples": [_saved_sample(sample) for sample in group.samples],
         "scores": [asdict(score) for score in group.scores],
         **({"baseline": _saved_sample(group.baseline)} if group.baseline else {}),
@@ -266,50 +249,68 @@ def _saved(group: Group) -> dict[str, Any]:
 def _saved_sample(sample: Sample) -> dict[str, Any]:
     run, where = sample.agent, f"sample {sample.index} of prompt {sample.prompt_id}"
     agent = run and {
+        **_json(run, where),
         "branches": len(run.branches),
         "turns": [asdict(turn) for turn in run.turns],
-        "messages": [_packed(dict(message), f"a message of {where}") for message in run.messages],
         "reward": None if run.reward is None else dict(run.reward),
-        "error": run.error,
         "counts": dict(run.counts),
-        "events": [_packed(dict(event), f"an event of {where}") for event in run.events],
     }
-    return {"index": sample.index, "finish": sample.finish, "text": sample.text, "agent": agent}
+    return {**_json(sample, where, ("prompt_id", *FIELDS[""])), "agent": agent}
 
 
-# --- arrays -----------------------------------------------------------------------------------------------------------
-
-
-def _joined(name: str, parts: Sequence[Any]) -> np.ndarray:
-    dtype = DTYPES[name][1]
-    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
-
-
-def _offsets(lengths: Iterable[int]) -> np.ndarray:
-    return np.cumsum([0, *lengths], dtype=np.int64)
-
-
-def _parts(arrays: Mapping[str, np.ndarray], name: str, offsets: str, count: int) -> list[np.ndarray]:
-    """Cuts the array at its offsets. Raises ValueError if they do not cut it into `count` parts."""
-    array, cuts = arrays[name], arrays[offsets]
-    if len(cuts) != count + 1 or cuts[0] != 0 or cuts[-1] != len(array) or (np.diff(cuts) < 0).any():
-        raise ValueError(f"{offsets} that do not cut {len(array)} {name} into {count} parts")
-    return [array[start:end].copy() for start, end in pairwise(cuts)]
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in DTYPES:
-        digest.update(f"{name} {len(arrays[name])} ".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    return digest.hexdigest()
-
-
-def _packed(value: Any, where: str) -> Any:
-    """Returns the value as JSON. Raises CheckpointError, naming `where`, if JSON would not preserve it."""
+def _json(value: Any, where: str, without: Collection[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a dataclass, those of PACKED as JSON. Raises CheckpointError, naming the place below
+    `where`, for a value that JSON would not preserve."""
 
     def refuse(other: Any, place: str) -> None:
         given = f"{brief(other)} of type {type(other).__name__}"
         raise CheckpointError(Problem(place, given, HOLDS, fix="write the column as text in the prompt file"))
 
-    return typed_json.packed(value, refuse, where)
+    values = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
+    for name in [name for name in values if name in PACKED]:
+        place, given = f"{PACKED[name]} of {where}", values[name]
+        one = isinstance(given, Mapping)
+        values[name] = packed(dict(given), refuse, place) if one else [packed(dict(m), refuse, place) for m in given]
+    return values
+
+
+def _restored(kind: Any, saved: Any, **others: Any) -> Any:
+    """Makes a dataclass of its JSON and of the other fields."""
+    values = {field.name: getattr(saved, field.name) for field in fields(kind) if field.name not in others}
+    for name in [name for name in values if name in PACKED]:
+        given = values[name]
+        values[name] = unpacked(given) if isinstance(given, Mapping) else tuple(map(unpacked, given))
+    return kind(**values, **others)
+
+
+def _groups(arrays: Arrays, saved: Sequence[Any]) -> list[Group]:
+    samples = [sample for group in saved for sample in (*group.samples, group.baseline) if sample]
+    of_samples, of_prompts = _parts(arrays, "", len(samples)), _parts(arrays, "prompt_", len(saved))
+    of_branches = _parts(arrays, "branch_", sum(sample.agent.branches for sample in samples if sample.agent))
+    branches = (Branch(of["tokens"], of["trained"].astype(bool)) for of in of_branches)
+
+    def made(prompt: Prompt, sample: Any) -> Any:
+        of_sample = next(of_samples)
+        agent = sample.agent and _agent(sample.agent, branches, len(of_sample["tokens"]))
+        return _restored(Sample, sample, prompt_id=prompt.id, agent=agent, **of_sample)
+
+    groups = []
+    for group, of_prompt in zip(saved, of_prompts, strict=True):
+        if len(group.scores) not in (0, len(group.samples)):
+            raise ValueError(f"{len(group.samples)} samples with {len(group.scores)} scores")
+        prompt = _restored(Prompt, group, tokens=tuple(of_prompt["tokens"].tolist()))
+        whole = tuple(made(prompt, sample) for sample in group.samples)
+        baseline = group.baseline and made(prompt, group.baseline)
+        groups.append(_restored(Group, group, prompt=prompt, samples=whole, baseline=baseline))
+    return groups
+
+
+def _agent(saved: Any, branches: Iterable[Branch], tokens: int) -> Any:
+    """Takes its branches from `branches`. Raises ValueError if they, or its turns, don't have the sample's tokens."""
+    of_run = tuple(islice(branches, saved.branches))
+    trained = sum(int(branch.trained.sum()) for branch in of_run)
+    if trained != tokens or sum(turn.tokens for turn in saved.turns) != tokens:
+        raise ValueError(f"branches and turns that do not have the {tokens} tokens of their sample")
+    if any(turn.branch not in range(len(of_run)) or min(turn.number, turn.tokens) < 0 for turn in saved.turns):
+        raise ValueError("a turn of a branch that is not there, or with numbers below 0")
+    return _restored(AgentRun, saved, branches=of_run)

@@ -46,9 +46,8 @@ def add_convert(commands: Commands) -> None:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from megagrpo.convert.hugging_face import to_hugging_face
-    from megagrpo.convert.megatron import to_megatron
     from megagrpo.convert.merge_lora import merge_lora
+    from megagrpo.convert.targets import to_hugging_face, to_megatron
 
     how = {"model": args.model, "dtype": args.dtype, "overwrite": args.overwrite}
     match args.conversion:

@@ -21,14 +21,14 @@ from typing import IO, Any, TypeVar
 
 import torch
 
+from megagrpo.checkpoint.torch_dist import Chunk
 from megagrpo.convert.source import CONFIG, Source
-from megagrpo.convert.torch_dist import Chunk
 from megagrpo.errors import CheckpointError, ModelError, Problem, UnusableCheckpointError
 from megagrpo.progress import progress
 from megagrpo.weights.families.architecture import Tensor
 from megagrpo.weights.files import publish, sync_directories
 
-FORMAT = 2
+FORMAT = 3
 """The format of a conversion under way. A conversion that another version has begun is not continued."""
 MARK = "converted.json"
 PIECE_BYTES = 8 * 1024**2

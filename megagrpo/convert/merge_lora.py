@@ -18,8 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from megagrpo.checkpoint.store import RANK
-from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
-from megagrpo.convert.hugging_face import HuggingFaceTarget
+from megagrpo.checkpoint.torch_dist import TorchCheckpoint
 from megagrpo.convert.job import Converted, convert
 from megagrpo.convert.source import (
     MAIN_WEIGHTS,
@@ -29,6 +28,7 @@ from megagrpo.convert.source import (
     trainer_state,
     training_checkpoint,
 )
+from megagrpo.convert.targets import HuggingFaceTarget
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief, first_line
 from megagrpo.recipe.schema import LoraConfig
 from megagrpo.weights.boxes import Box, Placement

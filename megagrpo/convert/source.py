@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from megagrpo.checkpoint.store import RANK, TRAINER, CheckpointStore, damage
-from megagrpo.checkpoint.torch_checkpoint import METADATA, TorchCheckpoint, part_of
+from megagrpo.checkpoint.torch_dist import METADATA, TorchCheckpoint, common_dtype, known_keys, part_of, stored_manifest
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert import torch_dist
 from megagrpo.errors import ModelError, Problem, UnusableCheckpointError, brief
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement
 from megagrpo.weights.coverage import check_sources
@@ -154,7 +153,7 @@ def _make_source(
     if unknown := sorted({dtype for in_tensor in stored_as.values() for dtype in in_tensor if dtype not in ITEM_BYTES}):
         given = f"tensors in {', '.join(unknown)}"
         raise ModelError(Problem(str(directory), given, f"one of {', '.join(ITEM_BYTES)}"))
-    dtypes = {name: torch_dist.common_dtype(in_tensor) for name, in_tensor in stored_as.items()}
+    dtypes = {name: common_dtype(in_tensor) for name, in_tensor in stored_as.items()}
     return Source(directory, model, arch, dtypes, tuple(sorted(left_out)), tuple(files), placements, forget)
 
 
@@ -176,8 +175,8 @@ def _torch_source(path: Path, root: Path, model: Path | None, otherwise: Path | 
         return _main_weights_source(path, stored, _model_of(path, model, otherwise))
     directory = _model_of(path, model, root / COMPANION_MODEL, otherwise)
     arch = read_architecture(directory)
-    manifest = torch_dist.stored_manifest(arch, stored.tensors, str(path))
-    known = torch_dist.known_keys(arch)
+    manifest = stored_manifest(arch, stored.tensors, str(path))
+    known = known_keys(arch)
     left_out = [key for key in stored.tensors if key not in known]
     held = [(manifest, stored.read)]
     return _make_source(path, directory, arch, held, left_out, stored.files, stored.forget)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.checkpoint.store import MANIFEST
-from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
 from megagrpo.convert.source import CONFIG, open_source, trainer_state, training_checkpoint
+from megagrpo.convert.targets import to_hugging_face
 from megagrpo.errors import EngineError, PreflightError, Problem, UnusableCheckpointError
 from megagrpo.preflight.model import model_directory, tokenizer_directory
 from megagrpo.recipe.defaults import device_here, dtype_name

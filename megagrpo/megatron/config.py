@@ -9,10 +9,12 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
+import yaml
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -175,145 +177,16 @@ def _of_machine(spec: LayerSpec, device: str, arch: Architecture, dtype: torch.d
     }
 
 
-# Fields that another key of the recipe decides: train.megatron may not set them.
-OWNED = {name: f"train.layout.{key}" for name, key in LAYOUT.items()} | {
-    "sequence_parallel": "train.layout.tensor (on with tensor > 1)",
-    "recompute_granularity": "train.recompute",
-    "recompute_method": "train.recompute",
-    "recompute_num_layers": "train.recompute",
-    "recompute_modules": "train.recompute",
-    "moe_layer_recompute": "train.recompute (modules: [moe])",
-    "transformer_impl": "train.layer_spec",
-    "moe_grouped_gemm": "train.layer_spec",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "autocast_dtype": "model.dtype",
-    "enable_autocast": "model.dtype",
-    "fp16": "model.dtype",
-    "bf16": "model.dtype",
-} | dict.fromkeys(
-    (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit", "activation_func",
-        "activation_func_clamp_value", "glu_linear_offset", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-        "qk_l2_norm", "rotary_interleaved", "no_rope_freq", "mrope_section", "window_size", "window_attn_skip_freq",
-        "softmax_scale", "softmax_type", "attention_output_gate", "apply_residual_connection_post_layernorm",
-        "multi_latent_attention", "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model",
-        "heterogeneous_block_specs", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
-        "moe_layer_freq", "moe_latent_size", "moe_router_pre_softmax", "moe_router_score_function",
-        "moe_router_topk_scaling_factor", "moe_router_num_groups",
-        "moe_router_group_topk", "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
-        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input",
-        "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads", "mtp_hybrid_override_pattern",
-        "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq",
-        "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation",
-        "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "dsa_kernel_backend",
-        "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "linear_conv_kernel_dim", "linear_key_head_dim",
-        "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim",
-        "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path", "mamba_training_ssm_states_dtype",
-        "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult",
-        "mup_base_head_dim", "mup_attn_scale_power",
-    ),
-    "model.path (the model's own config)",
-)  # fmt: skip
+def _options() -> tuple[dict[str, str], dict[str, tuple[list[Any], str]]]:
+    """Reads options.yaml: by field, the recipe's key that decides it, and the values that it may have with a reason."""
+    text = Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")
+    table = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    owned = {name: key for key, names in table["owned"].items() for name in names}
+    allowed = {name: (values, why) for why, rows in table["allowed"].items() for name, values in rows.items()}
+    return owned | {name: f"train.layout.{key}" for name, key in LAYOUT.items()}, allowed
 
-# Fields that train.megatron may set to these values only, and why: other values break what megagrpo promises.
-_SAME_LOGPROBS = "old and new logprobs of the same weights must be equal, and this makes them random"
-_ISOLATED = "a token's logprob must not depend on the other sequences of its microbatch"
-_OWN_LOSS = "the loss is GRPO's, with global denominators; a loss added inside the model has others"
-_OWN_STAGES = "train.layout decides which layers a stage has, and how many the first and the last stage have"
-_NEEDS_A_CALL = "it needs a call that this trainer does not make, so it would do nothing"
-_ONE_SHAPE = "a graph has one shape, and microbatches of packed sequences differ in length"
-_WHOLE_CONTEXT = "every sequence is cut over all train.layout.context ranks"
-_PACKED = "Transformer Engine takes no packed sequences with it"
-_SCALES = "checkpoints have no scales, and microbatches any number of tokens: products in fp8 need a multiple of 8"
-_OTHER_WEIGHTS = "parameters then have other names or shapes than those that weights are loaded to and sent from"
-_MODELS_DTYPE = "weights are loaded, compared and sent as elements of the model's dtype"
-_INFERENCE = "it is for inference"
-_ROWS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("hidden_dropout attention_dropout", (0,), _SAME_LOGPROBS),
-    ("moe_input_jitter_eps moe_router_force_biased", (None,), _SAME_LOGPROBS),
-    ("moe_router_force_load_balancing", (False,), _SAME_LOGPROBS),
-    ("moe_expert_capacity_factor moe_expert_rank_capacity_factor", (None,), _ISOLATED),
-    ("moe_paged_stash moe_token_dropping moe_ncclep_static_shape moe_ncclep_zero_copy", (False,), _ISOLATED),
-    ("moe_flex_dispatcher_backend", ("deepep", "hybridep"), _ISOLATED),
-    ("moe_aux_loss_coeff moe_router_quantile_balancing_ema", (0,), _OWN_LOSS),
-    ("moe_z_loss_coeff", (None,), _OWN_LOSS),
-    ("moe_router_load_balancing_type", ("none",), _OWN_LOSS),
-    ("calculate_per_token_loss", (True,), _OWN_LOSS),
-    ("moe_router_bias_update_rate", (0,), "only gradients change the policy: a router's bias stays as it was loaded"),
-    ("moe_router_dtype", ("fp32", "fp64"), "in lower precision it chooses other experts than the rollout engine"),
-    ("cross_entropy_loss_fusion", (False,), "the fused cross-entropy rounds its gradient to bfloat16, silently"),
-    ("cross_entropy_fusion_impl", ("native",), "logprobs are computed by megagrpo from the logits"),
-    ("variable_seq_lengths", (True,), "microbatches of packed sequences differ in length"),
-    (
-        "moe_token_dispatcher_type",
-        ("alltoall", "flex"),
-        "the allgather one cannot take microbatches that differ in length",
-    ),
-    ("overlap_p2p_comm", (), "it follows from train.layout: interleaved stages need it, others cannot have it"),
-    ("batch_p2p_comm", (), "it follows from train.layout: it gives wrong numbers for interleaved stages"),
-    ("use_ring_exchange_p2p", (False,), "it needs a torch built with it, and fixed sequence lengths"),
-    ("perform_initialization", (True,), "without it the gradient norm leaves out tensor-parallel weights, silently"),
-    ("init_model_with_meta_device", (False,), "weights are loaded into the model as it is built"),
-    ("pipeline_model_parallel_layout", (None,), _OWN_STAGES),
-    ("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split", (False,), _OWN_STAGES),
-    ("mtp_standalone", (False,), _OWN_STAGES),
-    ("defer_embedding_wgrad_compute delay_wgrad_compute qk_clip log_max_attention_logit", (False,), _NEEDS_A_CALL),
-    ("overlap_dispatch_backward_with_experts_wgrad overlap_moe_expert_parallel_comm", (False,), _NEEDS_A_CALL),
-    ("ep_overlap_early_attn_memory_release moe_enable_routing_replay", (False,), _NEEDS_A_CALL),
-    ("qk_clip_alpha qk_clip_threshold", (), _NEEDS_A_CALL),
-    ("cuda_graph_impl", ("none",), _ONE_SHAPE),
-    ("enable_cuda_graph external_cuda_graph", (False,), _ONE_SHAPE),
-    ("hybrid_context_parallel", (False,), _WHOLE_CONTEXT),
-    ("max_seqlen_per_dp_cp_rank", (None,), _WHOLE_CONTEXT),
-    ("cp_comm_type", (None, "p2p", "a2a"), _PACKED),
-    ("hierarchical_context_parallel_sizes", (None,), _PACKED),
-    ("fused_single_qkv_rope", (False,), "Megatron refuses it with packed sequences, in the first pass"),
-    ("flash_attention_version", (None,), "Transformer Engine 2.17 does not read the variables that it sets"),
-    ("batch_invariant_mode", (False,), "it needs flash_attention_version"),
-    ("mlp_chunks_for_training", (1,), "ranks with microbatches of other lengths would make other numbers of chunks"),
-    ("activation_func_fp8_input_store", (False,), "gradients would be those of rounded activations"),
-    ("tp_comm_overlap", (False,), "it needs user buffers that nothing makes here: the first product would fail"),
-    ("fp8 fp4", (None,), _SCALES),
-    ("fp8_output_proj", (False,), "logprobs are computed by megagrpo from the hidden states"),
-    ("fp8_param fp4_param", (False,), _MODELS_DTYPE),
-    ("fp32_residual_connection", (False,), "layers round the residual to the model's dtype all the same"),
-    ("init_method_std embedding_init_method_std", (), "all weights are loaded"),
-    ("flash_decode inference_rng_tracker use_inference_optimized_layers", (False,), _INFERENCE),
-    ("inference_fuse_tp_communication nccl_all_reduce_for_prefill", (False,), _INFERENCE),
-    ("moe_pad_experts_for_cuda_graph_inference", (False,), _INFERENCE),
-    ("mlp_chunks_for_prefill", (1,), _INFERENCE),
-    ("inference_sampling_seed inference_cuda_graph_scope inference_moe_token_dispatcher_type", (), _INFERENCE),
-    ("inference_disable_triton_nvls_kernels inference_grouped_gemm_backend", (), _INFERENCE),
-    ("inference_moe_disable_fused_quant_kernels", (), _INFERENCE),
-    (
-        "finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func no_sync_func grad_sync_func "
-        "param_sync_func timers experimental_attention_variant_loss_scale_func",
-        (None,),
-        "it is set by the training rank",
-    ),
-    (
-        "masked_softmax_fusion attention_softmax_in_fp32 persist_layer_norm memory_efficient_layer_norm "
-        "use_te_rng_tracker pipeline_model_parallel_comm_backend disable_bf16_reduced_precision_matmul",
-        (),
-        "nothing reads it here",
-    ),
-    (
-        "use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert "
-        "moe_single_grouped_weight moe_single_grouped_bias",
-        (False,),
-        _OTHER_WEIGHTS,
-    ),
-    (
-        "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size tensor_parallel_num_weight_shards "
-        "expert_tensor_parallel_num_weight_shards",
-        (None,),
-        _OTHER_WEIGHTS,
-    ),
-    ("gtp_weight_remat_size expert_gtp_weight_remat_size", (1,), _OTHER_WEIGHTS),
-)
-ALLOWED_VALUES = {name: (values, reason) for names, values, reason in _ROWS for name in names.split()}
+
+OWNED, ALLOWED_VALUES = _options()
 
 
 def option_problems(options: Mapping[str, Any]) -> list[Problem]:

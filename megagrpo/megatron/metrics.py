@@ -22,9 +22,8 @@ from megagrpo.algorithm.mismatch import (
     percentile_bits,
     worst_tokens,
 )
-from megagrpo.algorithm.objective import Objective, ObjectiveInputs
-from megagrpo.megatron.batch import Batch, TokenTensors, sum_over_ranks
-from megagrpo.megatron.weighing import whole_rows
+from megagrpo.algorithm.policy_losses import Objective, ObjectiveInputs
+from megagrpo.megatron.batch import Batch, TokenTensors, sum_over_ranks, whole_rows
 from megagrpo.rank_results import CriticMetrics, StepMetrics
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.attention import PackedAttention, PackedLatentAttention, inverse_frequencies
-from megagrpo.megatron.batch import PackedTensors
+from megagrpo.megatron.batch import Packed
 from megagrpo.megatron.heads import OutputLayer, ValueHead
 from megagrpo.weights.families.architecture import Architecture
 
@@ -178,7 +178,7 @@ def sum_gradients(config: TransformerConfig) -> None:
     config.finalize_model_grads_func = finalize
 
 
-def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss) -> None:
+def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[Packed], loss: Loss) -> None:
     """Runs a pass without gradients. On the last stage `loss` is called with every microbatch's output."""
     if microbatches:  # Megatron's schedules need one
         with torch.no_grad():
@@ -186,7 +186,7 @@ def forward(chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTens
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[PackedTensors], loss: Loss, *, forward_only: bool = False
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[Packed], loss: Loss, *, forward_only: bool = False
 ) -> None:
     """Runs a pass with gradients: adds those of the sum of all losses to the chunks' buffers, reduced over ranks."""
     sizes = {packed.tokens.shape[-1] for packed in microbatches}

@@ -17,14 +17,22 @@ from torch import Tensor
 
 from megagrpo.algorithm.critic import value_loss
 from megagrpo.algorithm.kl import kl_estimate
-from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
+from megagrpo.algorithm.policy_losses import ObjectiveInputs, grpo_objective
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
-from megagrpo.megatron.batch import Minibatch, Passes, ResponseTokens, RowOrTokenValues, TokenTensors, of_tokens
+from megagrpo.megatron.batch import (
+    Minibatch,
+    Passes,
+    ResponseTokens,
+    RowOrTokenValues,
+    TokenTensors,
+    TokenWeights,
+    of_tokens,
+    weigh,
+)
 from megagrpo.megatron.metrics import CriticSums, MetricSums, reduce_mismatch
 from megagrpo.megatron.model_rank import ModelRank
 from megagrpo.megatron.trained_model import TrainedModel
-from megagrpo.megatron.weighing import TokenWeights, weigh
 from megagrpo.processes.store import StoreAddress
 from megagrpo.rank_results import CriticMetrics, StepMetrics, TokenFigures, TokenNumbers
 from megagrpo.recipe.defaults import train_config

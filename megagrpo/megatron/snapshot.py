@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megagrpo.checkpoint.store import SavedFile, describe
-from megagrpo.checkpoint.torch_checkpoint import MEGATRON, METADATA, TorchFile, Written, write_metadata
+from megagrpo.checkpoint.torch_dist import MEGATRON, METADATA, Stored, TorchFile, write_metadata
 from megagrpo.errors import CheckpointError, Problem
 from megagrpo.megatron.offload import HostMemory
 from megagrpo.megatron.state import FORMAT, TrainingState, adam_steps, generators, generators_key, views
@@ -45,7 +45,7 @@ class Contents:
     """The contents of one rank's file: the tensors of the checkpoint that it has parts of, and where these lie."""
 
     tensors: Mapping[str, Storage]
-    written: Sequence[Written]
+    written: Sequence[Stored]
 
 
 class Snapshot:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megagrpo.errors import DIVERGED_FIX, Problem, RankError
 from megagrpo.layout.parallel import RankCoordinates
 from megagrpo.megatron import state
-from megagrpo.megatron.batch import Batch, PackedTensors, ResponseTokens, TokenTensors
+from megagrpo.megatron.batch import Batch, Packed, ResponseTokens, TokenTensors
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import Loss, build_chunks, forward, forward_backward, named_tensors, sum_gradients
@@ -130,7 +130,7 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def compute_gradients(self, microbatches: Sequence[PackedTensors], loss: Loss) -> None:
+    def compute_gradients(self, microbatches: Sequence[Packed], loss: Loss) -> None:
         """Computes gradients of the sum of the microbatches' losses in the chunks' buffers, over all ranks, unclipped.
 
         A loss that is not finite makes all of them NaN, also where its own gradient is a number.

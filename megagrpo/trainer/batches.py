@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import numpy as np
-import pydantic
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.errors import Problem, UnusableCheckpointError, first_line
+from megagrpo.errors import Problem, UnusableCheckpointError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe
 from megagrpo.types import Branch, Group, Sample, Score
 
 BATCHES = "batches"
 NAME = re.compile(r"step_(\d{6,})\.safetensors")
-Count = Annotated[int, pydantic.Field(ge=0, le=10**9)]
-Number = Annotated[int, pydantic.Field(ge=0, le=10**12)]
-Span = tuple[Number, Annotated[int, pydantic.Field(ge=1, le=10**9)]]
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Span = tuple[Number, Annotated[int, msgspec.Meta(ge=1, le=10**9)]]
 """A weight version, and how many tokens in a row it sampled for one request."""
 
 
@@ -60,7 +60,7 @@ class Sampled:
 class _Notes:
     """The fields of a batch's file beside its groups."""
 
-    total_steps: Annotated[int, pydantic.Field(ge=1, le=10**9)]
+    total_steps: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
     start: Count  # the run's recipe was then recipe.START.yaml
     groups: tuple[Count, ...]  # indices of Sampled.groups
     rounds: Count
@@ -69,7 +69,7 @@ class _Notes:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SavedBatch:
     """A saved batch. `recipe` names the file with the recipe that the step was trained with."""
 
     sampled: Sampled
@@ -111,25 +111,22 @@ def save_batch(recipe: Recipe, step: int, sampled: Sampled, total_steps: int, ke
             _path(directory, old).unlink(missing_ok=True)
 
 
-def read_batch(directory: Path, step: int) -> Batch:
+def read_batch(directory: Path, step: int) -> SavedBatch:
     """Reads the batch of `step` of the run in `directory`. Raises UnusableCheckpointError."""
     path = _path(directory, step)
     if not path.exists():
         given = f"saved are {ranges(saved_steps(directory))}"
         raise _unusable(f"{directory}: no batch of step {step}", given)
-    everything, values = read_groups(path)
-    try:
-        notes = pydantic.TypeAdapter(_Notes).validate_python(values)
-        groups = [everything[index] for index in notes.groups]
-    except (pydantic.ValidationError, IndexError) as error:
-        raise _unusable(str(path), first_line(error)) from error
+    everything, notes = read_groups(path, _Notes)
+    if max(notes.groups, default=0) >= len(everything):
+        raise _unusable(str(path), f"group {max(notes.groups)} of {len(everything)}")
     unscored = any(not group.scores or not group.samples for group in everything)
-    if not groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(groups)):
+    if not notes.groups or unscored or (notes.baselines is not None and len(notes.baselines) != len(notes.groups)):
         raise _unusable(str(path), "groups without samples, scores or baselines")
     for index, value in zip(notes.groups, notes.baselines or (), strict=False):
         everything[index] = replace(everything[index], baseline_score=Score(None if math.isnan(value) else value))
     sampled = Sampled([everything[index] for index in notes.groups], everything, notes.rounds, notes.left_over)
-    return Batch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
+    return SavedBatch(sampled, notes.total_steps, f"recipe.{notes.start}.yaml")
 
 
 def require_fitting(sampled: Sampled, recipe: Recipe, vocabulary: int, where: str) -> None:

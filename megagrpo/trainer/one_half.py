@@ -25,8 +25,8 @@ from megagrpo.recipe.schema.eval import EvalConfig
 from megagrpo.track.jsonl import step_entries
 from megagrpo.track.trackers import without_trackers
 from megagrpo.trainer.batches import (
-    Batch,
     Sampled,
+    SavedBatch,
     ranges,
     read_batch,
     require_another_directory,
@@ -99,10 +99,10 @@ class Saved(SampleSource):
 
     def __init__(self, directory: Path, checked: Preflight[Recipe]) -> None:
         self._directory, self._checked = directory, checked
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, SavedBatch] = {}
         """Batches that are read and not yet trained on, by step."""
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> SavedBatch:
         """Reads the batch of `step`, which `next` then returns. Raises UnusableCheckpointError."""
         if step not in self._batches:
             batch, recipe = read_batch(self._directory, step), self._checked.recipe

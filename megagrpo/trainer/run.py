@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megagrpo.algorithm.mismatch import Mismatch
 from megagrpo.batching.work import Work
-from megagrpo.checkpoint.pending import Pending
+from megagrpo.checkpoint.groups import Pending
 from megagrpo.cluster.rollouts import Rollouts
 from megagrpo.cluster.stopping import Stopping
 from megagrpo.cluster.train_ranks import Policy

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import isfinite, isnan
 from typing import Any, Generic, Self, TypeVar
 
-from megagrpo.checkpoint.pending import pending_of
+from megagrpo.checkpoint.groups import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.cluster.runtime import Runtime

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megagrpo.algorithm.admission import Admission, Admitted
-from megagrpo.algorithm.cut_off import cut_metrics
-from megagrpo.checkpoint.pending import Pending
+from megagrpo.algorithm.admission import Admission, Admitted, cut_metrics
+from megagrpo.checkpoint.groups import Pending
 from megagrpo.cluster.rollouts import require_alive
 from megagrpo.errors import REPORT, EngineError, MegagrpoError, Problem
 from megagrpo.progress import progress

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megagrpo.checkpoint.pending import PENDING, Pending, write_pending
+from megagrpo.checkpoint.groups import PENDING, Pending, write_pending
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore, describe
 from megagrpo.checkpoint.trainer_state import TrainerState, allow_changes
 from megagrpo.cluster.train_ranks import TrainRanks

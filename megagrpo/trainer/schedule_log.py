@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
-import pydantic
+import msgspec
 
 from megagrpo.errors import Problem, UnusableCheckpointError, first_line
 from megagrpo.recipe.schema import Recipe
@@ -33,7 +33,7 @@ AS_LOGGED = ("staleness/continued", "cut/")
 
 @dataclass(frozen=True)
 class LoggedStep:
-    step: Annotated[int, pydantic.Field(ge=1, le=10**9)]
+    step: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
     metrics: dict[str, float]  # of what a replay does not do: AS_LOGGED
     groups: tuple[LoggedGroup, ...]
 
@@ -47,11 +47,11 @@ def schedule_line(step: int, sampled: Sampled) -> dict[str, Any]:
 def read_schedule(directory: Path, recipe: Recipe) -> list[LoggedStep]:
     """Reads the steps of the run in `directory`, from the first on. Raises UnusableCheckpointError."""
     path = directory / SCHEDULE_FILE
-    line_type, lines = pydantic.TypeAdapter(LoggedStep), {}
+    lines: dict[int, LoggedStep] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):  # else the end of the run cut it off
-                of_step = line_type.validate_python(json.loads(line))
+                of_step = msgspec.convert(json.loads(line), LoggedStep)
                 lines[of_step.step] = of_step
     except OSError as error:
         raise _unusable(str(path), error.strerror or str(error), "the directory of a run, such as runs/NAME") from error

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
-from megagrpo.checkpoint.pending import pending_of
+from megagrpo.checkpoint.groups import pending_of
 from megagrpo.checkpoint.store import Checkpoint, CheckpointStore
 from megagrpo.checkpoint.trainer_state import TrainerState, changes
 from megagrpo.cluster import runtime

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megagrpo.batching.work import work_of
-from megagrpo.checkpoint.pending import pending_of
+from megagrpo.checkpoint.groups import pending_of
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.cluster.engines import EngineActors
 from megagrpo.cluster.reward_models import RewardModels

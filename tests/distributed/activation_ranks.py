@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megagrpo.batching.rank_batches import Microbatch
 from megagrpo.layout.parallel import rank_grid
 from megagrpo.megatron import process
-from megagrpo.megatron.batch import PackedTensors, pack
+from megagrpo.megatron.batch import Packed, pack
 from megagrpo.megatron.config import transformer_config
 from megagrpo.megatron.lora import Adapters
 from megagrpo.megatron.model import build_chunks, forward, forward_backward, sum_gradients
@@ -52,7 +52,7 @@ def measure(
         Adapters(chunks, arch, LOCAL_SPEC.manifest(arch, layout, where, dtype), train.lora, seed=1)
     sum_gradients(config)
     wrapped = wrap_chunks(chunks, config, train)
-    batch: list[PackedTensors] = []
+    batch: list[Packed] = []
 
     def loss(index: int, hidden: torch.Tensor) -> torch.Tensor:
         with_gradient = torch.is_grad_enabled()

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megagrpo.batching.rank_batches import Microbatch, TrainSequence
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.megatron import model, process
-from megagrpo.megatron.batch import PackedTensors, pack
+from megagrpo.megatron.batch import Packed, pack
 from megagrpo.megatron.heads import VocabularyShard, output_weight, vocabulary_logprobs
 from megagrpo.megatron.trained_model import TrainedModel
 from megagrpo.recipe.schema import LayoutConfig, TrainConfig
@@ -91,7 +91,7 @@ def response_logprobs(
     chunks: list[torch.nn.Module],
     arch: Architecture,
     layout: ParallelLayout,
-    packed: PackedTensors,
+    packed: Packed,
     hidden: torch.Tensor,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ def response_logprobs(
     )
 
 
-def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[PackedTensors]:
+def rank_microbatches(layout: ParallelLayout, microbatches: list[list[list[int]]]) -> list[Packed]:
     where = rank_grid(layout)[dist.get_rank()]
     mine = rank_sequences(layout, microbatches)
     return [pack(micro, layout=layout, context_rank=where.context, device="cpu") for micro in mine]

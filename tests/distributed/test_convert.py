@@ -13,8 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megagrpo.batching.rank_batches import RankBatch
 from megagrpo.checkpoint.store import CheckpointStore, SavedFile
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert.hugging_face import to_hugging_face
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron import process

@@ -15,8 +15,8 @@ import torch
 from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.merge_lora import merge_lora
+from megagrpo.convert.targets import to_hugging_face
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank

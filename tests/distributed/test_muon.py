@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megagrpo.batching.rank_batches import RankBatch
-from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint
+from megagrpo.checkpoint.torch_dist import TorchCheckpoint
 from megagrpo.megatron.rank import TrainRank
 from megagrpo.megatron.state import shards_of
 from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe

@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
-from megagrpo.algorithm.policy_losses import CovarianceLoss
+from megagrpo.algorithm.over_ranks import token_draws
+from megagrpo.algorithm.policy_losses import CovarianceLoss, ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.ragged import Ragged
-from megagrpo.algorithm.selection import token_draws
 from megagrpo.batching.rank_batches import RankBatch, TrainSequence, make_rank_batches
 from megagrpo.layout.parallel import ParallelLayout
-from megagrpo.megatron.batch import as_tensors, of_tokens
+from megagrpo.megatron.batch import as_tensors, of_tokens, weigh
 from megagrpo.megatron.rank import TrainRank
-from megagrpo.megatron.weighing import weigh
 from megagrpo.recipe.schema import Recipe
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.step_case import (

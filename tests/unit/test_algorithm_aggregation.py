@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.aggregation import AggregationConfig, MinibatchTokens, token_weights
+from megagrpo.algorithm.over_ranks import Sequences
 from megagrpo.algorithm.policy_losses import GmpoConfig, GspoConfig, PolicyInputs
-from megagrpo.algorithm.sequences import Sequences
 from tests.methods import aggregation, names, part_of, sequences_of
 from tests.rank_threads import SumOverRanks, on_threads
 

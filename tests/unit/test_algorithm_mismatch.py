@@ -20,7 +20,7 @@ from megagrpo.algorithm.mismatch import (
     percentile_bits,
     worst_tokens,
 )
-from megagrpo.algorithm.sequences import Sequences
+from megagrpo.algorithm.over_ranks import Sequences
 from tests.methods import part_of
 from tests.rank_threads import SumOverRanks, on_threads
 

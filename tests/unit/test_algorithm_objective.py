@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algorithm.kl import K3_LIMIT, KLConfig, kl_estimate
-from megagrpo.algorithm.objective import ObjectiveInputs, grpo_objective
 from megagrpo.algorithm.optimizer import OptimizerConfig, learning_rate
-from megagrpo.algorithm.policy_losses import PpoClipConfig
+from megagrpo.algorithm.policy_losses import ObjectiveInputs, PpoClipConfig, grpo_objective
 from tests.methods import sequences_of
 
 LOSS, KL = PpoClipConfig(clip_low=0.2, clip_high=0.3), KLConfig()

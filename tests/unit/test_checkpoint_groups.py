@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from megagrpo.agents.turns import reported
 from megagrpo.checkpoint import groups as groups_file
-from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
+from megagrpo.checkpoint.groups import PENDING, Pending, pending_of, read_groups, write_groups, write_pending
 from megagrpo.checkpoint.store import Checkpoint
 from megagrpo.checkpoint.trainer_state import TrainerState
 from megagrpo.errors import CheckpointError, UnusableCheckpointError
@@ -155,7 +154,7 @@ def test_what_goes_on_after_a_checkpoint_comes_back_apart_from_finished_samples(
 def test_groups_come_back_exactly_as_they_were(tmp_path: Path, groups: list[Group]) -> None:
     path = tmp_path / "new" / "groups.safetensors"
     write_groups(path, groups, {"numbers": [3]})
-    found, notes = read_groups(path)
+    found, notes = read_groups(path, dict)
     assert comparable(found) == comparable(groups)
     assert notes == {"numbers": [3]}
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -196,7 +195,7 @@ def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
 def test_what_is_no_file_of_groups_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(UnusableCheckpointError, match="needed"):
-        read_groups(tmp_path / name)
+        read_groups(tmp_path / name, dict)
 
 
 def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> None:
@@ -204,7 +203,7 @@ def test_a_file_of_another_version_is_refused_by_its_format(written: Path) -> No
     arrays = {name: array for name, array in load_file(written).items() if not name.startswith("branch")}
     save_file(arrays, path, metadata={"format": "megagrpo groups 2"})
     with pytest.raises(UnusableCheckpointError, match="megagrpo groups 2"):
-        read_groups(path)
+        read_groups(path, dict)
 
 
 @fuzz
@@ -217,7 +216,7 @@ def test_damaged_bytes_are_refused(written: Path, data: st.DataObject) -> None:
 
 def reads_the_same_or_refuses(path: Path) -> None:
     try:
-        found, _ = read_groups(path)
+        found, _ = read_groups(path, dict)
     except UnusableCheckpointError as error:
         assert error.problems[0].given  # noqa: PT017
         assert error.problems[0].needed  # noqa: PT017
@@ -254,7 +253,7 @@ def read_changed(written: Path, arrays: dict[str, np.ndarray]) -> None:
     path = written.with_name("changed.safetensors")
     save_file(arrays, path, metadata={"format": groups_file.FORMAT, "blake2b": groups_file._checksum(arrays)})
     try:
-        found, _ = read_groups(path)
+        found, _ = read_groups(path, dict)
     except UnusableCheckpointError:
         return
     for group in found:
@@ -273,7 +272,7 @@ def test_an_event_that_is_deep_is_told_as_far_as_a_checkpoint_holds_it(tmp_path:
     run = replace(RUN, events=(*RUN.events, event))
     group = Group(Prompt("train:4", (1, 2), "search", "x"), (replace(sample("train:4", 0, 5), agent=run),))
     write_groups(tmp_path / "groups", [group])
-    ((found,), _) = read_groups(tmp_path / "groups")
+    ((found,), _) = read_groups(tmp_path / "groups", dict)
     assert found.samples[0].agent is not None
     assert found.samples[0].agent.events[-1] == event
     assert (event["kind"], event["at"], event["value"]["a"]) == ("state", 0.5, 1)

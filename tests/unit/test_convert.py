@@ -17,12 +17,11 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megagrpo.checkpoint.torch_checkpoint import TorchCheckpoint, TorchFile, write_metadata
-from megagrpo.convert import hugging_face, megatron
+from megagrpo.checkpoint.torch_dist import TorchCheckpoint, TorchFile, write_metadata
+from megagrpo.convert import targets
 from megagrpo.convert import verify as compare
-from megagrpo.convert.hugging_face import to_hugging_face
-from megagrpo.convert.megatron import to_megatron
 from megagrpo.convert.source import _latest_iteration, open_source
+from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError, UnusableCheckpointError
 from megagrpo.weights.boxes import Box, Storage
 from megagrpo.weights.sides import checkpoint
@@ -126,8 +125,8 @@ def test_a_part_of_a_tensor_is_the_same_wherever_it_is_read(models: Path, tmp_pa
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "deepseek_v3"])
 def test_large_tensors_go_in_pieces(family: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "CHUNK_BYTES", 3000)
-    for module, limit in ((megatron, 1700), (hugging_face, 1100), (compare, 900)):
+    monkeypatch.setattr(targets, "CHUNK_BYTES", 3000)
+    for module, limit in ((targets, 1100), (compare, 900)):
         monkeypatch.setattr(module, "PIECE_BYTES", limit)
     model = make_model(family, models / family)
     to_megatron(model, tmp_path / "megatron")

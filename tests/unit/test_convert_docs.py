@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from megagrpo import cli
 from megagrpo.checkpoint.store import CheckpointStore, describe
-from megagrpo.checkpoint.torch_checkpoint import TorchFile, write_metadata
+from megagrpo.checkpoint.torch_dist import TorchFile, write_metadata
 from megagrpo.checkpoint.trainer_state import TrainerState
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_megatron
 from megagrpo.weights.boxes import Storage
 from tests.safetensors_files import assert_same_files, saved, write_peft
 from tests.tiny_models import make_model

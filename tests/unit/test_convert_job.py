@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from megagrpo import cli
 from megagrpo.convert import job
-from megagrpo.convert.hugging_face import to_hugging_face
 from megagrpo.convert.job import Converted
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import CheckpointError
 from megagrpo.progress import Work
@@ -41,8 +40,8 @@ CONVERSIONS: dict[str, Callable[[Path, Path], Converted]] = {
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from megagrpo.convert.hugging_face import to_hugging_face
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_hugging_face
+from megagrpo.convert.targets import to_megatron
 from megagrpo.convert.verify import verify
 
 def peak():

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megagrpo import cli
-from megagrpo.convert.hugging_face import to_hugging_face
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.convert.verify import verify
 from megagrpo.errors import ModelError
 from tests.safetensors_files import saved, with_tensors

@@ -33,7 +33,7 @@ import yaml
 from megagrpo.checkpoint.store import MANIFEST, CheckpointStore, describe, write_manifest
 from megagrpo.cli import main
 from megagrpo.convert import job
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_megatron
 from megagrpo.errors import MegagrpoError
 from megagrpo.recipe.load import load
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken

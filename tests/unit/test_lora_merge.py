@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megagrpo.convert import hugging_face
+from megagrpo.convert import targets
 from megagrpo.convert.merge_lora import merge_lora, open_adapter
 from megagrpo.errors import EXIT_USER_ERROR, CheckpointError, ModelError
 from tests.safetensors_files import ADAPTED, saved, write_peft
@@ -54,7 +54,7 @@ def test_sums_are_those_of_float32_in_pieces_of_any_size(
     wanted = exactly_merged(model, adapter, dict.fromkeys(ADAPTED, 2.0))
     merge_lora(model, adapter, tmp_path / "merged")
     assert_merged(tmp_path / "merged", wanted)
-    monkeypatch.setattr(hugging_face, "PIECE_BYTES", 1000)  # five rows at a time
+    monkeypatch.setattr(targets, "PIECE_BYTES", 1000)  # five rows at a time
     merge_lora(model, adapter, tmp_path / "pieces")
     assert_merged(tmp_path / "pieces", wanted)
 

@@ -20,7 +20,7 @@ from megagrpo.megatron.attention import (
     inverse_frequencies,
     rotate,
 )
-from megagrpo.megatron.batch import Batch, Minibatch, PackedTensors, of_tokens, pack
+from megagrpo.megatron.batch import Batch, Minibatch, Packed, of_tokens, pack
 from megagrpo.weights.families.architecture import Rope
 from tests.methods import rows_of
 
@@ -44,7 +44,7 @@ def microbatch(lengths: list[int]) -> Microbatch:
     )
 
 
-def all_ranks(lengths: list[int], layout: ParallelLayout) -> list[PackedTensors]:
+def all_ranks(lengths: list[int], layout: ParallelLayout) -> list[Packed]:
     return [pack(microbatch(lengths), layout=layout, context_rank=rank, device="cpu") for rank in range(layout.context)]
 
 

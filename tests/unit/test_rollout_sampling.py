@@ -13,7 +13,7 @@ from megagrpo.rollout.requests import sample_seed
 from megagrpo.rollout.sglang.launch import murmur_hash32
 from megagrpo.types import SamplingParams
 from tests.rollout_engines import request
-from tests.unit.test_algorithm_selection import GAMMA, splitmix64
+from tests.unit.test_algorithm_over_ranks import GAMMA, splitmix64
 
 DRAWS = 40_000
 CHI_SQUARE_999_7_DEGREES = 24.32  # a right sampler exceeds it once in a thousand; the seeds are fixed

@@ -77,7 +77,7 @@ def test_a_batch_has_the_baselines_of_remax(tmp_path: Path) -> None:
     np.testing.assert_array_equal(baselines_of(kept), expected)
     assert [group.baseline.index for group in kept if group.baseline] == [4] * 4
     path = tmp_path / "kept" / "batches" / "step_000001.safetensors"
-    groups, notes = read_groups(path)
+    groups, notes = read_groups(path, dict)
     earlier = [Group(group.prompt, group.samples, group.scores) for group in groups]
     write_groups(path, earlier, notes | {"baselines": expected})  # as earlier versions did
     np.testing.assert_array_equal(baselines_of(read_batch(tmp_path / "kept", 1).sampled.groups), expected)
@@ -94,7 +94,7 @@ def test_a_run_keeps_no_batches_unless_it_is_asked_to(tmp_path: Path) -> None:
 )
 def test_a_file_of_groups_that_is_no_batch_is_refused(kept: Path, change: dict[str, Any]) -> None:
     path = kept / "batches" / "step_000004.safetensors"
-    groups, notes = read_groups(path)
+    groups, notes = read_groups(path, dict)
     write_groups(path, groups, notes | change if "x" not in change else change)
     with pytest.raises(UnusableCheckpointError, match="needed"):
         read_batch(kept, 4)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megagrpo.checkpoint.pending import PENDING, Pending, pending_of, write_pending
+from megagrpo.checkpoint.groups import PENDING, Pending, pending_of, write_pending
 from megagrpo.data.cursor import Cursor
 from megagrpo.errors import UnusableCheckpointError
 from megagrpo.recipe.schema import Recipe

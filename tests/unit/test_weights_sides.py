@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megagrpo import cli
-from megagrpo.convert.hugging_face import to_hugging_face
-from megagrpo.convert.megatron import to_megatron
+from megagrpo.convert.targets import to_hugging_face, to_megatron
 from megagrpo.errors import ModelError
 from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig

@@ -1,4 +1,7 @@
-"""Writes a checkpoint that Megatron-LM loads in any layout (--load DIR --finetune, format torch_dist), layer by layer.
+"""The two kinds of directory that a conversion writes, a layer at a time: for Hugging Face, and for Megatron-LM.
+
+A Hugging Face model directory has each tensor at its place in files of their full size. A torch_dist checkpoint, which
+Megatron-LM loads in any layout (--load DIR --finetune), is:
 
 latest_checkpointed_iteration.txt
 iter_0000000/       tensors (.metadata, *.distcp), arguments (common.pt), the name of the format (metadata.json)
@@ -8,28 +11,84 @@ hugging_face/       config and tokenizer, with which megagrpo reads it again
 from __future__ import annotations
 
 import math
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import msgspec
 import torch
 
-from megagrpo.checkpoint.torch_checkpoint import TorchFile, Written, write_metadata
-from megagrpo.convert import torch_dist
+from megagrpo.checkpoint.torch_dist import Chunk, Stored, TorchFile, chunks_to_write, extra_states, write_metadata
 from megagrpo.convert.job import PIECE_BYTES, Advance, Converted, Target, by_layer, convert
 from megagrpo.convert.source import COMPANION_MODEL, TRACKER, Source, open_source
-from megagrpo.convert.torch_dist import Chunk
 from megagrpo.weights.boxes import ITEM_BYTES, Box
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.files.export import lay_out
+from megagrpo.weights.files.export import lay_out, write_box
+from megagrpo.weights.sides import checkpoint
 from megagrpo.weights.sides.megatron_rank import config_fields
 from megagrpo.weights.views import box_view, torch_dtype
 
 ITERATION = "iter_0000000"
 CHUNK_BYTES = 256 * 1024**2
 """Larger parameters are stored in several chunks."""
+
+
+def to_hugging_face(
+    path: Path,
+    output: Path,
+    *,
+    model: Path | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> Converted:
+    """Writes a model directory for transformers and SGLang from the checkpoint at `path`.
+
+    `model`: a Hugging Face directory with the config, if the checkpoint has none. `dtype`: a Storage's; None keeps
+    that of each tensor. Raises ModelError or CheckpointError; `output` is as it was then.
+    """
+    source = open_source(path, model)
+    return convert(source, output, HuggingFaceTarget, dtype, "hugging face", overwrite=overwrite)
+
+
+class HuggingFaceTarget(Target):
+    """safetensors files with their index, the model's config with the dtype, its tokenizer and generation config."""
+
+    def __init__(self, source: Source, dtype: str | None) -> None:
+        super().__init__(source, dtype)
+        self._files = checkpoint.new_files(source.architecture, self._dtypes)
+        self._entries = {
+            name: (file.holder, entry) for file in self._files for name, entry in checkpoint.header_of(file)[1].items()
+        }
+        self._units = by_layer(source.tensors, lambda tensor: tensor.name)
+        self.unit_bytes = [sum(self._entries[tensor.name][1].bytes for tensor in unit) for unit in self._units]
+
+    def begin(self, directory: Path) -> None:
+        lay_out(directory, self._files, self._source.model_directory, self._source.main_dtype(self._dtypes))
+
+    def write(self, index: int, directory: Path, advance: Advance) -> Any:
+        expert = None
+        opened: dict[str, IO[bytes]] = {}
+        with ExitStack() as closing:
+            closing.callback(self._source.forget)
+            for tensor in self._units[index]:
+                if tensor.expert != expert:
+                    self._source.forget()
+                    expert = tensor.expert
+                file, entry = self._entries[tensor.name]
+                if file not in opened:
+                    opened[file] = closing.enter_context((directory / file).open("r+b", buffering=0))
+                dtype = self._dtypes[tensor.name]
+                for box in tensor.box.pieces(PIECE_BYTES // ITEM_BYTES[dtype]):
+                    values = self._source.read_as(box, torch_dtype(dtype))
+                    write_box(opened[file].fileno(), entry, box.start, values)
+                    advance(values.nbytes)
+            for stream in opened.values():
+                os.fsync(stream.fileno())
 
 
 def to_megatron(
@@ -44,7 +103,7 @@ class MegatronTarget(Target):
 
     def __init__(self, source: Source, dtype: str | None) -> None:
         super().__init__(source, dtype)
-        self._chunks = torch_dist.written(source.architecture, self._dtypes)
+        self._chunks = chunks_to_write(source.architecture, self._dtypes)
         self._units = by_layer(self._chunks, lambda chunk: chunk.stored.name)
         self.unit_bytes = [
             sum(math.prod(chunk.shape) * ITEM_BYTES[chunk.stored.dtype] for chunk in unit) for unit in self._units
@@ -68,9 +127,9 @@ class MegatronTarget(Target):
 
     def finish(self, directory: Path, written: Sequence[Any]) -> None:
         path = directory / ITERATION
-        entries = [Written(**values) for of_unit in written for values in of_unit]
+        entries = msgspec.convert(list(chain(*written)), list[Stored])
         with TorchFile(path / f"__{len(self._units)}_0.distcp") as file:
-            entries += [file.add(key, None, None) for key in torch_dist.extra_states(self._chunks)]
+            entries += [file.add(key, None, None) for key in extra_states(self._chunks)]
         write_metadata(path, {chunk.stored.name: chunk.stored for chunk in self._chunks}, entries)
         common = {
             "args": Namespace(**_arguments(self._source.architecture)),

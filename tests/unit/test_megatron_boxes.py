@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.checkpoint.state_boxes import boxes_in_range, fills_in_range
+from megagrpo.megatron.state import boxes_in_range, fills_in_range
 from megagrpo.weights.boxes import Box, Fill, Placement
 
 

@@ -1,13 +1,13 @@
-"""Selects tokens out of a minibatch whose tokens lie on several ranks: exactly, and without gathering them."""
+"""Sums and choices over tokens that lie on several ranks: exactly, and without gathering them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megagrpo.algorithm.policy_losses import ClipCovConfig, CovarianceLoss
 from megagrpo.splitmix64 import GAMMA, mixed, shifted
 
 DIGIT_BITS = 11
@@ -16,46 +16,39 @@ DRAW_BITS = 53
 """Bits of a draw: as many as a float64 holds."""
 
 
-def choose_by_covariance(
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    kept: Tensor,
-    draws: Tensor,
-    settings: CovarianceLoss,
-    sum_over_ranks: Callable[[Tensor], None],
-) -> Tensor:
-    """Selects this rank's tokens of a minibatch that Clip-Cov or KL-Cov treats apart (arXiv:2505.22617, section 4):
-    bool [tokens].
+@dataclass(frozen=True)
+class Sequences:
+    """The response of each token of a microbatch. Every token belongs to one.
 
-    A token's covariance is (logprob - mean logprob) x (advantage - mean advantage), means over the minibatch's kept
-    tokens on all ranks. clip_cov chooses at random among those in [covariance_low, covariance_high], kl_cov the
-    largest: covariance_share of the kept tokens, at least one. Logprobs are the old ones, so that the choice is
-    made once, before any gradient: with those of the moment it would need all microbatches' forward passes first, or
-    depend on how they are cut.
-
-    old_logprobs, advantages: float [tokens]; kept: bool [tokens]; draws: float64 [tokens] in [0, 1), each token's own
-    whatever the layout; sum_over_ranks sums a tensor in place.
+    Under context parallelism a response's tokens lie on several ranks, as do the branches of an agent's rollout where
+    they count as one: `over_ranks` then sums over those. All of these ranks call everything here in the same order. No
+    sum has a gradient. All are made in float64: GPUs add in any order, and rounded to float32 the result must not
+    depend on it.
     """
-    logprobs, advantages = old_logprobs.double(), advantages.double()
-    sums = torch.stack([torch.ones_like(logprobs), logprobs, advantages])[:, kept].sum(1)
-    sum_over_ranks(sums)
-    tokens = round(sums[0].item())
-    logprob_mean, advantage_mean = (sums[1:] / max(tokens, 1)).tolist()
-    covariance = ((logprobs - logprob_mean) * (advantages - advantage_mean)).float()
-    candidates = kept
-    if isinstance(settings, ClipCovConfig):
-        candidates = kept & (covariance >= settings.covariance_low) & (covariance <= settings.covariance_high)
-        covariance = torch.zeros_like(covariance)  # among these, draws alone decide
-    count = candidates.sum()
-    sum_over_ranks(count)
-    wanted = min(max(int(settings.covariance_share * tokens), 1), int(count))
-    chosen = torch.zeros_like(kept)
-    if wanted:
-        chosen[candidates] = _first(covariance[candidates], draws[candidates], wanted, sum_over_ranks)
-    return chosen
+
+    index: Tensor  # int64 [tokens], from 0 to count - 1
+    tokens: Tensor  # float32 [count], response tokens of each sequence on all ranks together
+    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums  # float64 [count] -> [count]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums [tokens] of any type by sequence: float64 [count]."""
+        zeros = torch.zeros(len(self.tokens), dtype=torch.float64, device=values.device)
+        return self.over_ranks(zeros.index_add(0, self.index, values.detach().double()))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Averages [tokens] of any type by sequence: float64 [count]; 0 for a sequence without response tokens."""
+        return self.sum(values) / self.tokens.clamp(min=1)
+
+    def of_tokens(self, per_sequence: Tensor) -> Tensor:
+        """Gives each token its sequence's number: [count] -> [tokens]."""
+        return per_sequence[self.index]
+
+    def shares(self) -> Tensor:
+        """Returns each token's share of its sequence, float64 [tokens]; all ranks' sum is the number of sequences."""
+        return 1 / self.of_tokens(self.tokens.double())
 
 
-def _first(values: Tensor, draws: Tensor, wanted: int, sum_over_ranks: Callable[[Tensor], None]) -> Tensor:
+def largest_of_ranks(values: Tensor, draws: Tensor, wanted: int, sum_over_ranks: Callable[[Tensor], None]) -> Tensor:
     """Selects the `wanted` largest of all ranks' values, of equal ones those with the smallest draws; bool [values]."""
     # int64 in [0, 2**32) that fall where the float32 values rise.
     bits = (values + 0.0).view(torch.int32).long()  # -0.0 + 0.0 is 0.0: both zeros are one value

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagrpo.algorithm.over_ranks import kth_smallest, token_draws
 from megagrpo.algorithm.policy_losses import CovarianceLoss
-from megagrpo.algorithm.selection import choose_by_covariance, kth_smallest, token_draws
 from tests.methods import loss
 from tests.rank_threads import on_threads
 
@@ -50,7 +50,7 @@ def written_out(rows: list[tuple[float, float, bool]], s: CovarianceLoss) -> set
 def test_the_chosen_tokens_are_those_of_a_sort_wherever_they_are(rows, name, share, ranks):
     s = settings_of(name, share)
     parts = [[column[rank::ranks] for column in columns(rows)] for rank in range(ranks)]
-    found = on_threads(ranks, lambda rank, sum_over_ranks: choose_by_covariance(*parts[rank], s, sum_over_ranks))
+    found = on_threads(ranks, lambda rank, sum_over_ranks: s.choose(*parts[rank], sum_over_ranks))
     chosen = {rank + ranks * t for rank in range(ranks) for t in found[rank].nonzero()[:, 0].tolist()}
     assert chosen == written_out(rows, s)
 
@@ -60,9 +60,8 @@ def test_both_zeros_are_one_covariance():
     for first in range(4):  # the covariances are -0, 0, -0 and 0
         draws = torch.full((4,), 0.5, dtype=torch.float64)
         draws[first] = 0.1
-        chosen = choose_by_covariance(
-            logprobs, advantages, torch.ones(4, dtype=torch.bool), draws, settings_of("kl_cov", 0.25), lambda _: None
-        )
+        kept = torch.ones(4, dtype=torch.bool)
+        chosen = settings_of("kl_cov", 0.25).choose(logprobs, advantages, kept, draws, lambda _: None)
         assert chosen.nonzero().tolist() == [[first]]
 
 
