@@ -25,7 +25,7 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
-from megagrpo.reward.asking import Served
+from megagrpo.reward.executors import Served
 from megagrpo.reward.judging.client import HttpEndpoint, Reply
 from megagrpo.reward.verifiers.reward_model import Conversation
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment

@@ -9,7 +9,6 @@ responses of other rows.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import time
@@ -42,7 +41,7 @@ from megagrpo.recipe.schema import (
     SftRecipe,
 )
 from megagrpo.recipe.schema.data import DecontaminateConfig
-from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
+from megagrpo.reward.functions import FunctionSpec, function_specs, module_of, static_problems
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import Group, Prompt, Sample
 
@@ -343,7 +342,7 @@ def solution_of(spec: FunctionSpec) -> Solution | None:
     Returns None for functions that only a run calls: a user's own, those that ask models, and ELSEWHERE."""
     if not spec.built_in or spec.function in ELSEWHERE or executor_of(spec.function) == "asking":
         return None
-    make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)
+    make = getattr(module_of(spec.function), "solution", None)
     if make is None:
         return lambda ground_truth, extra_info: None
     parameters = inspect.signature(make).parameters

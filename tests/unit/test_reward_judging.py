@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megagrpo.reward.http_post import RETRY_AFTER_SECONDS_MAX, retry_after
 from megagrpo.reward.judging.rubric import FieldConfig, PatternConfig, UnreadableError, reader
-from megagrpo.reward.verifiers.judge_pairs import bradley_terry, chosen_pairs, win_rates
+from megagrpo.reward.verifiers.judges import bradley_terry, chosen_pairs, win_rates
 
 NOTHING = None
 
