@@ -34,12 +34,12 @@ BUDGETS = {
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_429,
     ("rollout",): 3_053,
-    ("cluster",): 3_365,
+    ("cluster",): 3_364,
     ("trainer", "evaluation"): 4_281,
     ("recipe", "preflight", "doctor"): 5_496,
     ("plan",): 5_191,
     ("data",): 2_699,
-    ("reward",): 7_738,
+    ("reward",): 7_715,
     ("agents",): 4_894,
     ("track", "report"): 4_852,
     ("importing",): 3_015,
@@ -48,7 +48,7 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=337),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=333),
     "tests": Limits(lines=51_768, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

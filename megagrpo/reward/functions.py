@@ -373,7 +373,8 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
 
 MODULES = {
     **dict.fromkeys(("string_match", "f1", "search_answer"), "words"),
-    **dict.fromkeys(("judge", "judge_pairs", "judge_ranking"), "judges"),
+    **dict.fromkeys(("format", "think_answer", "length", "repetition"), "form"),
+    **dict.fromkeys(("judge", "judge_pairs", "judge_ranking", "reward_model"), "judges"),
 }
 """Modules of reward/verifiers/ with several functions, each made by the function of its name. Any other module has the
 name of its only function, which `make` makes."""
@@ -387,6 +388,12 @@ def module_of(function: str) -> ModuleType:
 def maker_of(function: str) -> Callable[..., Any]:
     """Returns the maker of a built-in function, which gets the recipe's arguments."""
     return getattr(module_of(function), function if function in MODULES else "make")
+
+
+def solution_maker(function: str) -> Callable[..., str | None] | None:
+    """Returns the maker of right responses to a built-in function: NAME_solution or solution of its module, or None."""
+    module = module_of(function)
+    return getattr(module, f"{function}_solution", getattr(module, "solution", None))
 
 
 def _argument_problems(spec: FunctionSpec) -> list[Problem]:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from megagrpo.recipe.reward_functions import BUILT_IN
 from megagrpo.reward import answer_text, verifiers
-from megagrpo.reward.functions import maker_of, module_of, wanted_arguments
+from megagrpo.reward.functions import maker_of, solution_maker, wanted_arguments
 from megagrpo.reward.verifiers import gsm8k
 
 MODULES = sorted(found.name.split(".", 3)[3] for found in walk_packages(verifiers.__path__, f"{verifiers.__name__}."))
@@ -93,7 +93,7 @@ def test_the_solution_of_each_ground_truth_of_a_golden_table_is_right(name):
         own = {
             key: of_truth[key] for key in ("extra_info", "arguments") if key in of_truth and name == "multiple_choice"
         }
-        response = module_of(name).solution(truth)
+        response = solution_maker(name)(truth)
         value = returned(name, {**row, **own, "response": response, "ground_truth": truth})
         assert value["score"] == 1.0, (truth, response)
 

@@ -1,8 +1,9 @@
-"""Verdicts of models: on one response, on pairs of a group's responses, or on all of a group at once."""
+"""Verdicts of models: on a response, on pairs of a group, or on all of it at once; and the scores of reward models."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,15 @@ from pydantic import Field
 
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import NOTE_CHARACTERS_MAX, Function, Outcome
-from megagrpo.reward.judging.client import Answer, AskConfig, Judge, JudgeError, OverBudgetError
+from megagrpo.reward.judging.client import (
+    Answer,
+    Arguments,
+    AskConfig,
+    Judge,
+    JudgeError,
+    OverBudgetError,
+    ScoringModel,
+)
 from megagrpo.reward.judging.rubric import (
     CHARACTERS_READ,
     Rubric,
@@ -23,7 +32,7 @@ from megagrpo.reward.judging.rubric import (
     of_row,
     reader,
 )
-from megagrpo.section import PositiveInt
+from megagrpo.section import Number, PositiveFloat, PositiveInt, Section
 
 RUBRIC = """Rate how well the response answers the question, on a scale from 0 (useless or wrong) to 10 (perfect).
 
@@ -301,3 +310,73 @@ def ranking(text: str, count: int) -> list[int]:
     if sorted(numbers) != list(range(1, count + 1)):
         raise UnreadableError(f"the ranking has not each of 1 to {count} once")
     return numbers
+
+
+# --- trained reward models --------------------------------------------------------------------------------------------
+
+
+class StandardConfig(Section):
+    """Standardisation of a score: (score - mean) / std."""
+
+    mean: Number
+    std: PositiveFloat
+
+
+class RewardModelArguments(Arguments):
+    """Arguments of `reward_model`."""
+
+    model: str
+    """A classifier of reward.models."""
+
+    label: str | int | None = None
+    """The logit that is the score: a label's name or number. null: the only one."""
+
+    shows: Literal["answer", "response"] = "answer"
+    """The text that the model sees. answer: the text after the reasoning. response: all of the response."""
+
+    normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
+    """sigmoid: to 0 .. 1; with several labels, the probability of `label` among them. {mean: M, std: S}: by figures of
+    your own, such as those of the first evaluation."""
+
+
+def reward_model(**arguments: Any) -> Function:
+    """Makes a reward function: the model's score of the prompt with the response."""
+    config = RewardModelArguments.of(arguments)
+
+    async def score(model: ScoringModel, *, prompt: list[dict[str, Any]], prompt_text: str, response: str) -> float:
+        shown = after_thinking(response, prompt_text) if config.shows == "answer" else response
+        logits, labels = await model.logits([*prompt, {"role": "assistant", "content": shown}])
+        return score_of(logits, label_of(config.label, labels), config.normalize)
+
+    return Function.of(score, config)
+
+
+def label_of(label: str | int | None, labels: Sequence[str]) -> int:
+    """Returns the index of the logit that is the score. Raises JudgeError if the model has no such label."""
+    if label is None and len(labels) == 1:
+        return 0
+    if isinstance(label, int) and 0 <= label < len(labels):
+        return label
+    if label in labels:
+        return labels.index(str(label))
+    raise JudgeError(f"label {label}, of a model with {', '.join(labels)}")
+
+
+def score_of(
+    logits: Sequence[float], label: int, normalize: Literal["none", "sigmoid"] | StandardConfig = "none"
+) -> float:
+    """Returns the score from the logits.
+
+    >>> score_of([2.0], 0), score_of([2.0], 0, StandardConfig(mean=1.0, std=0.5))
+    (2.0, 2.0)
+    >>> [round(score_of(logits, 1, "sigmoid"), 3) for logits in ([0.0, 0.0], [0.0, 1.0], [1000.0, 0.0])]
+    [0.5, 0.731, 0.0]
+    """
+    score = logits[label]
+    if isinstance(normalize, StandardConfig):
+        return (score - normalize.mean) / normalize.std
+    if normalize == "none":
+        return score
+    others = [other - score for place, other in enumerate(logits) if place != label] or [-score]
+    most = max(0.0, *others)
+    return math.exp(-most) / (math.exp(-most) + sum(math.exp(other - most) for other in others))
