@@ -63,6 +63,8 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 SPACED_MARKERS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+BULLETS = (r"^[^\S\n]*\*[^*].*$", r"^[^\S\n]*-")
+"""Lines that begin with `*` (one, not more) or `-`."""
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
 
 
@@ -134,18 +136,6 @@ def has_postscript(response: str, postscript_marker: str) -> bool:
     """Checks that the marker occurs, in any case; P.S. and P.P.S may have spaces between their letters."""
     marker = postscript_marker.strip()
     return re.search(SPACED_MARKERS.get(marker, re.escape(marker.lower())), response.lower()) is not None
-
-
-def has_postscript_text(response: str, postscript_marker: str) -> bool:
-    """Checks that the marker is in the response, with text after it."""
-    _, marker, rest = response.partition(postscript_marker)
-    return bool(marker and rest.strip())
-
-
-def bullet_count(response: str) -> int:
-    """Counts lines that begin with `*` (one, not more) or `-`."""
-    stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
-    return len(stars) + len(re.findall(r"^[^\S\n]*-", response, re.MULTILINE))
 
 
 def highlight_count(response: str) -> int:
@@ -290,18 +280,6 @@ def words_both_ways(sentence: str) -> tuple[list[str], list[str]]:
     return tokens, [token for token in tokens if re.search(r"\w", token)]
 
 
-def divided_paragraphs(response: str, N: int) -> bool:
-    """Checks for exactly N paragraphs between dividers `* * *`, none of them empty."""
-    paragraphs = "\n".join(line.strip() for line in response.splitlines()).split("* * *")
-    return len(paragraphs) == N and all(paragraph.strip() for paragraph in paragraphs)
-
-
-def has_choice(response: str, options: list[str] | str) -> bool:
-    """Checks that an option is in the response. A text of options has slashes, commas or `or` between them."""
-    choices = re.split(r"/|,|\bor\b", options) if isinstance(options, str) else options
-    return any(choice.strip() in response for choice in choices if choice.strip())
-
-
 def has_sections(response: str, N: int, section_splitter: str) -> bool:
     """Checks that the splitter splits the response into N parts, not counting an empty part before the first one."""
     sections = response.split(section_splitter)
@@ -337,7 +315,9 @@ BY_ID: dict[str, Check] = {
         placeholder_count(response) >= num_placeholders
     ),
     "detectable_content:postscript": has_postscript,
-    "detectable_format:number_bullet_lists": lambda response, num_bullets: bullet_count(response) == num_bullets,
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: (
+        sum(len(re.findall(kind, response, re.MULTILINE)) for kind in BULLETS) == num_bullets
+    ),
     "detectable_format:constrained_response": lambda response: any(option in response for option in OPTIONS),
     "detectable_format:number_highlighted_sections": lambda response, num_highlights: (
         highlight_count(response) >= num_highlights
@@ -429,21 +409,30 @@ BY_NAME: dict[str, Check] = {
     ),
     "verify_letter_frequency": lambda response, letter, N: response.count(one_character(letter)) == N,  # in this case
     "validate_response_language": BY_ID["language:response_language"],
-    "verify_paragraph_count": divided_paragraphs,
+    # between dividers `* * *`, none of them empty
+    "verify_paragraph_count": lambda response, N: (
+        [part.strip() != "" for part in "\n".join(map(str.strip, response.splitlines())).split("* * *")] == [True] * N
+    ),
     "validate_word_constraint": lambda response, N, quantifier: holds(len(response.split()), quantifier, N),
     # each but the last ends in `.`, `?` or `!` before a space; `around` is one more or less
     "verify_sentence_constraint": lambda response, N, quantifier: holds(
         len(_SENTENCE_END.split(response)), quantifier, N, 1
     ),
     "validate_paragraphs": nth_paragraph_start,
-    "verify_postscript": has_postscript_text,
+    "verify_postscript": lambda response, postscript_marker: (  # with text after it
+        response.partition(postscript_marker)[2].strip() != ""
+    ),
     "validate_placeholders": lambda response, N: placeholder_count(response) >= N,
     "verify_bullet_points": lambda response, N: (  # lines that begin with `*` or `-`
         sum(1 for line in response.split("\n") if line.strip().startswith(("*", "-"))) == N
     ),
     # a line with << and then >>
     "validate_title": lambda response: any(">>" in line.partition("<<")[2] for line in response.split("\n")),
-    "validate_choice": has_choice,
+    # a text of options has slashes, commas or `or` between them
+    "validate_choice": lambda response, options: any(
+        choice.strip() and choice.strip() in response
+        for choice in (re.split(r"/|,|\bor\b", options) if isinstance(options, str) else options)
+    ),
     "validate_highlighted_sections": lambda response, N: len(re.findall(r"\*[^*\n]*\*", response)) >= N,
     "validate_sections": has_sections,
     "validate_json_format": is_json,
