@@ -54,7 +54,7 @@ class Executor:
 
     def by_group(self, check: Callable[[], None]) -> dict[int, bool]:
         """Returns, for each function, whether one call scores all responses of a group. Raises RewardError if a
-        function cannot be loaded. Calls `check` while it waits."""
+        function cannot be loaded. Calls `check` while it waits, in this thread: a run stops by its main thread only."""
         return {number: function.by_group for number, function in self.functions.items()}
 
     def submit(self, calls: Calls) -> list[Outcomes]:
