@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import RewardError
 from megagrpo.reward.functions import FunctionSpec, load
-from megagrpo.reward.verifiers import ifeval
-from megagrpo.reward.verifiers.ifeval import BY_ID, BY_NAME, constraints, make, text
+from megagrpo.reward.verifiers.ifeval import BY_ID, BY_NAME, CONSTRAINTS_MAX, constraints, make, of_mapping, text
 
 TABLE = Path(__file__).parents[1] / "golden" / "verifiers" / "ifeval.jsonl"
 PIECES = [
@@ -58,11 +57,11 @@ def test_what_is_kept_strictly_is_kept_loosely(response):
 
 
 def test_each_constraint_is_a_metric_and_their_number_is_bounded():
-    many = ifeval.CONSTRAINTS_MAX
+    many = CONSTRAINTS_MAX
     row = {"instruction_id_list": ["punctuation:no_comma"] * many, "kwargs": [{}] * many}
     assert make()("a", json.dumps(row), {}) == {"score": 1.0, "share": 1.0, "all": 1.0, "punctuation_no_comma": 1.0}
     with pytest.raises(ValueError):
-        ifeval.of_mapping({key: value * 2 for key, value in row.items()})
+        of_mapping({key: value * 2 for key, value in row.items()})
 
 
 @pytest.mark.parametrize("empty", ["", "none", "42"])
