@@ -25,6 +25,7 @@ setup(
         "megagrpo.plan": ["configs/*/*/config.json"],
         "megagrpo.plan.show": ["page.css"],
         "megagrpo.report": ["*.css", "*.js", "*.yaml", "vendor/*"],
+        "megagrpo.reward.verifiers": ["rubrics/*.md"],
         "megagrpo.reward.verifiers.ifeval": ["words.txt"],
         "megagrpo.track": ["metrics.yaml"],
     },

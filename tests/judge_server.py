@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from megagrpo.processes.ports import free_port
-from megagrpo.reward.asking import Asking
+from megagrpo.reward.executors import Asking
 from megagrpo.reward.scorer import EXECUTORS, Executors
 
 START_SECONDS = 60.0

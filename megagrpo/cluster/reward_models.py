@@ -25,9 +25,8 @@ from megagrpo.errors import EngineError, MegagrpoError, Problem
 from megagrpo.processes import importing
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, GenerativeConfig, Recipe
-from megagrpo.reward.asking import Served
-from megagrpo.reward.judging.client import HttpEndpoint, Reply
-from megagrpo.reward.verifiers.reward_model import Conversation
+from megagrpo.reward.executors import Served
+from megagrpo.reward.judging.client import Conversation, HttpEndpoint, Reply
 from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
 
 if TYPE_CHECKING:  # torch follows prepare_process
@@ -244,7 +243,7 @@ class ActorEndpoint:
 
 
 class ActorClassifier:
-    """A ServedClassifier (reward/verifiers/reward_model.py) that asks an actor."""
+    """A ServedClassifier (reward/judging/client.py) that asks an actor."""
 
     def __init__(self, actor: Any, start_seconds: float) -> None:
         self._actor, self._start_seconds = actor, start_seconds

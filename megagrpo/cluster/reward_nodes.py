@@ -16,8 +16,7 @@ from megagrpo.cluster.waiting import end_actors, node_names, on_node
 from megagrpo.errors import MegagrpoError, Problem, RewardError
 from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.schema import Recipe, RewardConfig
-from megagrpo.reward.asking import Asking, Served
-from megagrpo.reward.executors import CHECK_SECONDS, Calls, Executor, Outcomes, Specs, fail
+from megagrpo.reward.executors import CHECK_SECONDS, Asking, Calls, Executor, Outcomes, Served, Specs, fail
 from megagrpo.reward.functions import Outcome, with_source
 from megagrpo.reward.scorer import EXECUTORS, Executors, Scorer
 from megagrpo.reward.workers import Limits, WorkerPool, limits_of

@@ -5,6 +5,7 @@ Rows of parquet, Arrow and JSON files count from 0, as pandas shows them; lines 
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -174,43 +175,38 @@ def _object(record: Any, where: str) -> Record | Problem:
 
 def _array_records(path: str) -> Iterator[tuple[int, Record | Problem]]:
     """Yields the objects of a JSON file: one array of them, or one alone. Decodes an array piece by piece."""
-    needed = "an array of JSON objects, in UTF-8"
     with closing(open_file(path)) as file:
-        import codecs
-
         reader = codecs.getreader("utf-8-sig")(file)
         text, at, ended, number, opened, closed = "", 0, False, 0, False, False
 
         def bad(given: str, fix: str = "") -> DataError:
-            return DataError(Problem(f"{place(path, number)}: not valid JSON", given, needed, fix))
+            where, needed = f"{place(path, number)}: not valid JSON", "an array of JSON objects, in UTF-8"
+            return DataError(Problem(where, given, needed, fix))
 
         while True:
             while at < len(text) and (text[at].isspace() or (opened and not closed and text[at] == ",")):
                 at += 1
-            if at < len(text) and closed:
-                given = "more text after the array" if opened else "more text after the object"
+            mark, end = text[at : at + 1], 0
+            if mark and closed:
+                given = f"more text after the {'array' if opened else 'object'}"
                 raise bad(given, "if it has an object per line, rename it to .jsonl")
-            if at < len(text) and not opened and text[at] == "[":
-                opened, at = True, at + 1
+            if (mark == "[" and not opened) or (mark == "]" and opened):
+                opened, closed, at = True, opened, at + 1
                 continue
-            if at < len(text) and opened and text[at] == "]":
-                closed, at = True, at + 1
-                continue
-            if at < len(text):
+            if mark:
                 try:
                     record, end = DECODER.raw_decode(text, at)
                 except (ValueError, RecursionError) as error:
                     if ended or len(text) - at > LINE_BYTES_MAX or isinstance(error, RecursionError):
                         raise bad(str(error)) from None
-                else:
-                    if end < len(text) or ended:
-                        yield number, _object(record, place(path, number))
-                        number, at, closed = number + 1, end, not opened
-                        continue
             elif ended:
                 if opened and not closed:
                     raise bad("the array has no end")
                 return
+            if end and (end < len(text) or ended):
+                yield number, _object(record, place(path, number))
+                number, at, closed = number + 1, end, not opened
+                continue
             try:
                 more = reader.read(READ_BYTES)
             except UnicodeDecodeError as error:

@@ -190,11 +190,10 @@ def prompt_schema(mapping: ColumnsConfig | None = None) -> SchemaOf[Row]:
             columns_of = parts
             if two_truths and _value(record, parts["ground_truth"]) is MISSING:
                 columns_of = parts | {"ground_truth": "ground_truth"}
-            whole = [
-                name for part in KNOWN_COLUMNS if getattr(given, part) is None for name in _names(columns_of[part], [])
-            ]
-            named = [name for part in (*KNOWN_COLUMNS, "ability") for name in _listed(getattr(given, part))]
-            taken = [*whole, *named, "extra_info", *(["ability"] if given.ability is None else [])]
+            taken = ["extra_info", *_listed("ability" if given.ability is None else given.ability)]
+            for part in KNOWN_COLUMNS:
+                own = getattr(given, part)
+                taken += _names(columns_of[part], []) if own is None else _listed(own)
             return _row(record, number, where, columns_of, taken)
 
         return RowSchema(tuple(dict.fromkeys(names)), partial(_column_remedy, parts), row)

@@ -9,7 +9,6 @@ responses of other rows.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import time
@@ -42,7 +41,7 @@ from megagrpo.recipe.schema import (
     SftRecipe,
 )
 from megagrpo.recipe.schema.data import DecontaminateConfig
-from megagrpo.reward.functions import FunctionSpec, function_specs, static_problems
+from megagrpo.reward.functions import FunctionSpec, function_specs, solution_maker, static_problems
 from megagrpo.reward.scorer import Scorer
 from megagrpo.types import Group, Prompt, Sample
 
@@ -339,11 +338,11 @@ def _problems(
 
 
 def solution_of(spec: FunctionSpec) -> Solution | None:
-    """Returns the maker of right responses for a function of the recipe; it makes none if the module has no `solution`.
+    """Returns the maker of right responses for a function of the recipe; it makes none if the module has none.
     Returns None for functions that only a run calls: a user's own, those that ask models, and ELSEWHERE."""
     if not spec.built_in or spec.function in ELSEWHERE or executor_of(spec.function) == "asking":
         return None
-    make = getattr(importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}"), "solution", None)
+    make = solution_maker(spec.function)
     if make is None:
         return lambda ground_truth, extra_info: None
     parameters = inspect.signature(make).parameters

@@ -26,7 +26,7 @@ BUILT_IN = {
     "remote": "workers",
     "reward_model": "asking",
 }
-"""The executor (EXECUTORS of reward/scorer.py) that calls each function, the module of that name in reward/verifiers/.
+"""The executor (EXECUTORS of reward/scorer.py) that calls each function.
 
 inline: in the scorer's process, for functions that are fast whatever the response. `format` is not: a pattern can
 backtrack for hours, and so can that of a JSON schema. workers: in isolated processes. asking: in an event loop of the

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from megagrpo.errors import Problem, RewardError, brief
@@ -305,7 +305,9 @@ def _spec_problems(spec: FunctionSpec, timeout_seconds: float, sandbox: bool) ->
     except RewardError as error:
         return list(error.problems)
     if isolated:
-        seconds = spec.arguments.get("seconds", inspect.signature(_maker(spec)).parameters["seconds"].default)
+        seconds = spec.arguments.get(
+            "seconds", inspect.signature(maker_of(spec.function)).parameters["seconds"].default
+        )
         if seconds >= timeout_seconds:
             needed = f"less than {timeout_seconds:g}, reward.timeout_seconds: slow programs would have no score"
             where, fix = f"{spec.where}.arguments.seconds", "raise reward.timeout_seconds"
@@ -338,7 +340,7 @@ def load(spec: FunctionSpec) -> Function:
         if problems := _argument_problems(spec):
             raise RewardError(problems)
         try:
-            made = _maker(spec)(**spec.arguments)
+            made = maker_of(spec.function)(**spec.arguments)
         except ValueError as error:
             raise RewardError(Problem(f"{spec.where}.arguments", given=str(error))) from None
         return made if isinstance(made, Function) else Function.of(made)
@@ -369,13 +371,34 @@ def wanted_arguments(function: RewardCallable, bound: Mapping[str, Any]) -> tupl
     return tuple(name for name in known if name in names and name not in bound)
 
 
-def _maker(spec: FunctionSpec) -> Any:
-    return importlib.import_module(f"megagrpo.reward.verifiers.{spec.function}").make
+MODULES = {
+    **dict.fromkeys(("string_match", "f1", "search_answer"), "words"),
+    **dict.fromkeys(("format", "think_answer", "length", "repetition"), "form"),
+    **dict.fromkeys(("judge", "judge_pairs", "judge_ranking", "reward_model"), "judges"),
+}
+"""Modules of reward/verifiers/ with several functions, each made by the function of its name. Any other module has the
+name of its only function, which `make` makes."""
+
+
+def module_of(function: str) -> ModuleType:
+    """Imports the module of a built-in function."""
+    return importlib.import_module(f"megagrpo.reward.verifiers.{MODULES.get(function, function)}")
+
+
+def maker_of(function: str) -> Callable[..., Any]:
+    """Returns the maker of a built-in function, which gets the recipe's arguments."""
+    return getattr(module_of(function), function if function in MODULES else "make")
+
+
+def solution_maker(function: str) -> Callable[..., str | None] | None:
+    """Returns the maker of right responses to a built-in function: NAME_solution or solution of its module, or None."""
+    module = module_of(function)
+    return getattr(module, f"{function}_solution", getattr(module, "solution", None))
 
 
 def _argument_problems(spec: FunctionSpec) -> list[Problem]:
     """Returns a problem for each argument whose type differs from its annotation in `make`, or one for them all."""
-    where, make = f"{spec.where}.arguments", _maker(spec)
+    where, make = f"{spec.where}.arguments", maker_of(spec.function)
     if refusal := refused_call(make, **spec.arguments):
         return [Problem(where, given=refusal, needed=f"{spec.function}{inspect.signature(make)}")]
     problems, parameters = [], inspect.signature(make, eval_str=True).parameters

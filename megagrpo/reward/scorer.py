@@ -13,8 +13,7 @@ from megagrpo.errors import Problem, RewardError
 from megagrpo.progress import progress
 from megagrpo.recipe import schema
 from megagrpo.recipe.reward_functions import executor_of
-from megagrpo.reward.asking import Asking
-from megagrpo.reward.executors import CHECK_SECONDS, Executor, Inline, Outcomes, Specs
+from megagrpo.reward.executors import CHECK_SECONDS, Asking, Executor, Inline, Outcomes, Specs
 from megagrpo.reward.functions import (
     ANSWER,
     FunctionSpec,

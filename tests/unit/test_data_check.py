@@ -46,13 +46,11 @@ def test_a_ground_truth_that_is_not_taken_for_right_is_named():
 
 
 def test_a_function_that_takes_other_answers_for_right_is_named(monkeypatch):
-    monkeypatch.setattr(
-        "megagrpo.reward.verifiers.string_match.solution", lambda truth: "<answer>Paris or Rome</answer>"
-    )
+    monkeypatch.setattr("megagrpo.reward.verifiers.words.solution", lambda truth: "<answer>Paris or Rome</answer>")
     anything = {"functions": [{"function": "string_match", "arguments": {"method": "contains"}}]}
     assert told(prompts("Paris", "Rome"), anything) == [], "the same response is no other answer"
     monkeypatch.setattr(
-        "megagrpo.reward.verifiers.string_match.solution", lambda truth: f"<answer>Paris or Rome, {truth}</answer>"
+        "megagrpo.reward.verifiers.words.solution", lambda truth: f"<answer>Paris or Rome, {truth}</answer>"
     )
     found = told(prompts("Paris", "Rome"), anything)
     assert [where.split(": ")[1] for where in found] == ["string_match takes another row's answer for right"] * 2

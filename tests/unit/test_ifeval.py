@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megagrpo.errors import RewardError
 from megagrpo.reward.functions import FunctionSpec, load
-from megagrpo.reward.verifiers import ifeval
-from megagrpo.reward.verifiers.ifeval import constraints, make, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import BY_ID, BY_NAME, CONSTRAINTS_MAX, constraints, make, of_mapping, text
 
 TABLE = Path(__file__).parents[1] / "golden" / "verifiers" / "ifeval.jsonl"
 PIECES = [
@@ -27,7 +26,7 @@ def golden() -> list[dict]:
     return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", [*ifeval.BY_ID, *ifeval.BY_NAME])
+@pytest.mark.parametrize("name", [*BY_ID, *BY_NAME])
 def test_the_golden_table_has_a_kept_and_a_broken_case_of_every_constraint(name):
     assert {0.0, 1.0} <= {row["score"] for row in golden() if f'"{name}"' in row["ground_truth"]}
 
@@ -35,17 +34,17 @@ def test_the_golden_table_has_a_kept_and_a_broken_case_of_every_constraint(name)
 @given(NASTY, st.integers(0, 4))
 def test_constraints_find_what_the_expressions_of_the_original_find(response, n):
     bullets = re.findall(r"^\s*\*[^\*].*$", response, re.M) + re.findall(r"^\s*-.*$", response, re.M)
-    assert constraints.detectable_format__number_bullet_lists(response, n) == (len(bullets) == n)
+    assert BY_ID["detectable_format:number_bullet_lists"](response, n) == (len(bullets) == n)
     assert constraints.placeholder_count(response) == len(re.findall(r"\[.*?\]", response))
     titles = [title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", response)]
-    assert constraints.detectable_format__title(response) == any(titles)
-    assert open_instruct.validate_title(response) == bool(re.findall(r"<<(.*?)>>", response))
+    assert BY_ID["detectable_format:title"](response) == any(titles)
+    assert BY_NAME["validate_title"](response) == bool(re.findall(r"<<(.*?)>>", response))
     sections = re.split(r"\s?S\s?\d+\s?", response)
-    assert constraints.detectable_format__multiple_sections(response, " S ", n) == (len(sections) - 1 >= n)
-    assert open_instruct.validate_highlighted_sections(response, n) == (len(re.findall(r"\*(.*?)\*", response)) >= n)
+    assert BY_ID["detectable_format:multiple_sections"](response, " S ", n) == (len(sections) - 1 >= n)
+    assert BY_NAME["validate_highlighted_sections"](response, n) == (len(re.findall(r"\*(.*?)\*", response)) >= n)
     changed = [piece.split() for piece in re.findall(r"a .*? B", response)]
     kept = len(changed) == n and all(len(words) == 3 and words[1] != "1" for words in changed)
-    assert constraints.copy__repeat_phrase(response, "a 1 B", n) == kept
+    assert BY_ID["copy:repeat_phrase"](response, "a 1 B", n) == kept
 
 
 @given(NASTY)
@@ -58,11 +57,11 @@ def test_what_is_kept_strictly_is_kept_loosely(response):
 
 
 def test_each_constraint_is_a_metric_and_their_number_is_bounded():
-    many = ifeval.CONSTRAINTS_MAX
+    many = CONSTRAINTS_MAX
     row = {"instruction_id_list": ["punctuation:no_comma"] * many, "kwargs": [{}] * many}
     assert make()("a", json.dumps(row), {}) == {"score": 1.0, "share": 1.0, "all": 1.0, "punctuation_no_comma": 1.0}
     with pytest.raises(ValueError):
-        ifeval.of_mapping({key: value * 2 for key, value in row.items()})
+        of_mapping({key: value * 2 for key, value in row.items()})
 
 
 @pytest.mark.parametrize("empty", ["", "none", "42"])

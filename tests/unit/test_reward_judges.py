@@ -157,24 +157,21 @@ def test_a_server_that_asks_for_time_gets_it(made):
     assert time.monotonic() - began >= 0.4
 
 
-def test_an_answer_without_a_verdict_is_an_error_never_a_zero(made):
-    server, scorer = made(lambda text, number: "I cannot say.", rubric=RUBRIC, retries=2)
+CUT = {"message": {"role": "assistant", "content": "The scale: Score: 0, Score: 10"}, "finish_reason": "length"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("I cannot say.", "I cannot say."), ((200, {}, json.dumps({"choices": [CUT]})), "length")],
+    ids=["no verdict", "cut off"],
+)
+def test_an_answer_without_a_verdict_or_cut_off_is_an_error_never_a_zero(made, answer, said):
+    server, scorer = made(lambda text, number: answer, rubric=RUBRIC, retries=2)
     (group,) = scorer.score([group_of("x")])
     assert group.scores[0].value is None
-    assert "I cannot say." in group.scores[0].error
+    assert said in group.scores[0].error
     assert len(server.bodies) == 3
     assert scorer.take_metrics()["judge/judge/unreadable"] == 3
-
-
-def test_a_verdict_in_an_answer_that_was_cut_off_does_not_count(made):
-    message = {"role": "assistant", "content": "The scale: Score: 0 is useless, Score: 10"}
-    cut = json.dumps({"choices": [{"message": message, "finish_reason": "length"}]})
-    server, scorer = made(lambda text, number: (200, {}, cut), rubric=RUBRIC, retries=1)
-    (group,) = scorer.score([group_of("x")])
-    assert group.scores[0].value is None
-    assert "length" in group.scores[0].error
-    assert len(server.bodies) == 2
-    assert scorer.take_metrics()["judge/judge/unreadable"] == 2
 
 
 def test_a_refusal_is_not_repeated_and_no_message_has_the_key(made, monkeypatch):
@@ -251,9 +248,10 @@ def test_responses_beyond_the_budget_may_have_a_stated_score(made):
     assert values(scorer, group_of("a", "b")) == [1.0, 0.25]
 
 
-def test_a_step_waits_for_a_judge_no_longer_than_its_budget(made):
-    server, scorer = made(lambda text, number: "Score: 10", rubric=RUBRIC, budget={"seconds": 0.3})
-    server.pause_seconds = 1000.0
+@pytest.mark.parametrize(("answer", "pause_seconds"), [("Score: 10", 1000.0), ((429, {"Retry-After": "200"}, ""), 0.0)])
+def test_a_step_waits_for_a_judge_no_longer_than_its_budget(made, answer, pause_seconds):
+    server, scorer = made(lambda text, number: answer, rubric=RUBRIC, budget={"seconds": 0.3})
+    server.pause_seconds = pause_seconds
     (group,) = scorer.score([group_of("a", "b")])
     assert [bool(score.masked) for score in group.scores] == [True, True]
 
@@ -282,13 +280,6 @@ def test_equal_questions_fail_together(made):
     server, scorer = made(lambda text, number: "?", rubric=RUBRIC, retries=2)
     assert values(scorer, group_of("a", "a", "a")) == [None] * 3
     assert len(server.bodies) == 3
-
-
-def test_a_server_that_asks_for_more_time_than_the_budget_has_is_not_waited_for(made):
-    answer = (429, {"Retry-After": "200"}, "")
-    _, scorer = made(lambda text, number: answer, rubric=RUBRIC, budget={"seconds": 0.2})
-    (group,) = scorer.score([group_of("a")])
-    assert group.scores[0].masked
 
 
 def test_several_processes_keep_answers_in_one_file(tmp_path):

@@ -6,14 +6,13 @@ from hypothesis import strategies as st
 
 from megagrpo.reward.http_post import RETRY_AFTER_SECONDS_MAX, retry_after
 from megagrpo.reward.judging.rubric import FieldConfig, PatternConfig, UnreadableError, reader
-from megagrpo.reward.verifiers.judge_pairs import bradley_terry, chosen_pairs, win_rates
+from megagrpo.reward.verifiers.judges import bradley_terry, chosen_pairs, win_rates
 
 NOTHING = None
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+VERDICTS = {
+    "score": [
         ("Score: 7", 0.7),
         ("score: 3\n\nOn reflection:\n**Score:** 8", 0.8),
         ("Rating: [[5]]", 0.5),
@@ -30,14 +29,7 @@ NOTHING = None
         ("The score could be 7", NOTHING),
         ("", NOTHING),
     ],
-)
-def test_a_score_is_the_last_number_after_its_name(text, verdict):
-    check(reader("score", None), text, verdict)
-
-
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+    "yes_no": [
         ("yes", 1),
         ("**No.**", 0),
         ("Yes, there is no error.", NOTHING),
@@ -61,14 +53,7 @@ def test_a_score_is_the_last_number_after_its_name(text, verdict):
         ("notes", NOTHING),
         ("", NOTHING),
     ],
-)
-def test_yes_or_no_is_read_only_where_it_is_said(text, verdict):
-    check(reader("yes_no", None), text, verdict)
-
-
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
+    "a_b": [
         ("[[A]]", 1),
         ("A is good, but\n[[B]]", 0),
         ("[[C]]", 0.5),
@@ -83,9 +68,12 @@ def test_yes_or_no_is_read_only_where_it_is_said(text, verdict):
         ("A response that I like", NOTHING),
         ("Both", NOTHING),
     ],
-)
-def test_a_or_b_is_read_only_where_it_is_said(text, verdict):
-    check(reader("a_b", None), text, verdict)
+}
+
+
+@pytest.mark.parametrize(("kind", "text", "verdict"), [(kind, *row) for kind, rows in VERDICTS.items() for row in rows])
+def test_a_verdict_is_read_only_where_it_is_said_and_the_last_one_counts(kind, text, verdict):
+    check(reader(kind, None), text, verdict)
 
 
 def test_a_pattern_reads_its_first_group_in_its_last_match_on_a_scale():

@@ -17,7 +17,7 @@ from megagrpo.preflight.model import reward_model_directories, server_problems
 from megagrpo.recipe.defaults import plan_devices
 from megagrpo.recipe.schema import ClassifierConfig, Recipe
 from megagrpo.reward.scorer import Scorer
-from megagrpo.reward.verifiers.reward_model import StandardConfig, label_of, score_of
+from megagrpo.reward.verifiers.judges import StandardConfig, label_of, score_of
 from megagrpo.section import broken_rules
 from megagrpo.tokenizer import encode, encode_conversation, load_chat_tokenizer
 from megagrpo.track.metrics import undocumented

@@ -1,6 +1,6 @@
-"""Client of a judge behind an OpenAI-compatible endpoint: its retries, a step's budget, and a cache of answers.
+"""Clients of models: a judge behind an OpenAI-compatible endpoint, with retries and a step's budget, and a classifier.
 
-The cache is a file of the run's directory: no request is sent and paid for twice.
+A judge's answers are kept in a file of the run's directory: no request is sent and paid for twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +24,8 @@ from pydantic import Field, ValidationError, model_validator
 from megagrpo.errors import Problem, RewardError, brief
 from megagrpo.section import Count, NonNegativeFloat, Number, PositiveFloat, PositiveInt, Seconds, Section
 
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""HTTP statuses after which a later request may succeed."""
+RETRIED = (0, 408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""HTTP statuses after which a later request may succeed; 0 for no reply."""
 BACKOFF_SECONDS_MAX = 60.0
 CHARACTERS_PER_TOKEN = 4
 """Estimate for a server that does not report its tokens."""
@@ -151,7 +151,7 @@ class AskConfig(Arguments):
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply of an endpoint: `answer` is its JSON if the status is 200."""
+    """The reply of an endpoint: `answer` is its JSON if the status is 200. Status 0: why there is none, as `text`."""
 
     status: int
     answer: Any = None
@@ -275,11 +275,8 @@ class Judge:
                 await asyncio.sleep(min(max(0.0, self._not_before - time.monotonic()), self._seconds_left()))
                 self._require_budget()
                 reply = await self._reply(body)
-            if isinstance(reply, str):
-                failure = reply
-                continue
             if reply.status != 200:
-                failure = f"HTTP {reply.status}: {brief(reply.text)}"
+                failure = f"HTTP {reply.status}: {brief(reply.text)}" if reply.status else reply.text
                 if reply.status not in RETRIED:
                     break
                 self._not_before = max(self._not_before, time.monotonic() + (reply.retry_after or 0.0))
@@ -299,8 +296,8 @@ class Judge:
         times = f" ({attempt + 1} times)" if attempt else ""
         raise JudgeError(f"{self.config.model} at {self._endpoint.identity} gave no verdict{times}: {failure}")
 
-    async def _reply(self, body: dict[str, Any]) -> Reply | str:
-        """Sends a request. Returns the reply, or why there is none. Raises OverBudgetError when the time is spent."""
+    async def _reply(self, body: dict[str, Any]) -> Reply:
+        """Sends a request. Returns its reply. Raises OverBudgetError when the time is spent."""
         self.spent["requests"] += 1
         left = max(1e-3, self._seconds_left())
         try:
@@ -308,9 +305,9 @@ class Judge:
         except TimeoutError:
             if left <= self.config.timeout_seconds:
                 raise self._over("seconds", self.config.budget.seconds) from None
-            return f"no answer in {self.config.timeout_seconds:g} s"
+            return Reply(0, text=f"no answer in {self.config.timeout_seconds:g} s")
         except OSError as error:
-            return f"{type(error).__name__}: {error}"
+            return Reply(0, text=f"{type(error).__name__}: {error}")
 
     def _count(self, body: dict[str, Any], text: str, answer: Any) -> float:
         """Returns the tokens of a request and its answer, and adds them to the totals."""
@@ -367,9 +364,73 @@ def text_of(answer: Any) -> str | None:
 
 def _tokens(usage: Any, name: str, characters: int) -> int:
     count = usage.get(name) if isinstance(usage, dict) else None
-    if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
-        return count
-    return -(-characters // CHARACTERS_PER_TOKEN)
+    return count if type(count) is int and count >= 0 else -(-characters // CHARACTERS_PER_TOKEN)
+
+
+# --- classifiers ------------------------------------------------------------------------------------------------------
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class ServedClassifier(Protocol):
+    """A served model with a head for sequence classification."""
+
+    async def labels(self) -> list[str]:
+        """Returns the names of the model's logits."""
+
+    async def logits(self, conversations: Sequence[Conversation]) -> list[list[float] | str]:
+        """Returns each conversation's logits, or why it has none. Raises OSError or TimeoutError without an answer."""
+
+
+class ScoringModel:
+    """A client of a classifier for one reward function. For one event loop."""
+
+    def __init__(self, served: ServedClassifier) -> None:
+        self._served = served
+        self._waiting: list[tuple[Conversation, asyncio.Future[list[float] | str]]] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._labels: list[str] | None = None
+        self.spent: defaultdict[str, float] = defaultdict(float)
+
+    def new_step(self) -> dict[str, float]:
+        """Returns the totals that the step has spent. Begins new ones."""
+        spent = {"seconds": 0.0, **self.spent}
+        self.spent.clear()
+        return spent
+
+    async def close(self) -> None:
+        """Does nothing: the run ends the model."""
+
+    async def logits(self, conversation: Conversation) -> tuple[list[float], list[str]]:
+        """Returns the logits of a conversation, and their labels. Raises JudgeError if it has none."""
+        answer: asyncio.Future[list[float] | str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((conversation, answer))
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        logits = await answer
+        if isinstance(logits, str):
+            self.spent["failed"] += 1
+            raise JudgeError(logits)
+        return logits, self._labels or []
+
+    async def _send(self) -> None:
+        """Sends one batch after another, until nothing waits."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            began = time.monotonic()
+            answers: list[list[float] | str]
+            try:
+                if self._labels is None:
+                    self._labels = await self._served.labels()
+                answers = await self._served.logits([conversation for conversation, _ in batch])
+            except OSError as error:  # TimeoutError is one
+                answers = [f"the reward model does not answer: {type(error).__name__}: {error}"] * len(batch)
+            self.spent["seconds"] += time.monotonic() - began
+            self.spent["scored"] += len(batch)
+            for (_, answer), value in zip(batch, answers, strict=True):
+                if not answer.done():
+                    answer.set_result(value)
+        self._sending = None
 
 
 # --- answers that are kept --------------------------------------------------------------------------------------------

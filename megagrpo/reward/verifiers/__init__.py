@@ -1,1 +1,1 @@
-"""The verifiers, one per file: `make(**arguments)` returns the function that scores a response."""
+"""The verifiers: `make(**arguments)`, or where a file has several that of its name, returns what scores a response."""

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ BUSY = (408, 425, 429, 502, 503, 504)
 """Statuses after which the same request is sent again, later."""
 
 Item = Mapping[str, Any]
+Score = asyncio.Future[RewardReturn | Exception | None]
 
 
 class PostError(Exception):
@@ -188,15 +189,6 @@ def tests_of(ground_truth: str) -> object:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class Batch:
-    """Calls that are sent as one POST: their items, but for those of cancelled calls."""
-
-    def __init__(self, server: Server) -> None:
-        self.items: dict[object, Item] = {}
-        self.full = asyncio.Event()
-        self.scores = asyncio.create_task(server.scores_of(self))
-
-
 @dataclass(eq=False, slots=True)
 class Server:
     """The server that items are sent to, and the settings of its requests."""
@@ -212,42 +204,44 @@ class Server:
     timeout_seconds: float
     retries: int
     pause_seconds: float
-    _filling: Batch | None = None
+    _filling: list[tuple[Item, Score]] = field(default_factory=list)
+    """Items of the next POST, each with the score that its call waits for."""
 
     async def score(self, item: Item) -> RewardReturn:
         """Returns the item's score. Raises the server's failure for this item."""
-        batch, call = self._filling or Batch(self), object()
-        batch.items[call] = item
-        is_full = len(batch.items) == self.batch_max
-        self._filling = None if is_full else batch
-        if is_full:
-            batch.full.set()
-        try:
-            score = (await asyncio.shield(batch.scores))[call]
-        finally:  # a call whose own time is over is cancelled; the others of its batch are not
-            del batch.items[call]
-            if not batch.items:
-                batch.scores.cancel()
-                self._close(batch)
+        loop = asyncio.get_running_loop()
+        coming: Score = loop.create_future()
+        if all(score.done() for _, score in self._filling):  # none waits
+            self._filling = []
+            loop.call_later(self.batch_seconds, self._send, self._filling)
+        self._filling.append((item, coming))
+        if len(self._filling) == self.batch_max:
+            self._send(self._filling)
+        score = await coming
         if score is None:
             raise ValueError("the server has no score for this response")
         if isinstance(score, Exception):
             raise score
         return score
 
-    async def scores_of(self, batch: Batch) -> dict[object, RewardReturn | Exception | None]:
-        """Waits until the batch is full, or its time is over. Returns the scores of the calls that still wait."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.batch_seconds):
-                await batch.full.wait()
-        self._close(batch)
-        calls, items = list(batch.items), list(batch.items.values())
-        return dict(zip(calls, await self._scores(items), strict=True))
+    def _send(self, batch: list[tuple[Item, Score]]) -> None:
+        """Begins another batch, and sends the items of this one whose calls still wait, unless that is done."""
+        if self._filling is not batch:
+            return
+        self._filling = []
+        if waiting := [(item, coming) for item, coming in batch if not coming.done()]:
+            sending = asyncio.create_task(self._answer(waiting))
+            for _, coming in waiting:  # a call whose own time is over is cancelled; the last one cancels the POST
+                coming.add_done_callback(lambda _: all(score.done() for _, score in waiting) and sending.cancel())
 
-    def _close(self, batch: Batch) -> None:
-        """Lets the next call begin another batch."""
-        if self._filling is batch:
-            self._filling = None
+    async def _answer(self, waiting: Sequence[tuple[Item, Score]]) -> None:
+        try:
+            scores = await self._scores([item for item, _ in waiting])
+        except Exception as unforeseen:  # noqa: BLE001  (its calls raise it)
+            scores = [unforeseen for _ in waiting]
+        for (_, coming), score in zip(waiting, scores, strict=True):
+            if not coming.done():
+                coming.set_result(score)
 
     async def _scores(self, items: Sequence[Item]) -> list[RewardReturn | Exception | None]:
         """Returns a score, None, or an exception for each item."""

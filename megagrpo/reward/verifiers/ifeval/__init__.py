@@ -7,27 +7,19 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from megagrpo.errors import brief
 from megagrpo.reward.answer_text import after_thinking
 from megagrpo.reward.functions import RewardCallable
-from megagrpo.reward.verifiers.ifeval import constraints, open_instruct, text
+from megagrpo.reward.verifiers.ifeval import text
+from megagrpo.reward.verifiers.ifeval.constraints import ARGUMENTS, BY_ID, BY_NAME, Check
 
 IDS = ("instruction_id_list", "instruction_id")
 """The field with the ids: IFEval's, and that of open-instruct's IF-multi-constraints."""
 
 CONSTRAINTS_MAX = 100
-
-BY_ID: dict[str, Callable[..., bool]] = {
-    name.replace("__", ":"): value for name, value in vars(constraints).items() if "__" in name.strip("_")
-}
-"""Every constraint that a row can name by an id. Its function has the id as its name, with __ for the colon."""
-BY_NAME: dict[str, Callable[..., bool]] = {
-    name: value for name, value in vars(open_instruct).items() if name.startswith(("validate_", "verify_"))
-}
-"""Every function that a row can have as its func_name."""
 
 
 def make(mode: Literal["strict", "loose"] = "strict", score: Literal["share", "all"] = "share") -> RewardCallable:
@@ -162,7 +154,7 @@ def _list(value: object) -> Sequence[Any]:
     return value
 
 
-def constraint(functions: Mapping[str, Callable[..., bool]], name: object, arguments: object) -> Constraint:
+def constraint(functions: Mapping[str, Check], name: object, arguments: object) -> Constraint:
     """Returns the constraint with its non-null arguments. Raises ValueError if it is unknown or they do not fit."""
     function = functions.get(name) if isinstance(name, str) else None
     if function is None:
@@ -170,19 +162,13 @@ def constraint(functions: Mapping[str, Callable[..., bool]], name: object, argum
     if not isinstance(arguments, Mapping | None):
         raise ValueError(f"the arguments of {name} are {brief(arguments)}, not a mapping")
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
-    hints = _hints(function)
+    hints = {argument: ARGUMENTS.get(argument, int) for argument in list(inspect.signature(function).parameters)[1:]}
     if given.keys() != hints.keys():
         raise ValueError(f"{name} has the arguments {', '.join(given) or 'none'}, not {', '.join(hints) or 'none'}")
     checked = {key: _argument(f"{key} of {name}", given[key], hint) for key, hint in hints.items()}
     holds = partial(function, **checked)
     holds("a")  # a function may have further rules for its arguments, which do not wait for a response
     return str(name).replace(":", "_"), holds
-
-
-@cache
-def _hints(function: Callable[..., bool]) -> dict[str, Any]:
-    hints = typing.get_type_hints(function)
-    return {name: hints[name] for name in list(inspect.signature(function).parameters)[1:]}
 
 
 def _argument(what: str, value: object, hint: Any) -> object:

@@ -1,9 +1,34 @@
-"""The 25 constraints of IFEval (Zhou et al. 2023, arXiv:2311.07911), and the 29 of IFTrain (arXiv:2507.02833).
+r"""The constraints: 25 of IFEval, 29 of IFTrain (by id), and 25 of open-instruct's older data, RLVR-IFeval (by name).
 
-Each is a function of the response and its arguments, which have the names of the data. Sources: google-research,
-instruction_following_eval/instructions.py, and open_instruct/IFEvalG/instructions.py. Every expression takes time in
-proportion to the response's length, whatever is in it; results are those of the originals, but for the differences that
-docs/rewards.md lists.
+Sources: google-research, instruction_following_eval/instructions.py (arXiv:2311.07911), open_instruct/IFEvalG/
+instructions.py (arXiv:2507.02833) and open_instruct/if_functions.py. The functions of RLVR-IFeval check the same kinds
+of constraints, but other sentences of the prompt ask for them, so they count differently: exactly N times, around N
+words. Results are those of the originals, but for the differences that docs/rewards.md lists. Every expression takes
+time in proportion to the response's length, whatever is in it.
+
+>>> [BY_ID["keywords:" + name]("Scattered clouds.", ["cat", "CLOUD"]) for name in ("existence", "forbidden_words")]
+[True, True]
+>>> BY_ID["length_constraints:nth_paragraph_first_word"]("One.\n\nTwo?\n\n", 2, 2, first_word="two")
+True
+>>> BY_ID["detectable_format:number_bullet_lists"]("* one\n - two\n**bold**", num_bullets=2)
+True
+>>> BY_ID["detectable_format:number_highlighted_sections"]("*one* and **two**, but not ** **", num_highlights=3)
+False
+>>> [BY_ID["new:copy_span_idx"](response, "Be brief", 0, n_end) for response, n_end in (("Be", 2), ("Be b", 3))]
+[True, True]
+>>> phrase, copies = "Time flies when having fun", "Time runs when having fun. Time flies when losing fun."
+>>> BY_ID["copy:repeat_phrase"](copies, phrase, small_n=2)
+True
+>>> [BY_ID["detectable_format:sentence_hyphens"](text) for text in ("It rains.-Stay in!", "It rains. Stay in!")]
+[True, False]
+>>> BY_ID["keywords:keyword_specific_position"]("Yes. Well, rain came.", "rain", n=2, m=2)
+True
+>>> BY_ID["count:counting_composition"]("I am. *** You are. *** He is.", n_sent=1, n_words=2)
+True
+>>> BY_NAME["verify_keyword_frequency"]("A cat, the Cat and a category", word="cat", N=2)
+True
+>>> BY_NAME["validate_choice"]("I don't know", "I know or I don't know"), BY_NAME["validate_choice"]("Nay", "yes/no")
+(True, False)
 """
 # ruff: noqa: N803 (arguments have the names of the data)
 
@@ -11,18 +36,36 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from megagrpo.reward.verifiers.ifeval import text
 
 Relation = Literal["less than", "at least"]
 Quantifier = Literal["at least", "around", "at most"]
 
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), Relation),
+    "quantifier": Quantifier,
+    **dict.fromkeys(("keywords", "forbidden_words", "keyword_list"), list[str]),
+    "options": list[str] | str,
+    **dict.fromkeys(
+        ("keyword", "keyword1", "keyword2", "word", "letter", "language", "first_word", "last_word", "phrase",
+         "postscript_marker", "section_spliter", "section_splitter", "prompt_to_repeat", "original_prompt",
+         "end_phrase"), str,
+    ),
+}  # fmt: skip
+"""Types of the constraints' arguments, by their names in the data. All others are numbers, from 0 up."""
+
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 """Texts that detectable_format:constrained_response allows: its data carries no arguments."""
 
 JSON_FENCES = ("```json", "```Json", "```JSON", "```")
+SPACED_MARKERS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+BULLETS = (r"^[^\S\n]*\*[^*].*$", r"^[^\S\n]*-")
+"""Lines that begin with `*` (one, not more) or `-`."""
+_SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
 
 
 def holds(count: int, relation: Relation | Quantifier, limit: int, tolerance: int | None = None) -> bool:
@@ -32,30 +75,13 @@ def holds(count: int, relation: Relation | Quantifier, limit: int, tolerance: in
     return {"less than": count < limit, "at least": count >= limit, "at most": count <= limit}[relation]
 
 
-def keywords__existence(response: str, keywords: list[str]) -> bool:
-    """Checks that each keyword is in the response, in any case, within words too.
-
-    >>> keywords__existence("Scattered clouds.", keywords=["cat", "CLOUD"])
-    True
-    """
-    return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
-
-
-def keywords__frequency(response: str, keyword: str, frequency: int, relation: Relation) -> bool:
-    """Checks how often the keyword occurs, in any case, within words too."""
-    return holds(occurrences(response, keyword), relation, frequency)
-
-
 def occurrences(response: str, keyword: str) -> int:
+    """Counts a keyword, in any case, within words too."""
     return len(re.findall(re.escape(keyword.strip()), response, re.IGNORECASE))
 
 
-def keywords__forbidden_words(response: str, forbidden_words: list[str]) -> bool:
-    """Checks that none of the words is in the response as a word of its own.
-
-    >>> keywords__forbidden_words("Scattered clouds.", forbidden_words=["cat", "cloud"])
-    True
-    """
+def has_none_of(response: str, forbidden_words: list[str]) -> bool:
+    """Checks that none of the words is in the response as a word of its own."""
     for word in forbidden_words:  # with a boundary only at a letter's side: for C++, only before it
         before = r"(?<!\w)" if re.match(r"\w", word) else ""
         after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
@@ -64,25 +90,11 @@ def keywords__forbidden_words(response: str, forbidden_words: list[str]) -> bool
     return True
 
 
-def keywords__letter_frequency(response: str, letter: str, let_frequency: int, let_relation: Relation) -> bool:
-    """Checks how often one character (a letter, #, ...) occurs, in either case. Raises ValueError for more than one."""
+def one_character(letter: str) -> str:
+    """Returns the character (a letter, #, ...). Raises ValueError for more than one."""
     if len(letter) != 1:
         raise ValueError(f"letter is {letter!r}, not one character")
-    return holds(response.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def language__response_language(response: str, language: str) -> bool:
-    """Checks that the likeliest language of the whole response is this one (ISO 639-1)."""
-    return text.is_language(response, language)
-
-
-def length_constraints__number_sentences(response: str, num_sentences: int, relation: Relation) -> bool:
-    return holds(len(text.sentences(response)), relation, num_sentences)
-
-
-def length_constraints__number_paragraphs(response: str, num_paragraphs: int) -> bool:
-    """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
-    return has_parts(re.split(r"\s?\*\*\*\s?", response), num_paragraphs)
+    return letter
 
 
 def has_parts(parts: list[str], count: int) -> bool:
@@ -90,19 +102,13 @@ def has_parts(parts: list[str], count: int) -> bool:
     return sum(map(bool, map(str.strip, parts))) == count and all(map(str.strip, parts[1:-1]))
 
 
-def length_constraints__number_words(response: str, num_words: int, relation: Relation) -> bool:
-    """Checks the number of runs of letters, digits and underscores: "It's 3.5 km" has five."""
-    return holds(len(re.findall(r"\w+", response)), relation, num_words)
+def has_paragraphs(response: str, num_paragraphs: int) -> bool:
+    """Checks the number of paragraphs between dividers `***`. Only those at the start and end may be empty."""
+    return has_parts(re.split(r"\s?\*\*\*\s?", response), num_paragraphs)
 
 
-def length_constraints__nth_paragraph_first_word(
-    response: str, num_paragraphs: int, nth_paragraph: int, first_word: str
-) -> bool:
-    r"""Checks the number of paragraphs, split by empty lines, and the first word of the nth of them (from 1).
-
-    >>> length_constraints__nth_paragraph_first_word("One.\n\nTwo?\n\n", 2, 2, first_word="two")
-    True
-    """
+def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Checks the number of paragraphs, split by empty lines, and the first word of the nth of them (from 1)."""
     if not 1 <= nth_paragraph <= num_paragraphs:
         raise ValueError(f"nth_paragraph is {nth_paragraph}, of {num_paragraphs} paragraphs")
     paragraphs = response.split("\n\n")
@@ -112,62 +118,31 @@ def length_constraints__nth_paragraph_first_word(
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 
-def detectable_content__number_placeholders(response: str, num_placeholders: int) -> bool:
-    """Checks for at least so many placeholders such as [address], each on one line."""
-    return placeholder_count(response) >= num_placeholders
+def nth_paragraph_start(response: str, N: int, first_word: str, i: int) -> bool:
+    """Checks for N paragraphs, split by empty lines, and the start of the ith (from 1). Raises ValueError for i > N."""
+    if not 1 <= i <= N:
+        raise ValueError(f"i is {i}, of {N} paragraphs")
+    paragraphs = response.split("\n\n")
+    return len(paragraphs) == N and paragraphs[i - 1].strip().startswith(first_word)
 
 
 def placeholder_count(response: str) -> int:
+    """Counts placeholders such as [address], each on one line."""
     # A bracket that is not closed takes the rest of its line: none after it can be closed either.
     return re.findall(r"\[[^\]\n]*(\]?)", response).count("]")
 
 
-def detectable_content__postscript(response: str, postscript_marker: str) -> bool:
+def has_postscript(response: str, postscript_marker: str) -> bool:
     """Checks that the marker occurs, in any case; P.S. and P.P.S may have spaces between their letters."""
     marker = postscript_marker.strip()
-    spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    return re.search(spaced.get(marker, re.escape(marker.lower())), response.lower()) is not None
+    return re.search(SPACED_MARKERS.get(marker, re.escape(marker.lower())), response.lower()) is not None
 
 
-def detectable_format__number_bullet_lists(response: str, num_bullets: int) -> bool:
-    r"""Checks that exactly so many lines begin with `*` (one, not more) or `-`.
-
-    >>> detectable_format__number_bullet_lists("* one\n - two\n**bold**", num_bullets=2)
-    True
-    """
-    stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
-    dashes = re.findall(r"^[^\S\n]*-", response, re.MULTILINE)
-    return len(stars) + len(dashes) == num_bullets
-
-
-def detectable_format__constrained_response(response: str) -> bool:
-    """Checks that one of OPTIONS is in the response, as it is written there."""
-    return any(option in response for option in OPTIONS)
-
-
-def detectable_format__number_highlighted_sections(response: str, num_highlights: int) -> bool:
-    """Checks for at least so many *highlighted* or **highlighted** pieces within lines.
-
-    >>> detectable_format__number_highlighted_sections("*one* and **two**, but not ** **", num_highlights=3)
-    False
-    """
+def highlight_count(response: str) -> int:
+    """Counts *highlighted* and **highlighted** pieces within lines."""
     single = [piece.strip("*") for piece in re.findall(r"\*[^\n*]*\*", response)]
     double = [piece[2:-2] for piece in re.findall(r"\*\*[^\n*]*\*\*", response)]
-    return sum(1 for piece in single + double if piece.strip()) >= num_highlights
-
-
-def detectable_format__multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    """Checks for at least so many headings of the word and a number, such as `SECTION 1`."""
-    heading = re.escape(section_spliter.strip()) + r"\s?\d+"
-    return len(re.findall(heading, response)) >= num_sections
-
-
-def detectable_format__json_format(response: str) -> bool:
-    """Checks that the whole response is JSON, in a Markdown fence or not."""
-    body = response.strip()
-    for fence in JSON_FENCES:
-        body = body.removeprefix(fence)
-    return is_json(body.removesuffix("```").strip())
+    return sum(1 for piece in single + double if piece.strip())
 
 
 def is_json(response: str) -> bool:
@@ -179,7 +154,15 @@ def is_json(response: str) -> bool:
     return True
 
 
-def detectable_format__title(response: str) -> bool:
+def is_fenced_json(response: str) -> bool:
+    """Checks that the whole response is JSON, in a Markdown fence or not."""
+    body = response.strip()
+    for fence in JSON_FENCES:
+        body = body.removeprefix(fence)
+    return is_json(body.removesuffix("```").strip())
+
+
+def has_title(response: str) -> bool:
     """Checks that a line has a title that is not empty, such as <<poem of joy>>."""
     for line in response.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
@@ -188,85 +171,36 @@ def detectable_format__title(response: str) -> bool:
     return False
 
 
-def combination__two_responses(response: str) -> bool:
+def two_responses(response: str) -> bool:
     """Checks for two different answers with six asterisks between them."""
     parts = [part.strip() for part in response.split("******")]
     return has_parts(parts, 2) and len({*parts} - {""}) == 2
 
 
-def combination__repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def startend__end_checker(response: str, end_phrase: str) -> bool:
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def startend__quotation(response: str) -> bool:
-    """Checks that the whole response is within double quotation marks."""
-    return is_quoted(response.strip())
+def two_responses_once(response: str) -> bool:
+    """Checks for two different answers with six asterisks between them, once."""
+    first, asterisks, second = response.partition("******")
+    return bool(asterisks) and "******" not in second and first.strip() != second.strip()
 
 
 def is_quoted(response: str) -> bool:
     return len(response) > 1 and response[0] == response[-1] == '"'
 
 
-def change_case__capital_word_frequency(response: str, capital_frequency: int, capital_relation: Relation) -> bool:
-    """Checks the number of words in capitals only. `A-B` is one word; DON'T is two."""
-    capitals = sum(1 for token in text.tokens(response) if token.isupper())
-    return holds(capitals, capital_relation, capital_frequency)
-
-
-def change_case__english_capital(response: str) -> bool:
-    """Checks that the response is English without a small letter."""
-    return response.isupper() and text.is_language(response, "en")
-
-
-def change_case__english_lowercase(response: str) -> bool:
-    """Checks that the response is English without a capital."""
-    return response.islower() and text.is_language(response, "en")
-
-
-def punctuation__no_comma(response: str) -> bool:
-    return "," not in response
-
-
-# --- IFTrain: what open-instruct's IF-multi-constraints has beside IFEval's constraints -------------------------------
-
-
-def copy__copy(response: str, prompt_to_repeat: str) -> bool:
-    """Checks that the response is the prompt, in any case."""
-    return _same(response, prompt_to_repeat)
-
-
-def copy__copying_multiple(response: str, prompt_to_repeat: str, N: int) -> bool:
-    """Checks that the response is the prompt N times, with six asterisks between."""
-    copies = response.split("******")
-    return len(copies) == N and all(_same(copy, prompt_to_repeat) for copy in copies)
-
-
-def new__copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Checks that the response is the prompt's characters from n_start up to n_end, with or without the one at n_end.
-
-    >>> new__copy_span_idx("Be", "Be brief", 0, n_end=2), new__copy_span_idx("Be b", "Be brief", 0, n_end=3)
-    (True, True)
-    """
-    spans = [prompt_to_repeat[n_start:end] for end in (n_end, n_end + 1)]
-    if not spans[1].strip():
-        raise ValueError(f"there is no text from {n_start} to {n_end} of {len(prompt_to_repeat)} characters")
-    return any(_same(response, span) for span in spans if span.strip())
-
-
-def _same(one: str, other: str) -> bool:
+def same(one: str, other: str) -> bool:
     return one.strip().lower() == other.strip().lower()
 
 
-def copy__repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """Checks for so many copies of the phrase, each with one word changed that is neither its first nor its last.
+def copies_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    """Checks that the response is the prompt's characters from n_start to n_end, with or without the one at n_end."""
+    spans = [prompt_to_repeat[n_start:end] for end in (n_end, n_end + 1)]
+    if not spans[1].strip():
+        raise ValueError(f"there is no text from {n_start} to {n_end} of {len(prompt_to_repeat)} characters")
+    return any(same(response, span) for span in spans if span.strip())
 
-    >>> copy__repeat_phrase("Time runs when having fun. Time flies when losing fun.", "Time flies when having fun", 2)
-    True
-    """
+
+def repeats_phrase(response: str, phrase: str, small_n: int) -> bool:
+    """Checks for so many copies of the phrase, each with one word changed that is neither its first nor its last."""
     words = phrase.split()
     if len(words) < 3:
         raise ValueError(f"the phrase {phrase!r} has no word between its first and its last")
@@ -287,21 +221,7 @@ def _pieces(line: str, first: str, last: str) -> list[str]:
     return pieces
 
 
-def detectable_format__sentence_hyphens(response: str) -> bool:
-    """Checks that hyphens, without spaces, connect all sentences, and nothing else.
-
-    >>> [detectable_format__sentence_hyphens(text) for text in ("It rains.-Stay in!", "It rains. Stay in!")]
-    [True, False]
-    """
-    return response.split("-") == text.sentences(response.replace("-", " "))
-
-
-def detectable_format__square_brackets(response: str) -> bool:
-    """Checks that words are in brackets: [each] [of] [them]."""
-    return all(word.startswith("[") and word.endswith("]") for word in response.split())
-
-
-def detectable_format__bigram_wrapping(response: str) -> bool:
+def wraps_bigrams(response: str) -> bool:
     """Checks that each pair of words is <<in such>> <<brackets as>> <<these are>>. An odd last word may be without."""
     words = response.split()
     return all(
@@ -309,125 +229,223 @@ def detectable_format__bigram_wrapping(response: str) -> bool:
     )
 
 
-def keywords__no_adjacent_consecutive(response: str) -> bool:
+def no_adjacent_consecutive(response: str) -> bool:
     """Checks that no word's first letter follows the previous word's in the alphabet, as in `a big` or `No one`."""
     firsts = [word[0].lower() for word in response.split()]
     return all(len(one) == len(other) == 1 and ord(other) - ord(one) != 1 for one, other in pairwise(firsts))
 
 
-def keywords__word_once(response: str, keyword: str) -> bool:
-    """Checks that the keyword occurs once, in any case, within words too."""
-    return occurrences(response, keyword) == 1
-
-
-def count__count_increment_word(response: str, keyword1: str, keyword2: str) -> bool:
-    """Checks that keyword1 occurs once and keyword2 twice, in any case, within words too."""
-    return occurrences(response, keyword1) == 1 and occurrences(response, keyword2) == 2
-
-
-def keywords__exclude_word_harder(response: str, keyword: str) -> bool:
-    """Checks that the keyword is not in the response as a word of its own."""
-    return keywords__forbidden_words(response, [keyword.strip()])
-
-
-def keywords__palindrome(response: str) -> bool:
-    """Checks that some word, with its punctuation, reads the same backwards, in the same case. `a` counts."""
-    return any(word == word[::-1] for word in response.split())
-
-
-def keywords__keyword_specific_position(response: str, keyword: str, n: int, m: int) -> bool:
-    """Checks that the mth word of the nth sentence (from 1) is the keyword, with punctuation as words or without.
-
-    >>> keywords__keyword_specific_position("Yes. Well, rain came.", "rain", n=2, m=2)
-    True
-    """
+def keyword_position(response: str, keyword: str, n: int, m: int) -> bool:
+    """Checks that the mth word of the nth sentence (from 1) is the keyword, with punctuation as words or without."""
     if n < 1 or m < 1:
         raise ValueError(f"n is {n} and m is {m}, which count from 1")
     sentences = text.sentences(response)
     return len(sentences) >= n and any(
-        words[m - 1 : m] == [keyword.strip()] for words in _words_both_ways(sentences[n - 1])
+        words[m - 1 : m] == [keyword.strip()] for words in words_both_ways(sentences[n - 1])
     )
 
 
-def keywords__start_end(response: str) -> bool:
+def starts_as_it_ends(response: str) -> bool:
     """Checks that the first and the last word are the same, in any case, and that nothing follows."""
     words = text.tokens(response)
     return len(words) >= 2 and words[0].lower() == words[-1].lower()
 
 
-def paragraphs__paragraphs(response: str) -> bool:
-    """Checks for two paragraphs, with `***` between."""
-    return length_constraints__number_paragraphs(response, 2)
+def ends_with_word(response: str, last_word: str) -> bool:
+    """Checks the last word, in any case, whatever punctuation follows it."""
+    return same(*(re.sub(r"\W", "", word) for word in (response.split()[-1], last_word)))
 
 
-def paragraphs__paragraphs2(response: str) -> bool:
-    """Checks for two paragraphs, with one empty line between."""
-    return has_parts(response.split("\n\n"), 2)
-
-
-def first_word__first_word_sent(response: str, first_word: str) -> bool:
-    """Checks that each sentence begins with this word, in any case, without a comma at it."""
-    return all(_same(sentence.split()[0], first_word) for sentence in text.sentences(response))
-
-
-def first_word__first_word_answer(response: str, first_word: str) -> bool:
-    return _same(response.split()[0], first_word)
-
-
-def last_word__last_word_sent(response: str, last_word: str) -> bool:
-    """Checks that each sentence ends with this word, in any case, whatever punctuation follows it."""
-    return all(last_word__last_word_answer(sentence, last_word) for sentence in text.sentences(response))
-
-
-def last_word__last_word_answer(response: str, last_word: str) -> bool:
-    return _same(*(re.sub(r"\W", "", word) for word in (response.split()[-1], last_word)))
-
-
-def punctuation__punctuation_dot(response: str) -> bool:
-    return "." not in response
-
-
-def punctuation__punctuation_exclamation(response: str) -> bool:
-    return "!" not in response
-
-
-def count__lowercase_counting(response: str, N: int) -> bool:
-    """Checks that at most N words are in small letters only; DON't has one, and Aa_b has none."""
-    return len(re.findall(r"\b[a-z]+\b", response)) <= N
-
-
-def letters__letter_counting(response: str, N: int, relation: Relation) -> bool:
-    """Checks the number of letters from A to Z, in either case."""
-    return holds(len(re.findall("[a-zA-Z]", response)), relation, N)
-
-
-def count__counting_composition(response: str, n_sent: int, n_words: int) -> bool:
+def counting_composition(response: str, n_sent: int, n_words: int) -> bool:
     """Checks for three paragraphs, with `***` or `* * *` between, of n_sent sentences with n_words words each.
 
     Punctuation counts as words in all of them, or in none.
-
-    >>> count__counting_composition("I am. *** You are. *** He is.", n_sent=1, n_words=2)
-    True
     """
     paragraphs = [text.sentences(part) for part in re.split(r"\*\*\*|\* \* \*", response)]
     if len(paragraphs) != 3 or any(len(sentences) != n_sent for sentences in paragraphs):
         return False
-    both_ways = [_words_both_ways(sentence) for sentences in paragraphs for sentence in sentences]
+    both_ways = [words_both_ways(sentence) for sentences in paragraphs for sentence in sentences]
     return any(all(len(words) == n_words for words in way) for way in zip(*both_ways, strict=True))
 
 
-def count__count_unique(response: str) -> bool:
+def words_differ(response: str) -> bool:
     """Checks that no word occurs twice; `The` and `the` are two words, and so are `it` and `'s`."""
-    words = _words_both_ways(response)[1]
+    words = words_both_ways(response)[1]
     return len(words) == len(set(words))
 
 
-def _words_both_ways(sentence: str) -> tuple[list[str], list[str]]:
+def words_both_ways(sentence: str) -> tuple[list[str], list[str]]:
     """Returns words and punctuation as the Penn Treebank splits them, and the words alone."""
     tokens = text.tokens(sentence)
     return tokens, [token for token in tokens if re.search(r"\w", token)]
 
 
-copy__copying_simple = copy__copy
-keywords__word_count_different_numbers = keywords__frequency
-letters__letter_counting2 = keywords__letter_frequency
+def has_sections(response: str, N: int, section_splitter: str) -> bool:
+    """Checks that the splitter splits the response into N parts, not counting an empty part before the first one."""
+    sections = response.split(section_splitter)
+    return len(sections) - (sections[0] == "") == N
+
+
+Check = Callable[..., bool]
+"""A function of a response and of arguments that have the names of the data."""
+
+BY_ID: dict[str, Check] = {
+    "keywords:existence": lambda response, keywords: all(  # in any case, within words too
+        re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords
+    ),
+    "keywords:frequency": lambda response, keyword, frequency, relation: holds(
+        occurrences(response, keyword), relation, frequency
+    ),
+    "keywords:forbidden_words": has_none_of,
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: holds(  # in either case
+        response.lower().count(one_character(letter).lower()), let_relation, let_frequency
+    ),
+    # the likeliest language of the whole response (ISO 639-1)
+    "language:response_language": lambda response, language: text.is_language(response, language),
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
+        len(text.sentences(response)), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": has_paragraphs,
+    # runs of letters, digits and underscores: "It's 3.5 km" has five
+    "length_constraints:number_words": lambda response, num_words, relation: holds(
+        len(re.findall(r"\w+", response)), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": lambda response, num_placeholders: (
+        placeholder_count(response) >= num_placeholders
+    ),
+    "detectable_content:postscript": has_postscript,
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: (
+        sum(len(re.findall(kind, response, re.MULTILINE)) for kind in BULLETS) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda response: any(option in response for option in OPTIONS),
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: (
+        highlight_count(response) >= num_highlights
+    ),
+    # headings of the word and a number, such as `SECTION 1`
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", response)) >= num_sections
+    ),
+    "detectable_format:json_format": is_fenced_json,
+    "detectable_format:title": has_title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda response: is_quoted(response.strip()),
+    # words in capitals only: `A-B` is one word; DON'T is two
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: holds(
+        sum(1 for token in text.tokens(response) if token.isupper()), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda response: response.isupper() and text.is_language(response, "en"),
+    "change_case:english_lowercase": lambda response: response.islower() and text.is_language(response, "en"),
+    "punctuation:no_comma": lambda response: "," not in response,
+    # IFTrain
+    "copy:copy": lambda response, prompt_to_repeat: same(response, prompt_to_repeat),  # in any case
+    "copy:copying_multiple": lambda response, prompt_to_repeat, N: (  # with six asterisks between
+        [same(copy, prompt_to_repeat) for copy in response.split("******")] == [True] * N
+    ),
+    "new:copy_span_idx": copies_span,
+    "copy:repeat_phrase": repeats_phrase,
+    # hyphens, without spaces, connect all sentences, and nothing else
+    "detectable_format:sentence_hyphens": lambda response: (
+        response.split("-") == text.sentences(response.replace("-", " "))
+    ),
+    "detectable_format:square_brackets": lambda response: all(  # [each] [of] [them]
+        word.startswith("[") and word.endswith("]") for word in response.split()
+    ),
+    "detectable_format:bigram_wrapping": wraps_bigrams,
+    "keywords:no_adjacent_consecutive": no_adjacent_consecutive,
+    "keywords:word_once": lambda response, keyword: occurrences(response, keyword) == 1,
+    "count:count_increment_word": lambda response, keyword1, keyword2: (
+        occurrences(response, keyword1) == 1 and occurrences(response, keyword2) == 2
+    ),
+    "keywords:exclude_word_harder": lambda response, keyword: has_none_of(response, [keyword.strip()]),
+    # with its punctuation, in the same case; `a` counts
+    "keywords:palindrome": lambda response: any(word == word[::-1] for word in response.split()),
+    "keywords:keyword_specific_position": keyword_position,
+    "keywords:start_end": starts_as_it_ends,
+    "paragraphs:paragraphs": lambda response: has_paragraphs(response, 2),
+    "paragraphs:paragraphs2": lambda response: has_parts(response.split("\n\n"), 2),
+    # in any case, without a comma at it
+    "first_word:first_word_sent": lambda response, first_word: all(
+        same(sentence.split()[0], first_word) for sentence in text.sentences(response)
+    ),
+    "first_word:first_word_answer": lambda response, first_word: same(response.split()[0], first_word),
+    "last_word:last_word_sent": lambda response, last_word: all(
+        ends_with_word(sentence, last_word) for sentence in text.sentences(response)
+    ),
+    "last_word:last_word_answer": ends_with_word,
+    "punctuation:punctuation_dot": lambda response: "." not in response,
+    "punctuation:punctuation_exclamation": lambda response: "!" not in response,
+    # at most N words in small letters only; DON't has one, and Aa_b has none
+    "count:lowercase_counting": lambda response, N: len(re.findall(r"\b[a-z]+\b", response)) <= N,
+    "letters:letter_counting": lambda response, N, relation: holds(  # from A to Z, in either case
+        len(re.findall("[a-zA-Z]", response)), relation, N
+    ),
+    "count:counting_composition": counting_composition,
+    "count:count_unique": words_differ,
+}
+"""Every constraint that a row can name by an id."""
+BY_ID |= {
+    "copy:copying_simple": BY_ID["copy:copy"],
+    "keywords:word_count_different_numbers": BY_ID["keywords:frequency"],
+    "letters:letter_counting2": BY_ID["keywords:letter_frequency"],
+}
+
+BY_NAME: dict[str, Check] = {
+    "verify_keywords": lambda response, keyword_list: all(
+        keyword.lower() in response.lower() for keyword in keyword_list
+    ),
+    # exactly N words, in any case
+    "verify_keyword_frequency": lambda response, word, N: re.findall(r"\w+", response.lower()).count(word.lower()) == N,
+    "validate_forbidden_words": lambda response, forbidden_words: (
+        not any(  # not even within a word
+            word.lower() in response.lower() for word in forbidden_words
+        )
+    ),
+    "verify_letter_frequency": lambda response, letter, N: response.count(one_character(letter)) == N,  # in this case
+    "validate_response_language": BY_ID["language:response_language"],
+    # between dividers `* * *`, none of them empty
+    "verify_paragraph_count": lambda response, N: (
+        [part.strip() != "" for part in "\n".join(map(str.strip, response.splitlines())).split("* * *")] == [True] * N
+    ),
+    "validate_word_constraint": lambda response, N, quantifier: holds(len(response.split()), quantifier, N),
+    # each but the last ends in `.`, `?` or `!` before a space; `around` is one more or less
+    "verify_sentence_constraint": lambda response, N, quantifier: holds(
+        len(_SENTENCE_END.split(response)), quantifier, N, 1
+    ),
+    "validate_paragraphs": nth_paragraph_start,
+    "verify_postscript": lambda response, postscript_marker: (  # with text after it
+        response.partition(postscript_marker)[2].strip() != ""
+    ),
+    "validate_placeholders": lambda response, N: placeholder_count(response) >= N,
+    "verify_bullet_points": lambda response, N: (  # lines that begin with `*` or `-`
+        sum(1 for line in response.split("\n") if line.strip().startswith(("*", "-"))) == N
+    ),
+    # a line with << and then >>
+    "validate_title": lambda response: any(">>" in line.partition("<<")[2] for line in response.split("\n")),
+    # a text of options has slashes, commas or `or` between them
+    "validate_choice": lambda response, options: any(
+        choice.strip() and choice.strip() in response
+        for choice in (re.split(r"/|,|\bor\b", options) if isinstance(options, str) else options)
+    ),
+    "validate_highlighted_sections": lambda response, N: len(re.findall(r"\*[^*\n]*\*", response)) >= N,
+    "validate_sections": has_sections,
+    "validate_json_format": is_json,
+    "validate_repeat_prompt": lambda response, original_prompt: response.startswith(original_prompt),
+    "validate_two_responses": two_responses_once,
+    "validate_uppercase": lambda response: response == response.upper(),
+    "validate_lowercase": lambda response: response == response.lower(),
+    # words of the capitals A to Z
+    "validate_frequency_capital_words": lambda response, N, quantifier: holds(
+        len(re.findall(r"\b[A-Z]+\b", response)), quantifier, N
+    ),
+    "validate_end": lambda response, end_phrase: response.endswith(end_phrase),
+    "validate_quotation": is_quoted,
+    "validate_no_commas": BY_ID["punctuation:no_comma"],
+}
+"""Every function that a row can have as its func_name."""
