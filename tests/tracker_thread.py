@@ -8,7 +8,8 @@ from threading import Thread
 
 import pytest
 
-from megagrpo.track import follower, follower_process, wandb
+from megagrpo.processes import lifetime
+from megagrpo.track import follower, follower_process
 
 PATIENT, LAUNCH = 250.0, follower_process.LAUNCH
 
@@ -26,7 +27,7 @@ class FollowerThread:
 
     def _work(self, directory: Path) -> None:
         with self._said:
-            follower.follow(directory, None, lambda line: self._said.write(f"{line}\n"))
+            follower.follow(directory, {}, lambda line: self._said.write(f"{line}\n"))
             self._code = 0
 
     def __enter__(self) -> FollowerThread:
@@ -45,8 +46,8 @@ class FollowerThread:
 def trackers_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are patient, too: one that is slow because the machine is busy does not fail."""
     monkeypatch.setattr(follower_process, "started_process", FollowerThread)
-    monkeypatch.setattr(wandb, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
-    monkeypatch.setattr(follower, "write_report", lambda directory, say: None)
+    monkeypatch.setattr(lifetime, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
+    monkeypatch.setattr(follower, "write_report", lambda *_: None)
     monkeypatch.setattr(follower, "FINISH_SECONDS", PATIENT)
     monkeypatch.setattr(follower_process, "FINISH_SECONDS", PATIENT)
     monkeypatch.setattr(follower, "AGAIN_SECONDS_MAX", 1.0)

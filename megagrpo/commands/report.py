@@ -131,7 +131,9 @@ def add_track(commands: Commands) -> None:
 def track_sync(args: argparse.Namespace) -> int:
     from megagrpo.track import follower
 
+    settings = {} if args.mlflow is None else {"mlflow": {"uri": args.mlflow}}
     if args.follow:
-        follower.main(args.directory, args.mlflow)
-    follower.sync(args.directory, args.mlflow, print)
+        follower.main(args.directory, settings)
+    if not follower.sync(args.directory, settings, print):
+        print("the run's recipe has no trackers besides files: name a server with --mlflow URI")
     return 0

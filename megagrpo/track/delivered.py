@@ -89,11 +89,6 @@ def run_ids(directory: Path) -> dict[str, str]:
     return {name.partition(" ")[0]: values["run_id"] for name, values in known.items() if "run_id" in values}
 
 
-def place(tracker: str, uri: str) -> str:
-    """Returns the name of a server in the file."""
-    return f"{tracker} {without_password(uri)}"
-
-
 def without_password(text: str) -> str:
     """Returns `text` without the users and passwords of its addresses."""
     return USER.sub("", text)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -27,7 +27,7 @@ from megagrpo.errors import Problem, RecipeError, ReportError, TrackError, first
 from megagrpo.processes.lifetime import let_family_idle
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.load import KINDS, load_any
-from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.yaml12 import parse
 from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.follower_process import FINISH_SECONDS, LAUNCH, REPORT_SECONDS
@@ -45,6 +45,8 @@ LOOK_SECONDS, LOOK_AT_END_SECONDS = 10.0, 0.2
 LINES_MAX = 256
 """The maximum number of lines held in memory for a tracker."""
 Say = Callable[[str], object]
+Settings = Mapping[str, dict[str, str]]
+"""Settings of trackers, by name and field, that replace those of the recipe."""
 
 
 class MetricLines:
@@ -97,7 +99,7 @@ class Delivery:
 
     def __init__(self, tracked: TrackedRun, started: float) -> None:
         """Reads the offset. started: seconds since 1970 at which the run last started, for records without times."""
-        self.tracked, self.name = tracked, tracked.place.split()[0]
+        self.tracked, self.name = tracked, tracked.name
         self.failures, self.steps = 0, 0  # failures in a row; steps sent
         known = tracked.delivered.of(tracked.place)
         self._step, self._seconds = int(known.get("step", -1)), float(known.get("seconds", started))
@@ -166,14 +168,14 @@ def deliveries(directory: Path, recipe: AnyRecipe, *, live: bool) -> list[Delive
         run_ids = {name: str(run_id) for name, run_id in ids.items()}
     delivered, status = Delivered(directory, run_ids=run_ids), read_status(directory)
     started = status.started if status else time.time()
-    copies = (tracker(recipe, directory, delivered, live=live) for tracker in trackers_of(recipe).values())
-    return [Delivery(copy, started) for copy in copies]
+    trackers = trackers_of(recipe).items()
+    return [Delivery(tracker(name, recipe, directory, delivered, live=live), started) for name, tracker in trackers]
 
 
 # --- while the run goes on --------------------------------------------------------------------------------------------
 
 
-def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
+def main(directory: Path, settings: Settings) -> NoReturn:
     """Follows a run as a process of its own, on idle cores alone until the run ends.
 
     The output of libraries goes to standard error.
@@ -187,7 +189,7 @@ def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
         with suppress(OSError):  # its reader is gone
             os.write(output, f"{line}\n".encode(errors="replace"))  # one write: several threads print
 
-    follow(directory, mlflow_uri, say, _wait_for_close if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
+    follow(directory, settings, say, _wait_for_close if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 
 
@@ -196,14 +198,12 @@ def _wait_for_close(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def follow(
-    directory: Path, mlflow_uri: str | None, say: Say, wait: Callable[[float], bool | None] = time.sleep
-) -> None:
+def follow(directory: Path, settings: Settings, say: Say, wait: Callable[[float], bool | None] = time.sleep) -> None:
     """Sends a run to its trackers until it ends, then the rest, for FINISH_SECONDS at most. Raises MegagrpoError.
 
     wait: waits for seconds between two looks at status.json; True tells the run's end too.
     """
-    recipe = recipe_of(directory, mlflow_uri, say)
+    recipe = recipe_of(directory, settings, say)
     with only_process_of(directory, FOLLOWER_LOCK):
         ended, threads = threading.Event(), dict[threading.Thread, Delivery]()
         for delivery in deliveries(directory, recipe, live=True):
@@ -212,8 +212,9 @@ def follow(
             threads[thread] = delivery
             thread.start()
         status = _status_at_end(directory, wait)
-        if status != "interrupted" and any(delivery.tracked.takes_report for delivery in threads.values()):
-            write_report(directory, say)  # not after an interruption: such a run may not end late
+        readers = [delivery.tracked.title for delivery in threads.values() if delivery.tracked.takes_report]
+        if status != "interrupted" and readers:
+            write_report(directory, readers, say)  # not after an interruption: such a run may not end late
         ended.set()
         until, whole = time.monotonic() + FINISH_SECONDS, status == "finished"
         for thread, delivery in threads.items():
@@ -248,8 +249,8 @@ def _written_status(directory: Path) -> Status:
     return status.state if status and status.state in ("finished", "failed") else "interrupted"
 
 
-def write_report(directory: Path, say: Say) -> None:
-    """Writes report.html; gives up after REPORT_SECONDS."""
+def write_report(directory: Path, readers: Sequence[str], say: Say) -> None:
+    """Writes report.html for these trackers; gives up after REPORT_SECONDS."""
     nothing = subprocess.DEVNULL
     command = [sys.executable, "-P", "-c", LAUNCH, "report", str(directory)]
     try:
@@ -259,19 +260,19 @@ def write_report(directory: Path, say: Say) -> None:
         why = f"not written within {REPORT_SECONDS:g} s"
     except OSError as error:
         why = error.strerror or first_line(error)
-    say(f"no report for MLflow: {why}; megagrpo report {directory} makes it")
+    say(f"no report for {', '.join(readers)}: {why}; megagrpo report {directory} makes it")
 
 
 # --- after the run ----------------------------------------------------------------------------------------------------
 
 
-def sync(directory: Path, mlflow_uri: str | None, say: Say) -> None:
-    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged.
+def sync(directory: Path, settings: Settings, say: Say) -> int:
+    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged. Returns their number.
 
-    mlflow_uri: another MLflow server than the recipe's. `say` gets a line for each tracker. Raises ReportError if no
-    run is in `directory`, RecipeError if it is still running, and TrackError if a tracker cannot be reached.
+    `say` gets a line for each tracker. Raises ReportError if no run is in `directory`, RecipeError if it is still
+    running, and TrackError if a tracker cannot be reached.
     """
-    recipe, metrics = recipe_of(directory, mlflow_uri, say), directory / "metrics.jsonl"
+    recipe, metrics = recipe_of(directory, settings, say), directory / "metrics.jsonl"
     if not MetricLines(metrics).read(lambda line: True) and metrics.exists() and b"\n" in metrics.read_bytes():
         raise ReportError(Problem(str(metrics), "no line that can be read", "JSON objects with step and time"))
     problems = []
@@ -289,21 +290,19 @@ def sync(directory: Path, mlflow_uri: str | None, say: Say) -> None:
                 say(f"{name}: {delivery.steps} steps brought; {has}")
     if problems:
         raise TrackError(problems)
-    if not all_deliveries:
-        say("the run's recipe has no trackers besides files: name a server with --mlflow URI")
+    return len(all_deliveries)
 
 
-def recipe_of(directory: Path, mlflow_uri: str | None, say: Say) -> AnyRecipe:
+def recipe_of(directory: Path, settings: Settings, say: Say) -> AnyRecipe:
     """Loads the recipe of the run in `directory`, wherever that is now. Raises ReportError or RecipeError."""
     saved = directory / "recipe.yaml"
     if not saved.is_file():
         needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
         raise ReportError(Problem(str(directory), "no recipe.yaml", needed))
     recipe = _of_any_version(saved, say)
-    changes: dict[str, Any] = {"directory": str(directory.absolute().parent)}
-    if mlflow_uri is not None:
-        changes["mlflow"] = (recipe.track.mlflow or MLflowConfig()).model_copy(update={"uri": mlflow_uri})
-    return recipe.model_copy(update={"track": recipe.track.model_copy(update=changes)})
+    track = recipe.track.model_dump() | {"directory": str(directory.absolute().parent)}
+    track |= {name: (track[name] or {}) | values for name, values in settings.items()}
+    return recipe.model_copy(update={"track": recipe.track.model_validate(track)})
 
 
 def _of_any_version(saved: Path, say: Say) -> AnyRecipe:

@@ -67,8 +67,8 @@ def summary_of(recipe: AnyRecipe, status: RunStatus) -> Summary:
         places["Hugging Face model"] = str(exported)
     if whole and recipe.train.lora is not None and adapter_directory(recipe).is_dir():
         places["adapters, for PEFT"] = str(adapter_directory(recipe))
-    for tracker in trackers_of(recipe).values():
-        if shown := tracker.shown_at(recipe):
+    for name, tracker in trackers_of(recipe).items():
+        if shown := tracker.shown_at(getattr(recipe.track, name), recipe):
             places[tracker.title] = shown
     if status.state == "failed":
         places["logs"] = str(directory / "logs")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megagrpo.errors import Problem
-from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.track.delivered import Delivered
+from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.status import Status
+
+if TYPE_CHECKING:
+    from megagrpo.recipe.schema import AnyRecipe
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class TrackedRun:
     """
 
     title: ClassVar[str]
+    field: ClassVar[tuple[Any, Any]]
+    """Its field in `track:` of a recipe, as create_model takes it: a Section or bool, and a Field with default and
+    description. A false value switches the tracker off."""
     package: ClassVar[str | None] = None
     """A package to import that `pip install megagrpo[NAME]` brings; None if megagrpo always has it."""
     takes_repeated: ClassVar[bool] = False
@@ -37,23 +42,27 @@ class TrackedRun:
     takes_report: ClassVar[bool] = False
     """True if the run's end makes report.html for this tracker."""
 
-    def __init__(self, recipe: AnyRecipe, directory: Path, delivered: Delivered, *, live: bool) -> None:
-        """Sets the fields. live: the run may still be running; else the rest of an ended one is sent."""
-        self.recipe, self.directory, self.delivered, self.live = recipe, directory, delivered, live
-        self.place = self.place_of(recipe) or ""
+    def __init__(self, name: str, recipe: AnyRecipe, directory: Path, delivered: Delivered, *, live: bool) -> None:
+        """Sets the fields. name: the tracker's in TRACKERS. live: the run may still be running; else the rest of an
+        ended one is sent."""
+        self.name, self.recipe, self.directory, self.delivered, self.live = name, recipe, directory, delivered, live
+        self.settings: Any = getattr(recipe.track, name)
+        server = self.server(self.settings, recipe)
+        self.place = name if server is None else f"{name} {without_password(server)}"
+        """The copy's name in track.json."""
 
     @classmethod
-    def place_of(cls, recipe: AnyRecipe) -> str | None:
-        """Returns the copy's name in track.json, with a server's address; None if the recipe has this tracker off."""
-        raise NotImplementedError
+    def server(cls, settings: Any, recipe: AnyRecipe) -> str | None:
+        """Returns the address of its server; None if it has one place for each run. settings: the field's value."""
+        return None
 
     @classmethod
-    def problems(cls, recipe: AnyRecipe) -> Iterator[Problem]:
-        """Yields reasons why the recipe's settings cannot work here."""
+    def problems(cls, settings: Any, recipe: AnyRecipe) -> Iterator[Problem]:
+        """Yields reasons why the settings cannot work here."""
         yield from ()
 
     @classmethod
-    def shown_at(cls, recipe: AnyRecipe) -> str | None:
+    def shown_at(cls, settings: Any, recipe: AnyRecipe) -> str | None:
         """Returns an address or a command that shows the run, for the run's last lines."""
         return None
 

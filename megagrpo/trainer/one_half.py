@@ -186,7 +186,7 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
     ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
-    track = recipe.track.model_copy(update={"directory": str(place), "rollouts": None, **without_trackers(recipe)})
+    track = recipe.track.model_copy(update={"directory": str(place), "rollouts": None, **without_trackers()})
     checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
     checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
     return replace(loaded, recipe=recipe.model_copy(update={"name": REPLAY, "track": track, "checkpoint": checkpoint}))

@@ -30,9 +30,9 @@ from megagrpo.preflight.machine import directory_problems
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.track.delivered import Delivered, place
+from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.jsonl import leaves
-from megagrpo.track.mlflow import PARAM_CHARACTERS, mlflow_name, shortened, tracking_uri
+from megagrpo.track.mlflow import PARAM_CHARACTERS, MLflow, MLflowConfig, mlflow_name, shortened
 from megagrpo.track.rollout_files import rollout_steps
 from megagrpo.track.run_lock import only_process_of
 from megagrpo.track.tracker import Tracker
@@ -53,6 +53,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     with MlflowServer(tmp_path_factory.mktemp("server")) as started:
         yield started
+
+
+def tracking_uri(recipe: Recipe) -> str:
+    return MLflow.server(getattr(recipe.track, "mlflow") or MLflowConfig(), recipe)  # noqa: B009
 
 
 @cache
@@ -409,7 +413,7 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
     with MlflowServer(tmp_path) as server:
         with Tracker(recipe_of(tmp_path, server.uri), 10, tokenizer=TOKENIZER) as tracker:
             log(tracker, range(5))
-            while Delivered(directory).of(place("mlflow", server.uri)).get("step", -1) < 2:
+            while Delivered(directory).of(f"mlflow {server.uri}").get("step", -1) < 2:
                 time.sleep(0.1)
             server.kill()
             # mlflow keeps the answer: as when the server is killed while a trace is brought, the first of a process.
@@ -526,8 +530,8 @@ def test_the_server_is_the_recipes_or_the_environments(tmp_path: Path, monkeypat
 
 
 def test_a_password_in_a_servers_address_is_not_written(tmp_path: Path) -> None:
-    assert place("mlflow", "http://me:secret@host:5000/a") == "mlflow http://host:5000/a"
-    assert place("mlflow", "sqlite:////x/mlflow.db") == "mlflow sqlite:////x/mlflow.db"
+    assert without_password("http://me:secret@host:5000/a") == "http://host:5000/a"
+    assert without_password("sqlite:////x/mlflow.db") == "sqlite:////x/mlflow.db"
     (problem,) = directory_problems(recipe_of(tmp_path, "http://me:s3cret@host:5000"))
     assert "MLFLOW_TRACKING_PASSWORD" in problem.fix
     assert "s3cret" not in str(problem)
