@@ -14,8 +14,7 @@ from rich.text import Text
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.track.jsonl import as_number, finite
-from megagrpo.track.run_lock import has_process
-from megagrpo.track.status import held_out_scores, last_entry, read_status
+from megagrpo.track.status import has_process, held_out_scores, last_entry, read_status
 
 STYLES = {
     "running": "cyan",

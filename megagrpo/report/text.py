@@ -14,8 +14,7 @@ import pydantic
 from megagrpo.errors import Problem, ReportError, first_line, printable
 from megagrpo.report.run import read_yaml, require_directory
 from megagrpo.track.jsonl import MISMATCH_FIGURES, MISMATCH_FILE, MismatchRecord
-from megagrpo.track.rollout_files import ROLLOUTS, TRAIN, read_rollouts, rollout_steps
-from megagrpo.track.traces import LEFT_OUT
+from megagrpo.track.rollout_files import LEFT_OUT, ROLLOUTS, TRAIN, read_rollouts, rollout_steps
 
 WORST_SHOWN = 10
 QUANTIZED = (

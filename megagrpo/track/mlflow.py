@@ -23,10 +23,9 @@ from pydantic import Field
 
 from megagrpo.errors import Problem
 from megagrpo.section import NonNegativeInt, Section
-from megagrpo.track.delivered import without_password
 from megagrpo.track.jsonl import PLAN_FILE, leaves, read_json
 from megagrpo.track.status import Status
-from megagrpo.track.tracked_run import Line, TrackedRun
+from megagrpo.track.tracked_run import Line, TrackedRun, without_password
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -22,8 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
-from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file
-from megagrpo.track.traces import trace
+from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file, trace
 from megagrpo.types import Group, Sample, Score
 
 WITH_TOKENS_MAX = 2

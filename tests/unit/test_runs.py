@@ -14,8 +14,7 @@ import pytest
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, EngineError, Problem, RunStopped
 from megagrpo.report.listing import age, runs_in
-from megagrpo.track.run_lock import has_process, only_process_of
-from megagrpo.track.status import end_state, error_line, held_out_scores, read_status
+from megagrpo.track.status import end_state, error_line, has_process, held_out_scores, only_process_of, read_status
 from megagrpo.track.summary import longer
 from megagrpo.track.tracker import Tracker
 from tests.tiny_run import tracked_recipe
@@ -26,7 +25,7 @@ RUNNING = """
 import sys
 from pathlib import Path
 from megagrpo.track.tracker import Tracker
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
 from tests.tiny_run import tracked_recipe
 recipe = tracked_recipe(Path(sys.argv[1])).model_copy(update={"name": sys.argv[2]})
 with only_process_of(Path(recipe.track.directory) / recipe.name), Tracker(recipe, 8) as tracker:

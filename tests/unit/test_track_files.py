@@ -14,8 +14,7 @@ from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load, load_any
 from megagrpo.track.jsonl import StepLines
 from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
-from megagrpo.track.run_lock import only_process_of
-from megagrpo.track.status import read_status
+from megagrpo.track.status import only_process_of, read_status
 from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk

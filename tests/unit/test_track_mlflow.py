@@ -30,11 +30,11 @@ from megagrpo.preflight.machine import directory_problems
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.track.delivered import Delivered, without_password
 from megagrpo.track.jsonl import leaves
 from megagrpo.track.mlflow import PARAM_CHARACTERS, MLflow, MLflowConfig, mlflow_name, shortened
 from megagrpo.track.rollout_files import rollout_steps
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
+from megagrpo.track.tracked_run import Delivered, without_password
 from megagrpo.track.tracker import Tracker
 from tests.agent_runs import calculator_run, group_of, tool_event
 from tests.mlflow_server import MlflowServer

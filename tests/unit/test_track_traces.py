@@ -15,9 +15,8 @@ from examples.demo.model import make_tokenizer
 from megagrpo.agents.turns import BranchReason, reported
 from megagrpo.cli import main
 from megagrpo.report.text import BRANCHES, conversation
-from megagrpo.track.rollout_files import TRAIN, rollout_file
+from megagrpo.track.rollout_files import EVENTS_MAX, LEFT_OUT, TRACE_CHARACTERS, TRAIN, rollout_file, trace
 from megagrpo.track.rollout_writer import StepRollouts, tables
-from megagrpo.track.traces import EVENTS_MAX, LEFT_OUT, TRACE_CHARACTERS, trace
 from megagrpo.track.tracker import Tracker
 from megagrpo.types import AgentRun, Group
 from tests.agent_runs import CALL, calculator_run, group_of, tool_event, turn_event

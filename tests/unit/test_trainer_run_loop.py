@@ -28,7 +28,7 @@ from megagrpo.errors import (
     RankLostError,
     RecipeError,
 )
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
 from megagrpo.trainer import train
 from megagrpo.trainer.setup import first_state
 from tests import step_fakes
@@ -327,7 +327,7 @@ def test_a_run_told_to_stop_before_its_first_step_is_done_saves_nothing(monkeypa
     assert not recorder.saved
 
 
-HOLD = "import sys, pathlib; from megagrpo.track.run_lock import only_process_of\n" + (
+HOLD = "import sys, pathlib; from megagrpo.track.status import only_process_of\n" + (
     "with only_process_of(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 
