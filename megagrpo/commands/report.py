@@ -100,7 +100,7 @@ def add_runs(commands: Commands) -> None:
 
 
 def runs(args: argparse.Namespace) -> int:
-    from megagrpo.report.listing import WIDTH, draw, runs_in
+    from megagrpo.report.text import WIDTH, draw, runs_in
 
     listed = runs_in(args.directory)
     if args.json:

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from megagrpo.errors import Problem, ReportError
 from megagrpo.plan.show.page import PALETTE
-from megagrpo.report.curves import curve_parts, timing_parts
-from megagrpo.report.embed import Part, embed, encode
+from megagrpo.report.parts import Part, curve_parts, embed, encode, settings_parts, timing_parts
 from megagrpo.report.run import RunRead
 from megagrpo.report.samples import sample_parts
-from megagrpo.report.settings import settings_parts
 
 FOLDER = Path(__file__).parent
 STYLES = ("vendor/uPlot.min.css", "page.css")

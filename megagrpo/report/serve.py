@@ -6,7 +6,6 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,13 +13,14 @@ from threading import Lock
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from megagrpo.errors import MegagrpoError, Problem, ReportError
-from megagrpo.report.embed import Part, digest, encode
 from megagrpo.report.page import page_of, parts
+from megagrpo.report.parts import Part, digest, encode
 from megagrpo.report.run import RESPONSES, RunRead, read_run
 from megagrpo.track.rollout_files import ROLLOUTS
 
 READ = ("*.json*", "*.yaml", *RESPONSES)
 LOOPBACK = "127.0.0.1"
+TEXT = "text/plain; charset=utf-8"
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -114,40 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds for a request to come
 
     def do_GET(self) -> None:
-        try:
-            address, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        except ValueError:
-            self._answer(HTTPStatus.BAD_REQUEST, b"no address\n")
-            return
-        # A page from elsewhere whose name leads to loopback sends its own name as the host. The port may be another:
-        # that from which ssh forwards.
-        if host not in (LOOPBACK, "localhost"):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"not this server's address\n")
-            return
-        token = parse_qs(address.query).get("token", [""])[0]
-        if not secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
-            self._answer(HTTPStatus.FORBIDDEN, b"the address that megagrpo report printed has a token\n")
-            return
-        live = self.server.live
-        answers: dict[str, tuple[str, Callable[[], bytes | None]]] = {
-            "/": ("text/html; charset=utf-8", live.page),
-            "/changes": ("application/json", live.changes),
-        }
-        if address.path.startswith("/data/"):
-            name = unquote(address.path.removeprefix("/data/"))
-            answers[address.path] = ("application/octet-stream", partial(live.columns, name))
-        kind, make = answers.get(address.path, ("text/plain", lambda: None))
-        try:
-            body = make()
-        except (MegagrpoError, OSError) as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
-            return
-        if body is None:
-            self._answer(HTTPStatus.NOT_FOUND, b"there is no such thing\n")
-        else:
-            self._answer(HTTPStatus.OK, body, kind)
-
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        status, body, kind = self._answer()
         try:
             self.send_response(status)
             for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
@@ -156,6 +123,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # its reader has gone
+
+    def _answer(self) -> tuple[HTTPStatus, bytes, str]:
+        try:
+            address, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            return HTTPStatus.BAD_REQUEST, b"no address\n", TEXT
+        # A page from elsewhere whose name leads to loopback sends its own name as the host. The port may be another:
+        # that from which ssh forwards.
+        if host not in (LOOPBACK, "localhost"):
+            return HTTPStatus.MISDIRECTED_REQUEST, b"not this server's address\n", TEXT
+        token = parse_qs(address.query).get("token", [""])[0]
+        if not secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
+            return HTTPStatus.FORBIDDEN, b"the address that megagrpo report printed has a token\n", TEXT
+        live = self.server.live
+        try:
+            if address.path == "/":
+                return HTTPStatus.OK, live.page(), "text/html; charset=utf-8"
+            if address.path == "/changes":
+                return HTTPStatus.OK, live.changes(), "application/json"
+            of_data = address.path.startswith("/data/")
+            columns = live.columns(unquote(address.path.removeprefix("/data/"))) if of_data else None
+        except (MegagrpoError, OSError) as error:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"), TEXT
+        if columns is None:
+            return HTTPStatus.NOT_FOUND, b"there is no such thing\n", TEXT
+        return HTTPStatus.OK, columns, "application/octet-stream"
 
     def log_message(self, format: str, *args: object) -> None:
         """Prints nothing: a terminal that follows a run has other things to show."""

@@ -40,10 +40,10 @@ from megagrpo.track.status import (
     STATUS_FILE,
     Status,
     has_process,
+    newest_checkpoint,
     only_process_of,
     read_status,
 )
-from megagrpo.track.summary import newest_checkpoint
 from megagrpo.track.tracked_run import Delivered, Line, TrackedRun, without_password
 from megagrpo.track.trackers import trackers_of
 

@@ -1,4 +1,5 @@
-"""The status of a run, from its directory: status.json, its last step, its evaluations so far, and its lock.
+"""The status of a run, from its directory: status.json, its last step and checkpoint, its evaluations so far,
+and its lock.
 
 One process holds the lock: it trains in the directory, or sends its files to trackers.
 """
@@ -29,6 +30,8 @@ LOCK_FILE, FOLLOWER_LOCK = "lock", "track.lock"
 LOOK_SECONDS = 0.1
 SCORE = re.compile(r"eval/([^/]+/mean@\d+|loss)")
 """An evaluation set's mean score, or the loss of held-out examples."""
+SAVED = re.compile(r"step_(\d{6,})")
+"""A complete checkpoint's directory."""
 Status = Literal["finished", "failed", "interrupted"]
 """The end of a run as trackers show it: complete, by an error, or by a signal or Ctrl-C."""
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
@@ -108,6 +111,12 @@ def held_out_scores(directory: Path) -> list[HeldOut]:
                     best, best_step = value, step
                 scores[name] = HeldOut(name, value, step, best, best_step)
     return list(scores.values())
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Returns the newest complete checkpoint, by its name: its files are not read."""
+    steps = {int(name[1]): path for path in directory.glob("step_*") if (name := SAVED.fullmatch(path.name))}
+    return steps[max(steps)] if steps else None
 
 
 def last_entry(directory: Path) -> dict[str, Any]:

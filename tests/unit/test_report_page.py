@@ -15,9 +15,8 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR
-from megagrpo.report.curves import curve_parts, phases_of, timing_parts
-from megagrpo.report.embed import encode
 from megagrpo.report.page import page
+from megagrpo.report.parts import curve_parts, encode, phases_of, timing_parts
 from megagrpo.report.run import read_run
 from megagrpo.report.serve import LiveReport, ReportServer
 from tests.report_browser import chromium, needs_chromium, opened

@@ -13,9 +13,9 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, EngineError, Problem, RunStopped
-from megagrpo.report.listing import age, runs_in
+from megagrpo.report.text import age, runs_in
+from megagrpo.track.console import longer
 from megagrpo.track.status import end_state, error_line, has_process, held_out_scores, only_process_of, read_status
-from megagrpo.track.summary import longer
 from megagrpo.track.tracker import Tracker
 from tests.tiny_run import tracked_recipe
 

@@ -12,10 +12,10 @@ import pytest
 
 from megagrpo.errors import MachineError
 from megagrpo.recipe.load import load, load_any
+from megagrpo.track.console import summary_of
 from megagrpo.track.jsonl import StepLines
 from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
 from megagrpo.track.status import only_process_of, read_status
-from megagrpo.track.summary import summary_of
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk
 from tests.tiny_run import tracked_recipe

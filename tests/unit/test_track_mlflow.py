@@ -159,17 +159,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_each_step_once(tmp_pa
     assert (tmp_path / "runs" / "mlruns").is_dir()
 
 
-def test_a_run_that_starts_anew_is_another_mlflow_run(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    for _ in range(2):
-        with Tracker(recipe, 10) as tracker:
-            tracker.log(1, {"reward/mean": 0.5})
-    experiment = MlflowClient(tracking_uri(recipe)).get_experiment_by_name(tmp_path.name)
-    assert experiment
-    assert len(MlflowClient(tracking_uri(recipe)).search_runs([experiment.experiment_id])) == 2
-
-
-def test_a_run_that_was_killed_is_ended_by_the_start_anew(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_is_another_mlflow_run_and_ends_one_that_was_killed(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     with Tracker(recipe, 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -177,6 +167,7 @@ def test_a_run_that_was_killed_is_ended_by_the_start_anew(tmp_path: Path) -> Non
     client.update_run(killed, status="RUNNING")  # as after SIGKILL
     with Tracker(recipe, 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
+    assert tracker.run_ids["mlflow"] != killed
     assert client.get_run(killed).info.status == "KILLED"
     assert client.get_run(tracker.run_ids["mlflow"]).info.status == "FINISHED"
 
