@@ -28,7 +28,8 @@ class Toy(TrackedRun):
     """A file with a line for each step that it was sent, and the run's status."""
 
     title = "Toy"
-    field = (ToyConfig | None, Field(ToyConfig(), description="On, for the tests."))
+    section = ToyConfig
+    field = Field(ToyConfig(), description="On, for the tests.")
     settings: ToyConfig
 
     def open(self) -> int:

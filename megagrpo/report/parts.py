@@ -97,32 +97,19 @@ def embed(name: str, encoded: bytes) -> str:
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
+CHART = {"lacking": "", "log": False, "unit": ""}
+"""Values of a chart for keys that curves.yaml leaves out."""
 KEPT = np.float32  # seven digits are more than a curve shows
 WITHIN_STEP = ("rollout", "reward", "save_batch", "logprobs", "update", "weight_sync")
 """Phases that seconds/step includes, in their order; the others come on top of it."""
 MEMORY = "memory/allocated_max/"
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A chart. metric: a pattern of whole names, all of which it draws. sentence: its healthy values.
-
-    lacking: the text of a chart without a value.
-    """
-
-    title: str
-    metric: str
-    sentence: str
-    lacking: str = ""
-    log: bool = False
-    unit: str = ""
-
-
 @cache
 def curves() -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Reads the charts of curves.yaml by part, as a page's script gets them."""
     text = Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8")
-    return {part: [vars(Curve(**row)) for row in rows] for part, rows in yaml.safe_load(text).items()}
+    return {part: [CHART | row for row in rows] for part, rows in yaml.safe_load(text).items()}
 
 
 def curve_parts(runs: Sequence[RunRead]) -> list[Part]:

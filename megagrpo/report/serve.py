@@ -55,7 +55,7 @@ class LiveReport:
             return json.dumps({"data": columns, "html": html}).encode(errors="replace")
 
     def columns(self, name: str) -> bytes | None:
-        """Returns columns encoded by embed.encode; None if there are none of this name."""
+        """Returns columns encoded by parts.encode; None if there are none of this name."""
         with self._lock:
             self._refresh()
             return self._columns.get(name) or self._late.get(name) or self._late_before.get(name)

@@ -45,7 +45,7 @@ from megagrpo.track.status import (
     read_status,
 )
 from megagrpo.track.tracked_run import Delivered, Line, TrackedRun, without_password
-from megagrpo.track.trackers import trackers_of
+from megagrpo.track.trackers import TRACKERS, trackers_of
 
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
 """Seconds between two attempts: after the first failure, and at most."""
@@ -405,9 +405,10 @@ def recipe_of(directory: Path, settings: Settings, say: Say) -> AnyRecipe:
         needed = "the directory of a run: track.directory and name of its recipe, such as runs/NAME"
         raise ReportError(Problem(str(directory), "no recipe.yaml", needed))
     recipe = _of_any_version(saved, say)
-    track = recipe.track.model_dump() | {"directory": str(directory.absolute().parent)}
-    track |= {name: (track[name] or {}) | values for name, values in settings.items()}
-    return recipe.model_copy(update={"track": recipe.track.model_validate(track)})
+    changes: dict[str, Any] = {"directory": str(directory.absolute().parent)}
+    for name, values in settings.items():
+        changes[name] = (getattr(recipe.track, name) or TRACKERS[name].section()).model_copy(update=values)
+    return recipe.model_copy(update={"track": recipe.track.model_copy(update=changes)})
 
 
 def _of_any_version(saved: Path, say: Say) -> AnyRecipe:

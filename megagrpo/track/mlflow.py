@@ -85,7 +85,8 @@ class MLflow(TrackedRun):
     """One run on a tracking server, created, or found again. Methods raise the errors of mlflow and its store."""
 
     title = "MLflow"
-    field = (MLflowConfig | None, Field(MLflowConfig(), description="null switches it off."))
+    section = MLflowConfig
+    field = Field(MLflowConfig(), description="null switches it off.")
     takes_report = True
     settings: MLflowConfig
     _monitor: Any = None

@@ -17,7 +17,7 @@ class TensorBoard(TrackedRun):
     """The run's event files. A new writer hides earlier writers' values from its first step on."""
 
     title = "TensorBoard"
-    field = (bool, Field(False, description="Write TensorBoard events; needs `pip install megagrpo[tensorboard]`."))
+    field = Field(False, description="Write TensorBoard events; needs `pip install megagrpo[tensorboard]`.")
     package = "tensorboard"
     takes_repeated = True
     _writer: Any = None

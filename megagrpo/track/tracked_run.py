@@ -46,9 +46,10 @@ class TrackedRun:
     """
 
     title: ClassVar[str]
-    field: ClassVar[tuple[Any, Any]]
-    """Its field in `track:` of a recipe, as create_model takes it: a Section or bool, and a Field with default and
-    description. A false value switches the tracker off."""
+    section: ClassVar[type[Any]] = bool
+    """The type of its field in `track:` of a recipe: bool, or a Section, in whose place null switches it off."""
+    field: ClassVar[Any]
+    """pydantic's Field with the default and the description."""
     package: ClassVar[str | None] = None
     """A package to import that `pip install megagrpo[NAME]` brings; None if megagrpo always has it."""
     takes_repeated: ClassVar[bool] = False

@@ -26,4 +26,4 @@ def trackers_of(recipe: AnyRecipe) -> Mapping[str, type[TrackedRun]]:
 
 def without_trackers() -> dict[str, bool | None]:
     """Returns the fields of `track:` that switch all trackers off."""
-    return {name: False if tracker.field[0] is bool else None for name, tracker in TRACKERS.items()}
+    return {name: False if tracker.section is bool else None for name, tracker in TRACKERS.items()}

@@ -38,7 +38,8 @@ class WandB(TrackedRun):
 
     title = "Weights & Biases"
     package = "wandb"
-    field = (WandBConfig | None, Field(None, description="Off unless given."))
+    section = WandBConfig
+    field = Field(None, description="Off unless given.")
     settings: WandBConfig
     _wandb: Any = None
     _step = -1  # the last one that wandb has; it may keep that one open

@@ -127,7 +127,11 @@ class _Output(Section):
 if TYPE_CHECKING:
     _Trackers = _Output
 else:
-    _Trackers = create_model("_Trackers", __base__=_Output, **{name: TRACKERS[name].field for name in sorted(TRACKERS)})
+    _OF_TRACKERS = {
+        name: (tracker.section if tracker.section is bool else tracker.section | None, tracker.field)
+        for name, tracker in sorted(TRACKERS.items())
+    }
+    _Trackers = create_model("_Trackers", __base__=_Output, **_OF_TRACKERS)
 
 
 class TrackConfig(_Trackers):
