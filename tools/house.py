@@ -35,13 +35,13 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_429,
     ("rollout",): 3_053,
     ("cluster",): 3_366,
-    ("trainer", "evaluation"): 4_255,
+    ("trainer", "evaluation"): 4_248,
     ("recipe", "preflight", "doctor"): 5_468,
     ("plan",): 5_191,
     ("data",): 2_699,
     ("reward",): 7_889,
     ("agents",): 4_894,
-    ("track", "report"): 4_727,
+    ("track", "report"): 4_712,
     ("importing",): 3_015,
     ("commands", "processes", ""): 2_514,
 }
@@ -49,7 +49,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=333),
-    "tests": Limits(lines=51_792, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_775, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -214,13 +214,12 @@ def main(directory: Path, settings: Settings) -> NoReturn:
         with suppress(OSError):  # its reader is gone
             os.write(output, f"{line}\n".encode(errors="replace"))  # one write: several threads print
 
-    follow(directory, settings, say, _wait_for_close if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
+    def is_closed(seconds: float) -> bool:
+        """Waits until the run has closed this process's standard input: it has ended."""
+        return bool(select.select([0], [], [], seconds)[0])
+
+    follow(directory, settings, say, is_closed if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
     os._exit(0)  # threads of a tracker that never answers do not keep the process
-
-
-def _wait_for_close(seconds: float) -> bool:
-    """Waits. Returns True once the run has closed this process's standard input: it has ended."""
-    return bool(select.select([0], [], [], seconds)[0])
 
 
 def follow(directory: Path, settings: Settings, say: Say, wait: Callable[[float], bool | None] = time.sleep) -> None:

@@ -96,8 +96,9 @@ class MLflow(TrackedRun):
     @classmethod
     def server(cls, settings: MLflowConfig, recipe: AnyRecipe) -> str:
         """Returns the recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
-        database = (Path(recipe.track.directory) / "mlflow.db").resolve()
-        return settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{database}"
+        if server := settings.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+            return server
+        return f"{SQLITE}{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
 
     @classmethod
     def problems(cls, settings: MLflowConfig, recipe: AnyRecipe) -> Iterator[Problem]:
