@@ -41,15 +41,15 @@ BUDGETS = {
     ("data",): 2_699,
     ("reward",): 7_889,
     ("agents",): 4_894,
-    ("track", "report"): 4_712,
+    ("track", "report"): 4_707,
     ("importing",): 3_015,
     ("commands", "processes", ""): 2_514,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=333),
-    "tests": Limits(lines=51_775, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=332),
+    "tests": Limits(lines=51_773, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

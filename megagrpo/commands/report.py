@@ -52,7 +52,7 @@ def report(args: argparse.Namespace) -> int:
         print(rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps))
         return 0
     if args.serve:
-        from megagrpo.report.serve import serve
+        from megagrpo.report.page import serve
 
         serve(args.directories, args.port, lambda line: print(line, flush=True))
         return 0
