@@ -35,7 +35,7 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_429,
     ("rollout",): 3_053,
     ("cluster",): 3_366,
-    ("trainer", "evaluation"): 4_248,
+    ("trainer", "evaluation"): 4_255,
     ("recipe", "preflight", "doctor"): 5_468,
     ("plan",): 5_191,
     ("data",): 2_699,

@@ -337,9 +337,16 @@ def step_of(number: int, recipe: Recipe) -> int:
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Returns metrics of staleness: by how many versions the weights that sampled each token lag behind the policy."""
     samples = [sample for group in groups for sample in group.samples if len(sample.tokens)]
-    of_tokens = [np.empty(0, np.int64), *(version - sample.versions for sample in samples)]
-    counts = np.bincount(np.concatenate(of_tokens), minlength=version + 1)  # tokens by age
-    mixed = sum(bool((sample.versions != sample.versions[0]).any()) for sample in samples)
+    counts = np.zeros(version + 1, np.int64)  # tokens by age
+    mixed = 0
+    for sample in samples:
+        first, last = sample.versions[0], sample.versions[-1]
+        if first == last and sample.agent is None:  # versions only grow, but from branch to branch
+            counts[version - first] += len(sample.tokens)
+        else:
+            mixed += int((sample.versions != first).any())
+            of_sample = np.bincount(version - sample.versions)
+            counts[: len(of_sample)] += of_sample
     tokens, ages = max(int(counts.sum()), 1), counts.nonzero()[0]
     return {
         "staleness/mean": float(counts @ np.arange(version + 1) / tokens),
