@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -22,8 +21,6 @@ from megagrpo.track.console import (
     PlainConsole,
     entries,
     make_console,
-    phase_seconds,
-    shares,
     summary_of,
 )
 from megagrpo.track.jsonl import StepLines
@@ -90,13 +87,6 @@ def test_a_directory_that_is_taken_away_is_an_error_at_the_next_step_and_at_the_
         fault(run)
         with pytest.raises(MachineError, match=r"metrics.jsonl\n.*renamed, deleted"):
             written.append({"step": 2, "lr": 1.0})
-
-
-def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
-    values = {"grad_norm": math.nan, "clip/low": math.inf, "clip/high": -math.inf, "lr": 1.0}
-    StepLines(tmp_path / "metrics.jsonl", 0, print).append({"step": 1, **values})
-    (line,) = lines(tmp_path / "metrics.jsonl")
-    assert [line[name] for name in ("grad_norm", "clip/low", "clip/high", "lr")] == [None, None, None, 1.0]
 
 
 def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
@@ -267,11 +257,6 @@ def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> Non
 
 def headings(console: LiveConsole) -> dict[str, list[str]]:
     return {str(column.header): list(map(str, column.cells)) for column in console._table().columns}
-
-
-def test_phases_leave_the_whole_step_out() -> None:
-    assert phase_seconds(STEP) == {"rollout": 0.4, "update": 0.2}
-    assert shares({}).row_count == 0
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (90.4, "1:30"), (3700, "1:01:40")])

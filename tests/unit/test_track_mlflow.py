@@ -492,14 +492,6 @@ def test_any_name_becomes_one_that_mlflow_allows(name: str) -> None:
     _validate_param_name(mlflow_name(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [("eval/mean@1", "eval/mean_at_1"), ("reward/mean", "reward/mean"), ("reward/a+b", "reward/a_b")],
-)
-def test_usual_names_stay_readable(name: str, allowed: str) -> None:
-    assert mlflow_name(name) == allowed
-
-
 def test_a_long_param_ends_with_a_hash_of_the_whole() -> None:
     one, other = "x" * 9000, "x" * 9001
     assert shortened("x") == "x"
