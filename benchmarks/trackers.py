@@ -48,7 +48,7 @@ from megagrpo import cli
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import ragged_zeros
 from megagrpo.processes.ports import free_port
-from megagrpo.track.follower_process import FollowerProcess
+from megagrpo.track.follower import FollowerProcess
 from megagrpo.track.metrics import PrometheusEndpoint
 from megagrpo.track.rollout_files import TRAIN, rollout_file
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts
@@ -116,10 +116,10 @@ def in_turns(measured: Measured) -> Iterator[None]:
         measured.own[measured.step] += time.perf_counter() - begin
         return found
 
-    def learned_of(run: Any, sampled: Any, loaded: Any, trained: Any) -> Learned:
+    def learned_of(run: Any, sampled: Any, trained: Any) -> Learned:
         if not measured.on:
-            return Learned(loaded.rows, loaded.advantages)
-        return timed(step_stages.learned_of, run, sampled, loaded, trained)
+            return Learned(trained.rows, trained.advantages)
+        return timed(step_stages.learned_of, run, sampled, trained)
 
     with (
         patch.object(train, "grpo_step", step),

@@ -192,19 +192,16 @@ class Bars(Display):
 
 def bars(works: Sequence[Work], now: float) -> Table:
     """Returns a row for each work: its name, a bar, and its figures."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    table.add_column(width=BAR_CHARACTERS)
-    table.add_column(no_wrap=True)
+    name = TextColumn("{task.description}", style="none", markup=False)
+    figures = TextColumn("{task.fields[figures]}", style="dim", markup=False)
+    bar = BarColumn(BAR_CHARACTERS, table_column=Column(width=BAR_CHARACTERS))
+    drawn = Progress(name, bar, figures, auto_refresh=False)
     for work in works:
-        known = bool(work.total)
-        bar = ProgressBar(total=work.total or None, completed=work.done, width=BAR_CHARACTERS, pulse=not known)
-        table.add_row(Text(work.label), bar, Text(work.figures(now), "dim"))
-    return table
+        drawn.add_task(work.label, total=work.total or None, completed=int(work.done), figures=work.figures(now))
+    return drawn.make_tasks_table(drawn.tasks)
 
 
 _displays: list[Display] = []

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 
 from megagrpo.evaluation.responses import Response, write_responses
 from megagrpo.report.run import RunRead, read_run
-from megagrpo.track.rollout_files import SCHEMA, rollout_file
-from megagrpo.track.traces import trace
+from megagrpo.track.rollout_files import SCHEMA, rollout_file, trace
 from tests.agent_runs import calculator_run
 
 HOSTILE = (

@@ -8,28 +8,36 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.recipe.schema import AnyRecipe
+from pydantic import Field
+
+from megagrpo.section import PositiveInt, Section
 from megagrpo.track.tracked_run import Line, TrackedRun
 
 FILE = "toy.jsonl"
 CALL_SECONDS = 0.02
 
 
+class ToyConfig(Section):
+    """A toy."""
+
+    times: PositiveInt = 1
+    """Factor of each reward."""
+
+
 class Toy(TrackedRun):
     """A file with a line for each step that it was sent, and the run's status."""
 
     title = "Toy"
-
-    @classmethod
-    def place_of(cls, recipe: AnyRecipe) -> str | None:
-        return "toy"
+    section = ToyConfig
+    field = Field(ToyConfig(), description="On, for the tests.")
+    settings: ToyConfig
 
     def open(self) -> int:
         return max(map(int, received(self.directory)), default=-1)
 
     def log(self, lines: Sequence[Line]) -> int:
         for line in lines:
-            self._append(json.dumps([line.step, line.metrics["reward/mean"]]))
+            self._append(json.dumps([line.step, self.settings.times * line.metrics["reward/mean"]]))
             time.sleep(CALL_SECONDS)  # a kill comes between two lines
         return lines[-1].step
 

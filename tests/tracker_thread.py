@@ -8,9 +8,10 @@ from threading import Thread
 
 import pytest
 
-from megagrpo.track import follower, follower_process, wandb
+from megagrpo.processes import lifetime
+from megagrpo.track import follower
 
-PATIENT, LAUNCH = 250.0, follower_process.LAUNCH
+PATIENT, LAUNCH = 250.0, follower.LAUNCH
 
 
 class FollowerThread:
@@ -26,7 +27,7 @@ class FollowerThread:
 
     def _work(self, directory: Path) -> None:
         with self._said:
-            follower.follow(directory, None, lambda line: self._said.write(f"{line}\n"))
+            follower.follow(directory, {}, lambda line: self._said.write(f"{line}\n"))
             self._code = 0
 
     def __enter__(self) -> FollowerThread:
@@ -44,18 +45,17 @@ class FollowerThread:
 
 def trackers_in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are patient, too: one that is slow because the machine is busy does not fail."""
-    monkeypatch.setattr(follower_process, "started_process", FollowerThread)
-    monkeypatch.setattr(wandb, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
-    monkeypatch.setattr(follower, "write_report", lambda directory, say: None)
+    monkeypatch.setattr(follower, "started_process", FollowerThread)
+    monkeypatch.setattr(lifetime, "let_family_idle", lambda pid: None)  # beside other tests it would get no time
+    monkeypatch.setattr(follower, "write_report", lambda *_: None)
     monkeypatch.setattr(follower, "FINISH_SECONDS", PATIENT)
-    monkeypatch.setattr(follower_process, "FINISH_SECONDS", PATIENT)
     monkeypatch.setattr(follower, "AGAIN_SECONDS_MAX", 1.0)
 
 
 def trackers_in_patient_process(monkeypatch: pytest.MonkeyPatch, first: str = "") -> None:
     """The real process, as patient. first: code that it runs before anything else."""
-    begin = f"import {follower_process.__name__} as process; process.FINISH_SECONDS = {PATIENT}"
-    looks = f"import {follower.__name__} as follower; follower.LOOK_SECONDS = 0.5"
-    monkeypatch.setattr(follower_process, "LAUNCH", "\n".join((first, begin, looks, LAUNCH)))
-    monkeypatch.setattr(follower_process, "FINISH_SECONDS", PATIENT)
-    monkeypatch.setattr(follower_process, "AGAIN_SECONDS", 0.1)
+    patient = f"follower.FINISH_SECONDS, follower.LOOK_SECONDS = {PATIENT}, 0.5"
+    lines = (first, f"import {follower.__name__} as follower", patient, LAUNCH)
+    monkeypatch.setattr(follower, "LAUNCH", "\n".join(lines))
+    monkeypatch.setattr(follower, "FINISH_SECONDS", PATIENT)
+    monkeypatch.setattr(follower, "RESTART_SECONDS", 0.1)

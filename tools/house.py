@@ -36,21 +36,21 @@ BUDGETS = {
     ("checkpoint", "convert"): 2_242,
     ("rollout",): 3_053,
     ("cluster",): 3_364,
-    ("trainer", "evaluation"): 4_277,
-    ("recipe", "preflight", "doctor"): 5_496,
+    ("trainer", "evaluation"): 4_251,
+    ("recipe", "preflight", "doctor"): 5_467,
     ("plan",): 5_191,
     ("data",): 2_694,
     ("reward",): 7_666,
     ("agents",): 4_894,
-    ("track", "report"): 4_852,
+    ("track", "report"): 4_707,
     ("importing",): 3_015,
-    ("commands", "processes", ""): 2_514,
+    ("commands", "processes", ""): 2_513,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=325),
-    "tests": Limits(lines=51_713, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=314),
+    "tests": Limits(lines=51_694, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -56,7 +56,7 @@ def health_page() -> str:
         reads = ", ".join(f"`{metric}`" for metric in rule.reads)
         lines += ["", f"## {name}", "", f"{rule.title[:1].upper()}{rule.title[1:]}. Reads {reads}."]
         lines += ["", f"**When.** {rule.meaning}", "", f"**What to do.** {rule.remedy}"]
-    return _with_links([*lines, "", "Written by `python -m tools.metric_docs` from `megagrpo/report/rules.py`."])
+    return _with_links([*lines, "", "Written by `python -m tools.metric_docs` from `megagrpo/report/rules.yaml`."])
 
 
 def _with_links(lines: list[str]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from megagrpo.agents.dialects.chat_request import Message
 from megagrpo.errors import brief
-from megagrpo.track.traces import LEFT_OUT
+from megagrpo.track.rollout_files import LEFT_OUT
 from megagrpo.types import AgentRun, Branch, FinishReason, Request, Sample, SamplingParams, Turn
 
 DIGEST_BYTES = 16

@@ -52,7 +52,7 @@ def report(args: argparse.Namespace) -> int:
         print(rollout_report(directory, *args.rollout) if args.rollout else mismatch_report(directory, args.steps))
         return 0
     if args.serve:
-        from megagrpo.report.serve import serve
+        from megagrpo.report.page import serve
 
         serve(args.directories, args.port, lambda line: print(line, flush=True))
         return 0
@@ -100,7 +100,7 @@ def add_runs(commands: Commands) -> None:
 
 
 def runs(args: argparse.Namespace) -> int:
-    from megagrpo.report.listing import WIDTH, draw, runs_in
+    from megagrpo.report.text import WIDTH, draw, runs_in
 
     listed = runs_in(args.directory)
     if args.json:
@@ -131,7 +131,9 @@ def add_track(commands: Commands) -> None:
 def track_sync(args: argparse.Namespace) -> int:
     from megagrpo.track import follower
 
+    settings = {} if args.mlflow is None else {"mlflow": {"uri": args.mlflow}}
     if args.follow:
-        follower.main(args.directory, args.mlflow)
-    follower.sync(args.directory, args.mlflow, print)
+        follower.main(args.directory, settings)
+    if not follower.sync(args.directory, settings, print):
+        print("the run's recipe has no trackers besides files: name a server with --mlflow URI")
     return 0

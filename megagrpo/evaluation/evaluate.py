@@ -55,7 +55,7 @@ from megagrpo.rollout.pool import Order
 from megagrpo.rollout.requests import evaluation_requests
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.console import JsonConsole, make_console
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
 from megagrpo.types import Group, Prompt
 from megagrpo.weights.families.reading import read_json
 

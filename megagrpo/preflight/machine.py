@@ -232,5 +232,5 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
             fault, needed, way = "a file", "a directory, or a place to make one", "move that file away"
         above = "" if existing == directory else f", and {existing}"
         yield Problem(field, f"{directory}{above} is {fault}", needed, f"name another directory, or {way}")
-    for tracker in trackers_of(recipe).values():
-        yield from tracker.problems(recipe)
+    for name, tracker in trackers_of(recipe).items():
+        yield from tracker.problems(getattr(recipe.track, name), recipe)

@@ -15,7 +15,7 @@ const report = (() => {
     return document.querySelector(`script[data-name="${CSS.escape(name)}"]`);
   }
 
-  /** Columns by name (report/embed.py): typed arrays, strings, lists. Each is read once, or each time if not `keep`. */
+  /** Columns by name (report/parts.py): typed arrays, strings, lists. Each is read once, or each time if not `keep`. */
   function load(name, keep = true) {
     if (!keep) return read(name);
     if (!loaded.has(name)) loaded.set(name, read(name));

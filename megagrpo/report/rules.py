@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from megagrpo.recipe.schema.rollout import AlertName
 
@@ -141,96 +143,29 @@ def _below_its_best(scores: np.ndarray, low: np.ndarray, high: np.ndarray, rewar
     return np.repeat(holds, np.diff([0, *evaluations, len(scores)]))
 
 
-RULES: dict[AlertName, Rule] = {
-    "gradient_not_finite": Rule(
-        "the gradient was not finite",
-        ("skipped_steps", "critic/skipped_steps"),
-        "An optimizer step was not taken, because the loss or the gradient was NaN or infinite.",
-        "One such step does no harm. If they come again: lower `train.optimizer.lr`, look at `logprob_difference/max` "
-        "for tokens that trainer and engines see differently, and train the step again with `megagrpo replay`.",
-        lambda series: (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0),
+HOLDS: dict[AlertName, Callable[[Series], np.ndarray]] = {
+    "gradient_not_finite": lambda series: (
+        (_column(series, "skipped_steps") > 0) | (_column(series, "critic/skipped_steps") > 0)
     ),
-    "kl_without_reward": Rule(
-        "KL grows without reward",
-        ("kl/mean", "reward/mean"),
-        f"The policy's divergence from the reference has grown to more than {KL_GROWTH:g} times what it was, mean of "
-        f"{LONG} steps against the {LONG} before, and the reward is no higher.",
-        "The policy wanders. Lower `train.optimizer.lr`, raise `algorithm.kl.coefficient`, or go back to a checkpoint "
-        "before it began. Read responses of then and now side by side: a reward that can be cheated looks like this.",
-        _kl_without_reward,
-    ),
-    "entropy_collapse": Rule(
-        "entropy collapses",
-        ("entropy",),
-        f"The policy's entropy, mean of {SHORT} steps, is below {ENTROPY_LEFT:.0%} of that of its first {SHORT} steps.",
-        "Responses to a prompt become the same, and groups lose their signal. With several minibatches or epochs raise "
-        "`algorithm.loss.clip_high` (0.28, as DAPO does); with one of each no ratio reaches a bound. In both cases try "
-        "`clip_cov`, a small `algorithm.entropy_coefficient` or a lower learning rate, keep `rollout.temperature` at "
-        "1, or add harder prompts. At the end of a task that is solved it is no illness. Silent with "
-        "`algorithm.entropy_metric: false`.",
-        _entropy_collapse,
-    ),
-    "length_explosion": Rule(
-        "responses grow without reward",
-        ("response_tokens/mean", "reward/mean"),
-        f"Responses are more than {LENGTH_GROWTH:g} times as long, mean of {LONG} steps against the {LONG} before, and "
-        "the reward is no higher.",
-        "Look at the longest responses: they often repeat themselves. Penalise length (`reward.overlong`), use an "
-        "aggregation that does not favour long responses (docs/algorithms.md), or mask truncated ones.",
-        _length_explosion,
-    ),
-    "truncated": Rule(
-        "many responses are cut off",
-        ("response_tokens/truncated_share",),
-        f"More than {TRUNCATED_SHARE:.0%} of the responses reach `rollout.response_tokens_max`, mean of {SHORT} steps.",
-        "Raise `rollout.response_tokens_max` if the responses are on their way to an answer. If they repeat "
-        "themselves, penalise length (`reward.overlong`); `reward.truncated: mask` leaves them out.",
-        lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,
-    ),
-    "no_signal": Rule(
-        "groups teach nothing",
-        ("groups/with_signal_share",),
-        f"Fewer than {SIGNAL_SHARE:.0%} of the groups have rewards that differ, mean of {LONG} steps.",
-        "The prompts are all too easy or all too hard. Choose others, use `rollout.dynamic_sampling`, set solved "
-        "prompts aside (`data.no_resampling_pass_rate`), or sample more responses for each. If the reward is 0 "
-        "everywhere, `megagrpo data check` shows whether the reward can be had at all.",
-        lambda series: _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE,
-    ),
-    "mismatch": Rule(
-        "trainer and engines disagree",
-        ("logprob_difference/k3",),
-        f"The divergence between the trainer's and the engines' logprobs of the same tokens (k3) is above "
-        f"{MISMATCH_K3:g} nats per token, mean of {SHORT} steps.",
-        "docs/mismatch.md says what causes it and how to find the tokens. Switch on `algorithm.correction`, or lower "
-        "the precision's gap: `rollout.quantization: null`, the same dtype on both sides.",
-        lambda series: _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3,
-    ),
-    "staleness": Rule(
-        "samples are too old",
-        ("staleness/above_1_share", "rollout_ratio/effective_share"),
-        f"More than {OLD_SHARE:.0%} of the tokens are more than one version old, and their importance weights keep "
-        f"less than {EFFECTIVE_SHARE:.0%} of the samples' worth, mean of {SHORT} steps.",
-        "Lower `schedule.max_staleness`, or give engines more devices so that samples wait less (docs/schedules.md). "
-        "`algorithm.correction` bounds the weights.",
-        _staleness,
-    ),
-    "overfitting": Rule(
-        "reward without held-out gain",
-        ("reward/mean", "eval/{set}/mean@{k}", "eval/{set}/{metric}/low", "eval/{set}/{metric}/high"),
-        f"In {EVALUATIONS} evaluations in a row a held-out set's score is below its best by more than chance: its 95 % "
-        "interval ends where that of the best has not begun. The training reward is higher than it was then.",
-        "The policy learns the training prompts, or to please the reward. Keep the best checkpoint "
-        "(`checkpoint.keep_best`), stop there (`eval.early_stopping`), add prompts, and read held-out responses of "
-        "both steps.",
-        _overfitting,
-    ),
-    "reward_errors": Rule(
-        "rewards fail",
-        ("reward/errors_share",),
-        f"More than {ERRORS_SHARE:.0%} of the samples have no reward, because a reward function raised or timed out, "
-        f"mean of {SHORT} steps.",
-        "The samples' `error` says why (`megagrpo report`, filter by the state `failed`). Mend the function, raise "
-        "`reward.timeout_seconds`, or give it more workers.",
-        lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,
-    ),
+    "kl_without_reward": _kl_without_reward,
+    "entropy_collapse": _entropy_collapse,
+    "length_explosion": _length_explosion,
+    "truncated": lambda series: _mean(series, "response_tokens/truncated_share", SHORT) > TRUNCATED_SHARE,
+    "no_signal": lambda series: _mean(series, "groups/with_signal_share", LONG) < SIGNAL_SHARE,
+    "mismatch": lambda series: _mean(series, "logprob_difference/k3", SHORT) > MISMATCH_K3,
+    "staleness": _staleness,
+    "overfitting": _overfitting,
+    "reward_errors": lambda series: _mean(series, "reward/errors_share", SHORT) > ERRORS_SHARE,
 }
+
+
+def _rules() -> dict[AlertName, Rule]:
+    rows = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+    rules = {}
+    for name, holds in HOLDS.items():
+        row = rows[name] | {"reads": tuple(rows[name]["reads"]), "meaning": rows[name]["meaning"].format(**globals())}
+        rules[name] = Rule(holds=holds, **row)
+    return rules
+
+
+RULES = _rules()

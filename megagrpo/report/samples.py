@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 
 from megagrpo.errors import first_line
 from megagrpo.evaluation.responses import FILE_NAME, read_responses
-from megagrpo.report.curves import labels
-from megagrpo.report.embed import Columns, Part, digest, encode
+from megagrpo.report.parts import Columns, Part, digest, encode, labels
 from megagrpo.report.run import RunRead, responses_in
 from megagrpo.report.text import BRANCHES
 from megagrpo.track.rollout_files import SCHEMA, encodable, read_file, rollout_files

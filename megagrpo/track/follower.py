@@ -3,6 +3,10 @@
 The files in the run's directory are the truth. A tracker gets each line of metrics.jsonl after its offset, the step in
 track.json or, where it tells, the tracker's own. The offset is written after the tracker has the line, so an
 interrupted delivery resumes there.
+
+The program runs on idle cores, and nothing in the run waits for it. In the driver, the trackers' libraries would hold
+Python's lock, and a core that training ranks of this node need. In a process of its own, their faults, threads and
+signals stay out of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -24,19 +28,24 @@ from typing import Any, BinaryIO, NoReturn
 import pydantic
 
 from megagrpo.errors import Problem, RecipeError, ReportError, TrackError, first_line
-from megagrpo.processes.lifetime import let_family_idle
+from megagrpo.processes.lifetime import end_with_parent, let_family_idle
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.load import KINDS, load_any
-from megagrpo.recipe.schema import AnyRecipe, MLflowConfig
+from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.yaml12 import parse
-from megagrpo.track.delivered import Delivered, without_password
-from megagrpo.track.follower_process import FINISH_SECONDS, LAUNCH, REPORT_SECONDS
 from megagrpo.track.jsonl import read_json
-from megagrpo.track.run_lock import FOLLOWER_LOCK, LOCK_FILE, has_process, only_process_of
-from megagrpo.track.status import STATUS_FILE, Status, read_status
-from megagrpo.track.summary import newest_checkpoint
-from megagrpo.track.tracked_run import Line, TrackedRun
-from megagrpo.track.trackers import trackers_of
+from megagrpo.track.status import (
+    FOLLOWER_LOCK,
+    LOCK_FILE,
+    STATUS_FILE,
+    Status,
+    has_process,
+    newest_checkpoint,
+    only_process_of,
+    read_status,
+)
+from megagrpo.track.tracked_run import Delivered, Line, TrackedRun, without_password
+from megagrpo.track.trackers import TRACKERS, trackers_of
 
 AGAIN_SECONDS, AGAIN_SECONDS_MAX = 1.0, 60.0
 """Seconds between two attempts: after the first failure, and at most."""
@@ -44,7 +53,25 @@ LOOK_SECONDS, LOOK_AT_END_SECONDS = 10.0, 0.2
 """Seconds between two looks for new lines and files, and for the run's end."""
 LINES_MAX = 256
 """The maximum number of lines held in memory for a tracker."""
+FINISH_SECONDS, REPORT_SECONDS, LEAVE_SECONDS = 60.0, 30.0, 10.0
+"""Timeouts at the run's end: of the trackers, of the report before, and of the process's exit after."""
+STARTS_MAX, RESTART_SECONDS, LONG_SECONDS = 5, 10.0, 600.0
+"""Maximum starts of a process that dies early, seconds between them, seconds of life after which they count anew."""
+LAUNCH = f"""
+import signal
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+from {end_with_parent.__module__} import end_with_parent
+end_with_parent()
+import sys
+from megagrpo.cli import main
+sys.exit(main())
+"""
+"""A command of megagrpo that ends with its parent alone. Slurm sends these signals to all processes, and the driver
+decides what follows: nothing may be imported before."""
 Say = Callable[[str], object]
+Settings = Mapping[str, dict[str, str]]
+"""Settings of trackers, by name and field, that replace those of the recipe."""
 
 
 class MetricLines:
@@ -97,7 +124,7 @@ class Delivery:
 
     def __init__(self, tracked: TrackedRun, started: float) -> None:
         """Reads the offset. started: seconds since 1970 at which the run last started, for records without times."""
-        self.tracked, self.name = tracked, tracked.place.split()[0]
+        self.tracked, self.name = tracked, tracked.name
         self.failures, self.steps = 0, 0  # failures in a row; steps sent
         known = tracked.delivered.of(tracked.place)
         self._step, self._seconds = int(known.get("step", -1)), float(known.get("seconds", started))
@@ -166,14 +193,14 @@ def deliveries(directory: Path, recipe: AnyRecipe, *, live: bool) -> list[Delive
         run_ids = {name: str(run_id) for name, run_id in ids.items()}
     delivered, status = Delivered(directory, run_ids=run_ids), read_status(directory)
     started = status.started if status else time.time()
-    copies = (tracker(recipe, directory, delivered, live=live) for tracker in trackers_of(recipe).values())
-    return [Delivery(copy, started) for copy in copies]
+    trackers = trackers_of(recipe).items()
+    return [Delivery(tracker(name, recipe, directory, delivered, live=live), started) for name, tracker in trackers]
 
 
 # --- while the run goes on --------------------------------------------------------------------------------------------
 
 
-def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
+def main(directory: Path, settings: Settings) -> NoReturn:
     """Follows a run as a process of its own, on idle cores alone until the run ends.
 
     The output of libraries goes to standard error.
@@ -187,23 +214,20 @@ def main(directory: Path, mlflow_uri: str | None) -> NoReturn:
         with suppress(OSError):  # its reader is gone
             os.write(output, f"{line}\n".encode(errors="replace"))  # one write: several threads print
 
-    follow(directory, mlflow_uri, say, _wait_for_close if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
+    def is_closed(seconds: float) -> bool:
+        """Waits until the run has closed this process's standard input: it has ended."""
+        return bool(select.select([0], [], [], seconds)[0])
+
+    follow(directory, settings, say, is_closed if stat.S_ISFIFO(os.fstat(0).st_mode) else time.sleep)
     os._exit(0)  # threads of a tracker that never answers do not keep the process
 
 
-def _wait_for_close(seconds: float) -> bool:
-    """Waits. Returns True once the run has closed this process's standard input: it has ended."""
-    return bool(select.select([0], [], [], seconds)[0])
-
-
-def follow(
-    directory: Path, mlflow_uri: str | None, say: Say, wait: Callable[[float], bool | None] = time.sleep
-) -> None:
+def follow(directory: Path, settings: Settings, say: Say, wait: Callable[[float], bool | None] = time.sleep) -> None:
     """Sends a run to its trackers until it ends, then the rest, for FINISH_SECONDS at most. Raises MegagrpoError.
 
     wait: waits for seconds between two looks at status.json; True tells the run's end too.
     """
-    recipe = recipe_of(directory, mlflow_uri, say)
+    recipe = recipe_of(directory, settings, say)
     with only_process_of(directory, FOLLOWER_LOCK):
         ended, threads = threading.Event(), dict[threading.Thread, Delivery]()
         for delivery in deliveries(directory, recipe, live=True):
@@ -212,8 +236,9 @@ def follow(
             threads[thread] = delivery
             thread.start()
         status = _status_at_end(directory, wait)
-        if status != "interrupted" and any(delivery.tracked.takes_report for delivery in threads.values()):
-            write_report(directory, say)  # not after an interruption: such a run may not end late
+        readers = [delivery.tracked.title for delivery in threads.values() if delivery.tracked.takes_report]
+        if status != "interrupted" and readers:
+            write_report(directory, readers, say)  # not after an interruption: such a run may not end late
         ended.set()
         until, whole = time.monotonic() + FINISH_SECONDS, status == "finished"
         for thread, delivery in threads.items():
@@ -248,8 +273,8 @@ def _written_status(directory: Path) -> Status:
     return status.state if status and status.state in ("finished", "failed") else "interrupted"
 
 
-def write_report(directory: Path, say: Say) -> None:
-    """Writes report.html; gives up after REPORT_SECONDS."""
+def write_report(directory: Path, readers: Sequence[str], say: Say) -> None:
+    """Writes report.html for these trackers; gives up after REPORT_SECONDS."""
     nothing = subprocess.DEVNULL
     command = [sys.executable, "-P", "-c", LAUNCH, "report", str(directory)]
     try:
@@ -259,19 +284,99 @@ def write_report(directory: Path, say: Say) -> None:
         why = f"not written within {REPORT_SECONDS:g} s"
     except OSError as error:
         why = error.strerror or first_line(error)
-    say(f"no report for MLflow: {why}; megagrpo report {directory} makes it")
+    say(f"no report for {', '.join(readers)}: {why}; megagrpo report {directory} makes it")
+
+
+# --- its process, as the run sees it ----------------------------------------------------------------------------------
+
+
+class FollowerProcess:
+    """`megagrpo track sync --follow`, restarted when it dies. `say` receives its lines; a thread calls it."""
+
+    def __init__(self, directory: Path, say: Say) -> None:
+        self._directory, self._say = directory, say
+        self._ended, self._given_up = threading.Event(), False
+        self._process: subprocess.Popen[str] | None = None
+        # The thread starts it: a process ends with the thread that started it.
+        self._thread = threading.Thread(target=self._keep, name="trackers", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits until trackers have everything, for a minute and the report's timeout at most. Called once status.json
+        has the run's end. If a full disk has kept it out, the process learns it from its closed standard input."""
+        self._ended.set()
+        if process := self._process:  # the run waits now: it gets time as others do, where it may
+            let_family_idle(process.pid, False)
+            if process.stdin:
+                process.stdin.close()
+        self._thread.join(FINISH_SECONDS + REPORT_SECONDS + LEAVE_SECONDS)
+        if self._thread.is_alive():
+            self._say(f"trackers: their process does not end; {self._brings_rest}")
+            self._given_up = True
+            if process := self._process:
+                process.kill()
+            self._thread.join(LEAVE_SECONDS)  # it may hang in a file system that is gone
+
+    @property
+    def _brings_rest(self) -> str:
+        return f"megagrpo track sync {self._directory} brings the rest"
+
+    def _keep(self) -> None:
+        """Starts the process, passes on its lines, and restarts it when it dies."""
+        left = STARTS_MAX
+        while not self._given_up:
+            begun = time.monotonic()
+            try:
+                code = self._run()
+            except OSError as error:
+                why = f"does not start: {first_line(error)}"
+            else:
+                if self._given_up or (code == 0 and self._ended.is_set()):
+                    return
+                why = f"has ended with status {code}"
+            left = STARTS_MAX if time.monotonic() - begun > LONG_SECONDS else left - 1
+            if not left:
+                self._say(f"trackers: their process {why}; {self._brings_rest}")
+                return
+            self._say(f"warning: trackers: their process {why}; it is started again")
+            self._ended.wait(RESTART_SECONDS)
+
+    def _run(self) -> int:
+        """Runs the process until it ends. Returns its exit status. Raises OSError."""
+        with started_process(self._directory) as process:
+            self._process = process
+            if self._ended.is_set() and process.stdin:
+                process.stdin.close()
+            for line in process.stdout or ():
+                if line.endswith("\n"):  # else it died in the middle of it
+                    self._say(line.removesuffix("\n"))
+            self._process = None
+            return process.wait()
+
+
+def started_process(directory: Path) -> subprocess.Popen[str]:
+    """Starts the process. Raises OSError."""
+    return subprocess.Popen(
+        # -P: files of the current directory are no modules
+        [sys.executable, "-P", "-c", LAUNCH, "track", "sync", "--follow", str(directory)],
+        stdin=subprocess.PIPE,  # closed at the run's end
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is the driver's
+    )
 
 
 # --- after the run ----------------------------------------------------------------------------------------------------
 
 
-def sync(directory: Path, mlflow_uri: str | None, say: Say) -> None:
-    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged.
+def sync(directory: Path, settings: Settings, say: Say) -> int:
+    """Sends each tracker of the run's recipe what it lacks; leaves what it has unchanged. Returns their number.
 
-    mlflow_uri: another MLflow server than the recipe's. `say` gets a line for each tracker. Raises ReportError if no
-    run is in `directory`, RecipeError if it is still running, and TrackError if a tracker cannot be reached.
+    `say` gets a line for each tracker. Raises ReportError if no run is in `directory`, RecipeError if it is still
+    running, and TrackError if a tracker cannot be reached.
     """
-    recipe, metrics = recipe_of(directory, mlflow_uri, say), directory / "metrics.jsonl"
+    recipe, metrics = recipe_of(directory, settings, say), directory / "metrics.jsonl"
     if not MetricLines(metrics).read(lambda line: True) and metrics.exists() and b"\n" in metrics.read_bytes():
         raise ReportError(Problem(str(metrics), "no line that can be read", "JSON objects with step and time"))
     problems = []
@@ -289,11 +394,10 @@ def sync(directory: Path, mlflow_uri: str | None, say: Say) -> None:
                 say(f"{name}: {delivery.steps} steps brought; {has}")
     if problems:
         raise TrackError(problems)
-    if not all_deliveries:
-        say("the run's recipe has no trackers besides files: name a server with --mlflow URI")
+    return len(all_deliveries)
 
 
-def recipe_of(directory: Path, mlflow_uri: str | None, say: Say) -> AnyRecipe:
+def recipe_of(directory: Path, settings: Settings, say: Say) -> AnyRecipe:
     """Loads the recipe of the run in `directory`, wherever that is now. Raises ReportError or RecipeError."""
     saved = directory / "recipe.yaml"
     if not saved.is_file():
@@ -301,8 +405,8 @@ def recipe_of(directory: Path, mlflow_uri: str | None, say: Say) -> AnyRecipe:
         raise ReportError(Problem(str(directory), "no recipe.yaml", needed))
     recipe = _of_any_version(saved, say)
     changes: dict[str, Any] = {"directory": str(directory.absolute().parent)}
-    if mlflow_uri is not None:
-        changes["mlflow"] = (recipe.track.mlflow or MLflowConfig()).model_copy(update={"uri": mlflow_uri})
+    for name, values in settings.items():
+        changes[name] = (getattr(recipe.track, name) or TRACKERS[name].section()).model_copy(update=values)
     return recipe.model_copy(update={"track": recipe.track.model_copy(update=changes)})
 
 

@@ -14,26 +14,24 @@ import os
 import posixpath
 import re
 import shlex
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from pydantic import Field
 
 from megagrpo.errors import Problem
-from megagrpo.recipe import schema
-from megagrpo.recipe.schema import AnyRecipe
-from megagrpo.track.delivered import place, without_password
+from megagrpo.section import NonNegativeInt, Section
 from megagrpo.track.jsonl import PLAN_FILE, leaves, read_json
 from megagrpo.track.status import Status
-from megagrpo.track.tracked_run import Line, TrackedRun
+from megagrpo.track.tracked_run import Line, TrackedRun, without_password
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
+
+    from megagrpo.recipe.schema import AnyRecipe
 
 SQLITE, SQLITE_BEGIN = "sqlite:///", b"SQLite format 3\0"
 PARAMS_PER_CALL = 100
@@ -64,38 +62,59 @@ ENVIRONMENT = {
 """Defaults: mlflow's own timeout is minutes, and the thread retries by itself."""
 
 
+class MLflowConfig(Section):
+    """MLflow tracking."""
+
+    uri: str | None = None
+    """Tracking server; the default is MLFLOW_TRACKING_URI, or else a sqlite file, mlflow.db, in track.directory."""
+
+    experiment: str = "megagrpo"
+    """Experiment's name."""
+
+    system_metrics: bool = True
+    """Also processor, memory and GPUs of the driver's node."""
+
+    traces_per_step: NonNegativeInt = 4
+    """Rollouts of each step that become MLflow traces: prompt, turns, tool calls, scores."""
+
+    registered_model: str | None = None
+    """Name in the model registry under which the exported model is registered."""
+
+
 class MLflow(TrackedRun):
     """One run on a tracking server, created, or found again. Methods raise the errors of mlflow and its store."""
 
     title = "MLflow"
+    section = MLflowConfig
+    field = Field(MLflowConfig(), description="null switches it off.")
     takes_report = True
+    settings: MLflowConfig
     _monitor: Any = None
     _traces_at: float | None = None
     """Time of the last call that sent traces, of time.monotonic()."""
 
     @classmethod
-    def place_of(cls, recipe: AnyRecipe) -> str | None:
-        return place("mlflow", tracking_uri(recipe)) if recipe.track.mlflow else None
+    def server(cls, settings: MLflowConfig, recipe: AnyRecipe) -> str:
+        """Returns the recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
+        if server := settings.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+            return server
+        return f"{SQLITE}{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
 
     @classmethod
-    def problems(cls, recipe: AnyRecipe) -> Iterator[Problem]:
-        written = (recipe.track.mlflow.uri or "") if recipe.track.mlflow else ""
+    def problems(cls, settings: MLflowConfig, recipe: AnyRecipe) -> Iterator[Problem]:
+        written = settings.uri or ""
         if without_password(written) != written:
             needed = "an address without user and password: recipes are kept and shown"
             fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole as MLFLOW_TRACKING_URI"
             # No field's path: an override with the password would be printed as the place.
             yield Problem("track.mlflow.uri, with a user", without_password(written), needed, fix)
-        if given := no_database(tracking_uri(recipe)):
+        if given := no_database(cls.server(settings, recipe)):
             yield Problem("track.mlflow", given, "a database, or none yet", "remove it, or name another")
 
     @classmethod
-    def shown_at(cls, recipe: AnyRecipe) -> str | None:
-        uri = without_password(tracking_uri(recipe))
+    def shown_at(cls, settings: MLflowConfig, recipe: AnyRecipe) -> str:
+        uri = without_password(cls.server(settings, recipe))
         return uri if uri.startswith("http") else shlex.join(("mlflow", "ui", "--backend-store-uri", uri))
-
-    @property
-    def _settings(self) -> schema.MLflowConfig:
-        return self.recipe.track.mlflow or schema.MLflowConfig()
 
     def open(self) -> int:
         """Finds or creates the run. Its tag tells its last step: the run or the database may have been deleted."""
@@ -103,7 +122,7 @@ class MLflow(TrackedRun):
             os.environ.setdefault(name, value)  # read when mlflow is imported, or at each request
         for quiet in ("alembic", "mlflow.store", "mlflow.system_metrics", "mlflow.pyfunc"):
             logging.getLogger(quiet).setLevel(logging.ERROR)
-        self._uri = tracking_uri(self.recipe)
+        self._uri = self.server(self.settings, self.recipe)
         if given := no_database(self._uri):  # MLflow would retry for 100 seconds
             raise OSError(given)
         from mlflow.tracking import MlflowClient
@@ -163,8 +182,8 @@ class MLflow(TrackedRun):
         if self.live or self._client.get_run(self.run_id).info.status != STATUSES[status]:
             self._client.set_terminated(self.run_id, STATUSES[status])
         # Last: a server may have no registry.
-        if self._settings.registered_model and (self.directory / EXPORT).is_dir():
-            self.note(model_version=self._registered_version(self._settings.registered_model))
+        if self.settings.registered_model and (self.directory / EXPORT).is_dir():
+            self.note(model_version=self._registered_version(self.settings.registered_model))
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -180,18 +199,18 @@ class MLflow(TrackedRun):
 
     def _existing_or_created(self) -> Run:
         """Returns the run that track.json names, or that has this run's tag; creates it if there is neither."""
-        if existing := next(filter(None, map(self._run, self.delivered.run_ids("mlflow"))), None):
+        if existing := next(filter(None, map(self._run, self.delivered.run_ids(self.name))), None):
             return existing
-        if experiment := self._client.get_experiment_by_name(self._settings.experiment):
+        if experiment := self._client.get_experiment_by_name(self.settings.experiment):
             if tagged := self._runs_of(experiment.experiment_id):
                 return tagged[0]
             experiment_id = experiment.experiment_id
         self.note(step=-1, traces_step=-1, files={})
         if not experiment:
             # By default sqlite's is mlruns/ in whatever the current directory is.
-            server = self._settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
+            server = self.settings.uri or os.environ.get("MLFLOW_TRACKING_URI")
             local = None if server else (Path(self.recipe.track.directory).resolve() / "mlruns").as_uri()
-            experiment_id = self._client.create_experiment(self._settings.experiment, artifact_location=local)
+            experiment_id = self._client.create_experiment(self.settings.experiment, artifact_location=local)
         begun, tags = int(self.delivered.begun_seconds * 1000), {RUN_TAG: self.delivered.run}
         self._client.create_run(experiment_id, start_time=begun, run_name=self.recipe.name, tags=tags)
         # A server that was slow may have made one before, for a request that was given up.
@@ -206,7 +225,7 @@ class MLflow(TrackedRun):
 
     def _watch_system(self) -> None:
         """Starts mlflow's own thread that logs system/...; a failed request ends it, and it is restarted."""
-        if not self._settings.system_metrics or (self._monitor and not self._monitor.ended):
+        if not self.settings.system_metrics or (self._monitor and not self._monitor.ended):
             return
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -231,6 +250,7 @@ class MLflow(TrackedRun):
         return {mlflow_name(name): value[:TAG_CHARACTERS] for name, value in tags.items() if value}
 
     def _log_params(self, known: Mapping[str, str]) -> None:
+        import yaml
         from mlflow.entities import Param
 
         first = self.directory / f"recipe.{self.delivered.first_start}.yaml"
@@ -247,7 +267,7 @@ class MLflow(TrackedRun):
         from megagrpo.track.mlflow_traces import log_traces  # imports pyarrow
         from megagrpo.track.rollout_files import rollout_file, steps_between
 
-        count, run = self._settings.traces_per_step, (self._experiment_id, self.run_id, self._name)
+        count, run = self.settings.traces_per_step, (self._experiment_id, self.run_id, self._name)
         if not count or not self.recipe.track.rollouts:
             return
         for step in steps_between(self.directory, int(self.delivered.of(self.place).get("traces_step", -1)), last):
@@ -309,6 +329,9 @@ class MLflow(TrackedRun):
         return str(client.create_model_version(name, source, run_id=self.run_id, tags=tags).version)
 
     def _log_reference(self, export: Path, folder: str, step: str) -> None:
+        import tempfile
+        from importlib import metadata
+
         from mlflow import pyfunc
         from mlflow.models import ModelSignature
         from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
@@ -328,16 +351,6 @@ class MLflow(TrackedRun):
                 pip_requirements=[f"{library}=={metadata.version(library)}" for library in LIBRARIES],
             )
             self._client.log_artifacts(self.run_id, str(made), folder)
-
-
-def tracking_uri(recipe: AnyRecipe) -> str:
-    """Returns the recipe's server, that of MLFLOW_TRACKING_URI, or the sqlite file in track.directory."""
-    uri = recipe.track.mlflow.uri if recipe.track.mlflow else None
-    return (
-        uri
-        or os.environ.get("MLFLOW_TRACKING_URI")
-        or f"sqlite:///{(Path(recipe.track.directory) / 'mlflow.db').resolve()}"
-    )
 
 
 def no_database(uri: str) -> str:
@@ -375,7 +388,7 @@ def description(recipe: AnyRecipe) -> dict[str, str]:
         "device": " ".join(filter(None, (recipe.cluster.device, recipe.cluster.gpu))),
         "model": recipe.model.path,
     }
-    if isinstance(recipe, schema.Recipe):
+    if recipe.kind == "grpo":
         algorithm = recipe.algorithm
         described |= {
             "schedule": recipe.schedule.kind,

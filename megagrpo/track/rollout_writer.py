@@ -22,8 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from megagrpo.algorithm.advantages import Advantages
 from megagrpo.algorithm.ragged import Ragged
 from megagrpo.errors import first_line
-from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file
-from megagrpo.track.traces import trace
+from megagrpo.track.rollout_files import SCHEMA, TRAIN, encodable, read_file, rollout_file, trace
 from megagrpo.types import Group, Sample, Score
 
 WITH_TOKENS_MAX = 2
@@ -50,7 +49,6 @@ INCOMPLETE = "\ufffd"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """The byte of each letter of a byte-level vocabulary (GPT-2's, and those after it)."""
-UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -299,19 +297,17 @@ class TokenTexts:
         # Some tokenizers drop a space in front of the first token.
         self._anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._before = self._decoded([self._anchor])[0]
-        self._slots = np.full(1, UNKNOWN, np.int64)  # of each token id in `_texts`
-        self._partial = np.zeros(1, bool)  # by token id
-        self._texts = pa.array([], pa.string())
+        self._texts: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}  # bytes of the tokens that are no whole text by themselves
         self._falls_back = False
 
     def pieces(self, tokens: np.ndarray, offsets: np.ndarray) -> pa.Array:
         """Returns string [tokens]. tokens: int32 [tokens] of all responses; offsets: int64 [responses + 1] (Ragged)."""
-        self._learn(tokens)
-        texts = self._texts.take(pa.array(self._slots[tokens]))
-        if not self._parts:
-            return texts
-        partial = self._partial[tokens]
+        ids, slots = np.unique(tokens, return_inverse=True)
+        if new := [token for token in ids.tolist() if token not in self._texts]:
+            self._learn(new)
+        texts = pa.array([self._texts[token] for token in ids.tolist()], pa.string()).take(pa.array(slots))
+        partial = np.array([token in self._parts for token in ids.tolist()], bool)[slots]
         at = np.flatnonzero(partial)
         if not len(at):
             return texts
@@ -324,30 +320,18 @@ class TokenTexts:
             made += _characters([self._parts[token] for token in tokens[run].tolist()], self._falls_back)
         return pc.replace_with_mask(texts, pa.array(partial), pa.array(made, pa.string()))
 
-    def _learn(self, tokens: np.ndarray) -> None:
-        """Decodes the tokens that are new."""
-        most = int(tokens.max(initial=0))
-        if most >= len(self._slots):
-            more = 2 * most + 1 - len(self._slots)
-            self._slots = np.concatenate([self._slots, np.full(more, UNKNOWN, np.int64)])
-            self._partial = np.concatenate([self._partial, np.zeros(more, bool)])
-        new = np.unique(tokens[self._slots[tokens] == UNKNOWN]).tolist()
-        if not new:
-            return
+    def _learn(self, new: list[int]) -> None:
+        """Decodes new tokens."""
         after, alone = self._decoded([[*self._anchor, token] for token in new]), self._decoded([[t] for t in new])
-        texts = [
-            joined[len(self._before) :] if joined.startswith(self._before) else text
-            for joined, text in zip(after, alone, strict=True)
-        ]
         names = self._tokenizer.convert_ids_to_tokens(new)
-        for token, name, text in zip(new, names, texts, strict=True):
+        for token, name, joined, text in zip(new, names, after, alone, strict=True):
+            if joined.startswith(self._before):
+                text = joined.removeprefix(self._before)
+            self._texts[token] = encodable(text)
             if (byte := BYTE.fullmatch(str(name))) and text != name:
                 self._parts[token], self._falls_back = bytes([int(byte[1], 16)]), True
             elif INCOMPLETE in text:
                 self._parts[token] = _bytes(str(name), text)
-        self._partial[list(self._parts)] = True
-        self._slots[new] = np.arange(len(self._texts), len(self._texts) + len(new))
-        self._texts = pa.concat_arrays([self._texts, pa.array([encodable(text) for text in texts], pa.string())])
 
     def _decoded(self, tokens: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

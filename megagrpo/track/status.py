@@ -1,7 +1,12 @@
-"""The status of a run, from its directory: status.json, its last step, and its evaluations so far."""
+"""The status of a run, from its directory: status.json, its last step and checkpoint, its evaluations so far,
+and its lock.
+
+One process holds the lock: it trains in the directory, or sends its files to trackers.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -9,18 +14,24 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 
-from megagrpo.errors import MegagrpoError, RunStopped, first_line
-from megagrpo.track.jsonl import as_number, step_entries
+from megagrpo.errors import MegagrpoError, Problem, RecipeError, RunStopped, first_line
+from megagrpo.track.jsonl import as_number, require_in_place, step_entries
 
 STATUS_FILE = "status.json"
+LOCK_FILE, FOLLOWER_LOCK = "lock", "track.lock"
+"""Locks of a run: of the process that trains it, or sends it after its end; of the one that talks to its trackers."""
+LOOK_SECONDS = 0.1
 SCORE = re.compile(r"eval/([^/]+/mean@\d+|loss)")
 """An evaluation set's mean score, or the loss of held-out examples."""
+SAVED = re.compile(r"step_(\d{6,})")
+"""A complete checkpoint's directory."""
 Status = Literal["finished", "failed", "interrupted"]
 """The end of a run as trackers show it: complete, by an error, or by a signal or Ctrl-C."""
 State = Literal["running", "finished", "failed", "interrupted", "stopped"]
@@ -102,6 +113,12 @@ def held_out_scores(directory: Path) -> list[HeldOut]:
     return list(scores.values())
 
 
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Returns the newest complete checkpoint, by its name: its files are not read."""
+    steps = {int(name[1]): path for path in directory.glob("step_*") if (name := SAVED.fullmatch(path.name))}
+    return steps[max(steps)] if steps else None
+
+
 def last_entry(directory: Path) -> dict[str, Any]:
     """Reads the last whole line of metrics.jsonl; returns {} if there is none."""
     last: dict[str, Any] = {}
@@ -119,3 +136,49 @@ def _entries(directory: Path, wanted: bytes, tail_bytes: int | None = None) -> I
             yield from step_entries(line for line in lines if wanted in line)
     except OSError:
         return
+
+
+@contextmanager
+def only_process_of(run_directory: Path, lock_file: str = LOCK_FILE) -> Iterator[None]:
+    """Holds a run's lock, which ends with the process: a second process would truncate the metrics of the first.
+
+    Raises RecipeError if another process holds it, or if the file system has no locks; at the end, MachineError if the
+    directory was moved, deleted or replaced.
+    """
+    run_directory.mkdir(parents=True, exist_ok=True)
+    place = (run_directory / lock_file).absolute()
+    with place.open("a+", encoding="utf-8") as lock:
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOOK_SECONDS)  # `megagrpo runs` may be looking whether there is a process
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            given = f"process {lock.read().strip() or 'unknown'}"
+            needed = "one process per run"
+            fix = "wait for it to end, or give the recipe another name"
+            raise RecipeError(Problem(f"{run_directory}: this run is already going on", given, needed, fix)) from None
+        except OSError as error:
+            given = f"{error.strerror}"
+            needed = "a file system with locks, so that no second process writes to this run"
+            fix = "set track.directory to a place on another file system, or mount this one with locks (flock)"
+            raise RecipeError(Problem(f"track.directory: {lock.name} cannot be locked", given, needed, fix)) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+        require_in_place(place, lock.fileno())
+
+
+def has_process(directory: Path) -> bool:
+    """Returns whether a process, on any node, holds the run's lock: however the process ends, the lock ends with it."""
+    try:
+        with (directory / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

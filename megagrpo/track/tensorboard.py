@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.recipe.schema import AnyRecipe
+from pydantic import Field
+
 from megagrpo.track.status import Status
 from megagrpo.track.tracked_run import Line, TrackedRun
 
@@ -16,14 +17,11 @@ class TensorBoard(TrackedRun):
     """The run's event files. A new writer hides earlier writers' values from its first step on."""
 
     title = "TensorBoard"
+    field = Field(False, description="Write TensorBoard events; needs `pip install megagrpo[tensorboard]`.")
     package = "tensorboard"
     takes_repeated = True
     _writer: Any = None
     _step = -1  # of the last line in it
-
-    @classmethod
-    def place_of(cls, recipe: AnyRecipe) -> str | None:
-        return FOLDER if recipe.track.tensorboard else None
 
     def open(self) -> None:
         self._writer = None  # one that has failed is not used again

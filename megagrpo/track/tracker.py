@@ -25,15 +25,14 @@ from megagrpo.recipe.defaults import run_directory
 from megagrpo.recipe.load import dump
 from megagrpo.recipe.schema import AnyRecipe
 from megagrpo.recipe.schema.run import ConsoleMode
-from megagrpo.track.console import make_console
-from megagrpo.track.delivered import Delivered, run_ids
-from megagrpo.track.follower_process import FollowerProcess
+from megagrpo.track.console import make_console, summary_of
+from megagrpo.track.follower import FollowerProcess
 from megagrpo.track.jsonl import METRICS_FILE, MISMATCH_FILE, SCHEDULE_FILE, MismatchRecord, StepLines
 from megagrpo.track.metrics import PrometheusEndpoint, UndocumentedMetric, undocumented
 from megagrpo.track.rollout_files import TRAIN, remove_later
 from megagrpo.track.rollout_writer import Learned, RolloutWriter, StepRollouts, first_groups
 from megagrpo.track.status import RunStatus, end_state, error_line
-from megagrpo.track.summary import summary_of
+from megagrpo.track.tracked_run import Delivered, run_ids
 from megagrpo.track.trackers import trackers_of
 from megagrpo.types import Group
 

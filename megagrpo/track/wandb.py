@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.processes.lifetime import let_family_idle
-from megagrpo.recipe.schema import AnyRecipe, WandBConfig
+from pydantic import Field
+
+from megagrpo.section import NonNegativeInt, Section
 from megagrpo.track.status import Status
 from megagrpo.track.tracked_run import Line, TrackedRun
 
-NAME = "wandb"
 COLUMNS = (
     "step", "prompt_id", "sample", "prompt", "response", "ground_truth", "score", "parts", "answer", "error",
     "advantage", "finish", "tokens",
@@ -20,21 +20,29 @@ START_SECONDS, FINISH_SECONDS = 120, 50.0
 """Timeouts of wandb's own process: on a busy machine it starts slowly; at the end, a server may be gone."""
 
 
+class WandBConfig(Section):
+    """Weights & Biases tracking; needs `pip install megagrpo[wandb]`."""
+
+    project: str = "megagrpo"
+    """Project's name."""
+
+    entity: str | None = None
+    """Team or user; the default is wandb's own."""
+
+    samples_per_step: NonNegativeInt = 8
+    """Samples of each step in a table."""
+
+
 class WandB(TrackedRun):
     """One run in W&B, created with the first step. wandb takes no step twice, and none before the last."""
 
     title = "Weights & Biases"
     package = "wandb"
+    section = WandBConfig
+    field = Field(None, description="Off unless given.")
+    settings: WandBConfig
     _wandb: Any = None
     _step = -1  # the last one that wandb has; it may keep that one open
-
-    @classmethod
-    def place_of(cls, recipe: AnyRecipe) -> str | None:
-        return NAME if recipe.track.wandb else None
-
-    @property
-    def _settings(self) -> WandBConfig:
-        return self.recipe.track.wandb or WandBConfig()
 
     def log(self, lines: Sequence[Line]) -> int:
         if self._wandb is None:
@@ -60,11 +68,13 @@ class WandB(TrackedRun):
             os.environ.setdefault(variable, str(self.directory / "wandb" / "cache"))
         import wandb
 
+        from megagrpo.processes.lifetime import let_family_idle
+
         run = wandb.init(
-            project=self._settings.project,
-            entity=self._settings.entity,
+            project=self.settings.project,
+            entity=self.settings.entity,
             name=self.recipe.name,
-            id=next(iter(record.run_ids(NAME)), record.run),
+            id=next(iter(record.run_ids(self.name)), record.run),
             resume="allow",
             dir=str(self.directory),
             config=self.recipe.model_dump(mode="json"),
@@ -75,7 +85,7 @@ class WandB(TrackedRun):
         )
         let_family_idle(os.getpid())  # wandb has started processes, each in a session of its own
         self.note(run_id=run.id)
-        self._step = max(int(record.of(NAME).get("step", -1)), run.step - 1)
+        self._step = max(int(record.of(self.place).get("step", -1)), run.step - 1)
         for label, changed in record.changes.items():
             run.config.update({label: changed}, allow_val_change=True)
         self._wandb = run
@@ -88,7 +98,7 @@ class WandB(TrackedRun):
 
         from megagrpo.track.rollout_files import first_rows, rollout_file
 
-        count, paths = self._settings.samples_per_step, (rollout_file(self.directory, missing) for missing in steps)
+        count, paths = self.settings.samples_per_step, (rollout_file(self.directory, missing) for missing in steps)
         try:
             rows = [row for path in paths for row in first_rows(path, count, COLUMNS)]
         except FileNotFoundError:
@@ -102,9 +112,9 @@ class WandB(TrackedRun):
         """Returns the steps whose metrics wandb has, but whose samples it lacks."""
         from megagrpo.track.rollout_files import steps_between  # imports pyarrow
 
-        if not self._settings.samples_per_step or not self.recipe.track.rollouts:
+        if not self.settings.samples_per_step or not self.recipe.track.rollouts:
             return []
-        known = self.delivered.of(NAME)
+        known = self.delivered.of(self.place)
         last = max(self._step, int(known.get("step", -1)))
         return steps_between(self.directory, int(known.get("samples_step", -1)), last)
 

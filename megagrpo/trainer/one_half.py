@@ -132,9 +132,9 @@ def train_only(checked: Preflight[Recipe], source: Path) -> int:
             fix = "train fewer steps (train.total_steps), or sample again with a larger checkpoint.keep_batches"
             raise UnusableCheckpointError(Problem(f"{source}: no batch of {ranges(absent)}", given, needed, fix))
         setup.tracker.say(f"starting {setup.recipe.train.layout.parallel().ranks} training ranks, and no engines")
-        start_run = partial(start_train_run, setup.checked, setup.total_steps, ray, closing, setup.clock)
-        run, batches = start_run(setup.resumed), Saved(source, setup.checked)
-        return PolicyTraining(setup, run, batches, lambda _, batches, saved: (start_run(saved), batches))
+        ends, placed = closing.enter_context(ExitStack()), with_absolute_directories(setup.recipe)
+        run = start_train_run(setup.checked, setup.total_steps, ray, ends, setup.clock, setup.resumed)
+        return PolicyTraining(setup, run, Saved(source, setup.checked), ray, placed, ends)
 
     return run_to_end(_changed(checked, {"keep_best": None}), prompt_reader(checked.recipe), start, engines_too=False)
 
@@ -186,7 +186,7 @@ def load_replay(directory: Path, step: int, overrides: Sequence[str]) -> LoadedR
     ranks alone, to REPLAY in that directory. Raises RecipeError or UnusableCheckpointError."""
     loaded = load(directory / read_batch(directory, step).recipe, overrides)
     recipe, place = loaded.recipe, directory.absolute()
-    track = recipe.track.model_copy(update={"directory": str(place), "rollouts": None, **without_trackers(recipe)})
+    track = recipe.track.model_copy(update={"directory": str(place), "rollouts": None, **without_trackers()})
     checkpoints = recipe.checkpoint.directory or str(place / "checkpoints")
     checkpoint = recipe.checkpoint.model_copy(update={"keep_batches": 0, "directory": checkpoints})
     return replace(loaded, recipe=recipe.model_copy(update={"name": REPLAY, "track": track, "checkpoint": checkpoint}))

@@ -24,16 +24,15 @@ def grpo_step(run: TrainRun, source: SampleSource, step: int, kl_coefficient: fl
     are the step's failure.
     """
     sampled = source.next(step)
-    loaded = load(run, sampled, step, kl_coefficient)
-    trained = train(run, loaded, step, kl_coefficient)
-    learned = learned_of(run, sampled, loaded, trained)
+    trained = train(run, load(run, sampled, step, kl_coefficient), step)
+    learned = learned_of(run, sampled, trained)
     failure: MegagrpoError | None = None
     try:
         source.sync(step, changed=trained.changed)
     except (EngineError, WeightSyncError, NodeLostError) as error:
         failure = error
     return Step(
-        metrics=step_metrics(run, sampled, loaded, trained, step, kl_coefficient) | source.metrics(),
+        metrics=step_metrics(run, sampled, trained, step, kl_coefficient) | source.metrics(),
         tokens=sum(group.sequence_tokens for group in sampled.all),
         kl_coefficient=trained.kl_coefficient,
         failure=failure,

@@ -28,12 +28,11 @@ from megagrpo.recipe.load import Kind
 from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.tokenizer import load_chat_tokenizer
 from megagrpo.track.jsonl import PLAN_FILE
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.alerts import Alerts, early_stopping, reason_to_stop
-from megagrpo.trainer.exports import Exports, exported_step
 from megagrpo.trainer.run import PhaseClock
-from megagrpo.trainer.saving import Saving, checkpoint_to_resume
+from megagrpo.trainer.saving import Exports, Saving, checkpoint_to_resume, exported_step
 from megagrpo.weights.families import read_architecture
 
 

@@ -151,12 +151,23 @@ def solved_prompts(groups: Sequence[Group], rate: float) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The policy's training data: advantages here, batches on the training ranks."""
+class Trained:
+    """A step's training: its data, and from `train` on the results. None: that model did not learn in this step."""
 
     rows: np.ndarray  # bool [rows], those in the batches
     advantages: Advantages
-    batches: Sequence[RankBatch]  # one for each data rank; empty if no row can be trained on
+    batches: Sequence[RankBatch]  # on the training ranks, one for each data rank; empty if no row can be trained on
+    kl_coefficient: float  # of this step; from `train` on, of the next
+    policy: StepMetrics | None = None
+    critic: CriticMetrics | None = None
+    lr: float = 0.0
+    critic_lr: float = 0.0
+    memory_peak: int | None = None  # bytes; of the rank that had most at a time
+
+    @property
+    def changed(self) -> bool:
+        """Returns whether the policy's optimizer has taken a step; False if all were skipped."""
+        return self.policy is not None and not (self.policy.skipped_steps and math.isnan(self.policy.grad_norm))
 
 
 def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
@@ -165,7 +176,7 @@ def trainable_rows(inputs: AdvantageInputs) -> np.ndarray:
     return rows if inputs.baselines is None else rows & ~np.isnan(inputs.baselines[inputs.group_ids])
 
 
-def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Loaded:
+def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> Trained:
     """Computes advantages, and loads the rows that teach something. Loads all rows first where advantages need the KL
     or the values that ranks compute. Saves the samples before that, if the recipe keeps batches.
     """
@@ -186,12 +197,12 @@ def load(run: TrainRun, sampled: Sampled, step: int, kl_coefficient: float) -> L
                     run.policy.call("compute_values")
                 values = run.policy.of_tokens("token_values", inputs.tokens) if batches else zeros
                 inputs = replace(inputs, values=values)
-        return Loaded(rows, algorithm.advantage.advantages(inputs), batches)
+        return Trained(rows, algorithm.advantage.advantages(inputs), batches, kl_coefficient)
     advantages = algorithm.credit.advantages(algorithm.advantage, inputs, turns_of(recipe, sampled.groups))
     with run.clock.phase("logprobs"):
         if algorithm.skips_groups:
             rows = rows & np.isin(inputs.group_ids, inputs.group_ids[advantages.taught])
-        return Loaded(rows, advantages, load_batch(run, sampled.groups, rows, step))
+        return Trained(rows, advantages, load_batch(run, sampled.groups, rows, step), kl_coefficient)
 
 
 def load_batch(run: TrainRun, groups: Sequence[Group], rows: np.ndarray, step: int) -> list[RankBatch]:
@@ -295,29 +306,13 @@ def train_sequences(groups: Sequence[Group], rows: np.ndarray) -> list[TrainSequ
 # --- train and sync ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The results of the training ranks. None: that model did not learn in this step."""
-
-    kl_coefficient: float  # of the next step
-    policy: StepMetrics | None = None
-    critic: CriticMetrics | None = None
-    lr: float = 0.0
-    critic_lr: float = 0.0
-    memory_peak: int | None = None  # bytes; of the rank that had most at a time
-
-    @property
-    def changed(self) -> bool:
-        """Returns whether the policy's optimizer has taken a step; False if all were skipped."""
-        return self.policy is not None and not (self.policy.skipped_steps and math.isnan(self.policy.grad_norm))
-
-
-def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Trained:
-    """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due."""
-    recipe, policy, advantages = run.recipe, run.policy, loaded.advantages
-    trained, algorithm = Trained(kl_coefficient), recipe.algorithm
+def train(run: TrainRun, trained: Trained, step: int) -> Trained:
+    """Updates critic and policy on the loaded batch, if there is one, and the reference where it is due. Returns
+    `trained` with the results."""
+    recipe, policy, advantages, algorithm = run.recipe, run.policy, trained.advantages, run.recipe.algorithm
+    kl_coefficient = trained.kl_coefficient
     with policy.updating(step):
-        if loaded.batches:
+        if trained.batches:
             with run.clock.phase("update"):
                 if advantages.returns is not None:
                     lr = critic_learning_rate(recipe, step, run.total_steps)
@@ -327,7 +322,7 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
                     in_loss = 0.0 if algorithm.kl_in_reward else kl_coefficient
                     updated = policy.update(advantages.of_tokens or advantages.of_rows, lr, in_loss, step)
                     if updated.kl is not None:
-                        rows = int(loaded.rows.sum())
+                        rows = int(trained.rows.sum())
                         kl_coefficient = algorithm.kl.next_coefficient(kl_coefficient, updated.kl, rows)
                     trained = replace(trained, kl_coefficient=kl_coefficient, policy=updated, lr=lr)
             trained = replace(trained, memory_peak=policy.memory_peak())
@@ -338,15 +333,15 @@ def train(run: TrainRun, loaded: Loaded, step: int, kl_coefficient: float) -> Tr
     return trained
 
 
-def learned_of(run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained) -> Learned:
+def learned_of(run: TrainRun, sampled: Sampled, trained: Trained) -> Learned:
     """Returns the step's rows and advantages for the trackers, and the ranks' figures of the tokens that are kept."""
     settings = run.recipe.track.rollouts
     if trained.policy is None or settings is None or settings.token_samples_per_step == 0:
-        return Learned(loaded.rows, loaded.advantages)
+        return Learned(trained.rows, trained.advantages)
     kept = first_groups(first_groups(sampled.groups, settings.samples_per_step), settings.token_samples_per_step)
     lengths = np.array([len(sample.tokens) for group in kept for sample in group.samples], np.int64)
     with run.policy.alone():  # the step is done: it is saved also where a node without ranks was lost in it
-        return Learned(loaded.rows, loaded.advantages, *run.policy.token_figures(lengths))
+        return Learned(trained.rows, trained.advantages, *run.policy.token_figures(lengths))
 
 
 def sync(run: Run, version: int, *, changed: bool = True) -> None:

@@ -21,7 +21,7 @@ from megagrpo.track.jsonl import MISMATCH_FIGURES, MismatchRecord, WorstToken
 from megagrpo.track.tracker import Tracker
 from megagrpo.trainer.batches import Sampled, branches_of
 from megagrpo.trainer.run import TrainRun
-from megagrpo.trainer.step import Loaded, Trained, baselines_of, with_signal
+from megagrpo.trainer.step import Trained, baselines_of, with_signal
 from megagrpo.types import AgentRun, Group, Score
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ SUMS = (
 
 
 def step_metrics(
-    run: TrainRun, sampled: Sampled, loaded: Loaded, trained: Trained, step: int, kl_coefficient: float
+    run: TrainRun, sampled: Sampled, trained: Trained, step: int, kl_coefficient: float
 ) -> dict[str, float]:
     """Returns the metrics of a step's samples and updates. kl_coefficient: that of this step."""
     metrics = rollout_metrics(sampled.all) | agent_metrics(sampled.all) | sampling_metrics(run.recipe, sampled)
-    if loaded.batches:
-        advantages = loaded.advantages.of_rows
+    if trained.batches:
+        advantages = trained.advantages.of_rows
         for name, reduced in (("mean", advantages.mean()), ("max", advantages.max()), ("min", advantages.min())):
             metrics[f"advantages/{name}"] = float(reduced)
-        metrics |= packing_metrics(run.recipe.train, loaded.batches, run.policy.device_type)
+        metrics |= packing_metrics(run.recipe.train, trained.batches, run.policy.device_type)
     if trained.critic is not None:
         figures = {"lr": trained.critic_lr, **vars(trained.critic)}
         metrics |= {f"critic/{name.removesuffix('_fraction')}": value for name, value in figures.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from megagrpo.batching.work import work_of
 from megagrpo.checkpoint.groups import pending_of
@@ -112,13 +112,18 @@ def start_training(
         step = saved.state.step if saved else 0
         return Background(run, step, pending_of(saved)) if in_background else Live(run)
 
-    starter = RankStarter(setup, ray, placed, source_of or schedule_of, closing.enter_context(ExitStack()))
-    policy = starter.start_policy(setup.resumed)
+    ends, source_of = closing.enter_context(ExitStack()), source_of or schedule_of
+    policy = start_policy(checked, placed, ray, ends, setup.resumed)
+    policy.release()  # the engines start with the memory
     rollouts = rollouts or start_engines()
     rollouts.wait_until_ready()
     judging.wait_until_ready()
-    run, source = starter.start_run(setup.resumed, policy, rollouts, scorer)
-    return GrpoTraining(setup, run, source, starter.start_again, scorers, files)
+    weights, work = first_sync(setup, placed, policy, rollouts, ends, setup.state.step), work_of(checked.architecture)
+    of_training = recipe, setup.total_steps, policy, setup.clock, work
+    run = Run(*of_training, setup.cursor, rollouts, scorer, weights, setup.stopping)
+    source = source_of(run, setup.resumed)
+    ends.callback(source.close)
+    return GrpoTraining(setup, run, source, ray, placed, ends, source_of, scorers, files)
 
 
 def model_and_critic(checked: Preflight[Recipe]) -> tuple[Path, Path]:
@@ -139,56 +144,18 @@ def start_policy(
     return policy
 
 
-@dataclass(frozen=True)
-class RankStarter:
-    """A starter of training ranks and of all that depends on them: at first, and again after a loss."""
-
-    setup: Setup[Recipe, Prompt]
-    ray: Runtime
-    placed: Recipe
-    source_of: SourceOf
-    ends: ExitStack  # of all that starts again with new ranks
-
-    def start_policy(self, saved: Checkpoint | None) -> Policy:
-        """Starts the ranks, which leave their memory to engines."""
-        policy = start_policy(self.setup.checked, self.placed, self.ray, self.ends, saved)
-        policy.release()
-        return policy
-
-    def start_run(
-        self, saved: Checkpoint | None, policy: Policy, rollouts: Rollouts, scorer: Scorer
-    ) -> tuple[Run, SampleSource]:
-        """Brings the ranks' weights to the engines, and begins to sample."""
-        setup, step = self.setup, saved.state.step if saved else 0
-        setup.tracker.say("bringing the weights to the engines")
-        rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
-        weights = WeightSync(policy, rollouts, self.placed, setup.tracker.say)
-        self.ends.callback(weights.close)
-        with policy.needed(["parameters"]), progress("bringing the weights to the engines"):
-            weights.check_replicas()
-            weights.sync(version=step)
-        run = Run(
-            recipe=setup.recipe,
-            total_steps=setup.total_steps,
-            policy=policy,
-            clock=setup.clock,
-            work=work_of(setup.checked.architecture),
-            cursor=setup.cursor,
-            rollouts=rollouts,
-            scorer=scorer,
-            weights=weights,
-            stopping=setup.stopping,
-        )
-        source = self.source_of(run, saved)
-        self.ends.callback(source.close)
-        return run, source
-
-    def start_again(self, run: Run, source: SampleSource, saved: Checkpoint | None) -> tuple[Run, SampleSource]:
-        """Starts new ranks for lost ones; engines and scorer stay."""
-        source.drop()
-        self.ends.close()
-        run.rollouts.release_memory()  # ranks that start take the memory that is free
-        return self.start_run(saved, self.start_policy(saved), run.rollouts, run.scorer)
+def first_sync(
+    setup: Setup[Recipe, Prompt], placed: Recipe, policy: Policy, rollouts: Rollouts, ends: ExitStack, version: int
+) -> WeightSync:
+    """Brings the weights of ranks that have started to the engines."""
+    setup.tracker.say("bringing the weights to the engines")
+    rollouts.release_memory(["kv_cache"])  # a sync needs this memory for the parameters
+    weights = WeightSync(policy, rollouts, placed, setup.tracker.say)
+    ends.callback(weights.close)
+    with policy.needed(["parameters"]), progress("bringing the weights to the engines"):
+        weights.check_replicas()
+        weights.sync(version)
+    return weights
 
 
 @dataclass(frozen=True)
@@ -198,8 +165,9 @@ class PolicyTraining(Training):
     setup: Setup[Recipe, Prompt]
     run: TrainRun
     source: SampleSource
-    start_again: Callable[[Any, SampleSource, Checkpoint | None], tuple[TrainRun, SampleSource]]
-    """Starts new ranks in a run for lost ones, from a saved state, or from the model as the run began."""
+    ray: Runtime
+    placed: Recipe  # as ranks get it
+    ends: ExitStack  # of all that starts again with new ranks
 
     @property
     def ranks(self) -> Policy:
@@ -218,8 +186,10 @@ class PolicyTraining(Training):
         return replace(done, failure=done.failure or (MismatchError(excess) if excess else None))
 
     def with_new_ranks(self, saved: Checkpoint | None) -> Self:
-        run, source = self.start_again(self.run, self.source, saved)
-        return replace(self, run=run, source=source)
+        self.source.drop()
+        self.ends.close()
+        policy = start_policy(self.setup.checked, self.placed, self.ray, self.ends, saved)
+        return replace(self, run=replace(self.run, policy=policy))
 
 
 @dataclass(frozen=True)
@@ -227,6 +197,7 @@ class GrpoTraining(PolicyTraining):
     """The training of GRPO and PPO."""
 
     run: Run
+    source_of: SourceOf
     scorers: Mapping[str, Scorer]
     """By evaluation set: scorers of the sets with reward functions of their own."""
     files: ResponseFiles
@@ -252,6 +223,21 @@ class GrpoTraining(PolicyTraining):
         self.files.begin(step, responses)
         self.setup.tracker.evaluated(step, scored)
         return metrics
+
+    def with_new_ranks(self, saved: Checkpoint | None) -> Self:
+        """Starts new ranks, which bring their weights to the engines, and a new source; engines and scorers stay."""
+        rollouts = self.run.rollouts
+        self.source.drop()
+        self.ends.close()
+        rollouts.release_memory()  # ranks that start take the memory that is free
+        policy = start_policy(self.setup.checked, self.placed, self.ray, self.ends, saved)
+        policy.release()
+        version = saved.state.step if saved else 0
+        weights = first_sync(self.setup, self.placed, policy, rollouts, self.ends, version)
+        run = replace(self.run, policy=policy, weights=weights)
+        source = self.source_of(run, saved)
+        self.ends.callback(source.close)
+        return replace(self, run=run, source=source)
 
     @contextmanager
     def saving(self, step: int, *, continues: bool) -> Iterator[None]:

@@ -15,12 +15,9 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR
-from megagrpo.report.curves import curve_parts
-from megagrpo.report.embed import encode
-from megagrpo.report.page import page
+from megagrpo.report.page import LiveReport, ReportServer, page
+from megagrpo.report.parts import curve_parts, encode, phases_of, timing_parts
 from megagrpo.report.run import read_run
-from megagrpo.report.serve import LiveReport, ReportServer
-from megagrpo.report.timing import phases_of, timing_parts
 from tests.report_browser import chromium, needs_chromium, opened
 from tests.report_runs import RECIPE, make_run
 

@@ -12,7 +12,8 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.evaluation.responses import write_responses
-from megagrpo.report import samples, serve
+from megagrpo.report import samples
+from megagrpo.report.page import LiveReport
 from megagrpo.report.run import RunRead, read_run
 from megagrpo.report.samples import AGENT, FAILED, MASKED, NO_STEP, sample_data
 from tests.sample_runs import HOSTILE, make_samples, response, sample, write_samples
@@ -111,7 +112,7 @@ def test_what_eval_has_written_has_a_page_without_a_run(
     columns, _ = sample_data([read_run(directory)])
     assert columns["rows"] == 2
     assert columns["names"]["set"] == ["held_out · teacher"]
-    live = serve.LiveReport([directory])
+    live = LiveReport([directory])
     before = live.changes()
     assert main(["report", str(directory)]) == 0
     assert "teacher" in capsys.readouterr().out
@@ -154,7 +155,7 @@ def test_a_page_that_is_served_reads_its_samples_until_the_second_change(
 ) -> None:
     monkeypatch.setattr(samples, "SAMPLES", 4)
     write_samples(tmp_path, 1, [sample(1, number=number, response=f"first {number}") for number in range(4)])
-    live = serve.LiveReport([run_in(tmp_path).directory])
+    live = LiveReport([run_in(tmp_path).directory])
 
     def held() -> dict[str, bytes]:
         columns = decoded(live.columns("samples") or b"")

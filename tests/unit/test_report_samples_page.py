@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from megagrpo.report.page import page, write_page
+from megagrpo.report.page import LiveReport, ReportServer, page, write_page
 from megagrpo.report.run import read_run
-from megagrpo.report.serve import LiveReport, ReportServer
 from tests.report_browser import PATIENCE_MS, chromium, needs_chromium
 from tests.report_browser import opened as opened_address
 from tests.sample_runs import make_samples, sample, write_samples

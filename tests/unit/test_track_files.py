@@ -1,9 +1,11 @@
-"""Files that a run writes to its directory, through interruptions, and the table of metrics."""
+"""Files that a run writes to its directory, through interruptions, the table of metrics, and the terminal."""
 
 from __future__ import annotations
 
+import io
 import json
-import math
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,19 @@ from typing import Any
 import pytest
 
 from megagrpo.errors import MachineError
+from megagrpo.progress import clock
 from megagrpo.recipe.load import load, load_any
+from megagrpo.track.console import (
+    LiveConsole,
+    Pace,
+    PlainConsole,
+    entries,
+    make_console,
+    summary_of,
+)
 from megagrpo.track.jsonl import StepLines
 from megagrpo.track.metrics import UndocumentedMetric, documented, undocumented
-from megagrpo.track.run_lock import only_process_of
-from megagrpo.track.status import read_status
-from megagrpo.track.summary import summary_of
+from megagrpo.track.status import only_process_of, read_status
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import MountedDisk
 from tests.tiny_run import tracked_recipe
@@ -78,13 +87,6 @@ def test_a_directory_that_is_taken_away_is_an_error_at_the_next_step_and_at_the_
         fault(run)
         with pytest.raises(MachineError, match=r"metrics.jsonl\n.*renamed, deleted"):
             written.append({"step": 2, "lr": 1.0})
-
-
-def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
-    values = {"grad_norm": math.nan, "clip/low": math.inf, "clip/high": -math.inf, "lr": 1.0}
-    StepLines(tmp_path / "metrics.jsonl", 0, print).append({"step": 1, **values})
-    (line,) = lines(tmp_path / "metrics.jsonl")
-    assert [line[name] for name in ("grad_norm", "clip/low", "clip/high", "lr")] == [None, None, None, 1.0]
 
 
 def test_a_run_directory_tells_what_was_run_and_the_last_lines_how_to_go_on(
@@ -178,3 +180,85 @@ def test_a_metric_without_an_entry_is_an_error_in_tests_and_logged_elsewhere(tmp
         tracker.log(1, {"rewards/mean": 0.5})
     tracker.log(1, {"rewards/mean": 0.5})  # warned of once
     assert "rewards/mean" in (tmp_path / "runs" / "adder" / "metrics.jsonl").read_text()
+
+
+# --- the console, on a real pseudo-terminal and without one -----------------------------------------------------------
+
+STEP = {
+    "reward/mean": 0.5, "kl/mean": 0.00123, "grad_norm": 0.75, "response_tokens/mean": 8.5, "tokens_per_second": 4321.0,
+    "seconds/step": 0.6, "seconds/rollout": 0.4, "seconds/update": 0.2, "eval/sums/mean@1": 0.912,
+}  # fmt: skip
+SHOWN = ("0.500", "0.0012", "0.75", "8.5", "4,321", "0.60", "0.912", "rollout", "update")
+
+
+def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    console = make_console("auto", stream)
+    assert isinstance(console, PlainConsole)
+    console.start("adder", tmp_path, 10)
+    console.log(1, STEP)
+    console.log(2, {"reward/mean": 0.25, "reward/errors": 3.0})
+    console.finish()
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("step 1/10")
+    for text in SHOWN:
+        assert text in first
+    assert "0.250" in second
+    assert "errors" not in first
+    assert "errors 3" in second
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_there_is_a_table_with_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        console = make_console("auto", stream)
+        assert isinstance(console, LiveConsole)
+        console.start("adder", tmp_path, 10, 4)
+        console.log(5, STEP)
+        console.say("a line that [stays]")
+        console.finish()
+        stream.flush()
+        shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    for text in (*SHOWN, "step 5/10", "grad norm", "█", "67%", "a line that [stays]"):
+        assert text in plain, text
+
+
+def test_the_time_left_follows_the_last_steps() -> None:
+    pace = Pace(total_steps=100)
+    assert pace.seconds_left() is None
+    for step in range(11, 41):
+        pace.reached(step, now=2.0 * (step - 10), seconds=1.0)
+    assert pace.seconds_left() == pytest.approx(2.0 * 60)
+
+
+def test_the_time_left_does_not_count_the_start() -> None:
+    pace = Pace(total_steps=10)
+    pace.reached(1, now=702.0, seconds=2.0)  # 700 s after the command
+    assert pace.seconds_left() == pytest.approx(2.0 * 9)
+
+
+def test_failed_rewards_have_a_column_once_there_are_some(tmp_path: Path) -> None:
+    console = LiveConsole(io.StringIO())
+    console.start("adder", tmp_path, 10)
+    console.log(1, STEP | {"reward/errors": 0.0})
+    assert "errors" not in entries(STEP | {"reward/errors": 0.0})
+    assert entries(STEP | {"critic/explained_variance": 0.5})["critic expl. var."] == "0.50"
+    assert "errors" not in headings(console)
+    console.log(2, STEP | {"reward/errors": 3.0})
+    console.finish()
+    assert headings(console)["errors"] == ["", "3"]
+
+
+def headings(console: LiveConsole) -> dict[str, list[str]]:
+    return {str(column.header): list(map(str, column.cells)) for column in console._table().columns}
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (90.4, "1:30"), (3700, "1:01:40")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

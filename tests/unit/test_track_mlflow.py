@@ -30,11 +30,11 @@ from megagrpo.preflight.machine import directory_problems
 from megagrpo.processes.ports import free_port
 from megagrpo.recipe.defaults import checkpoint_directory
 from megagrpo.recipe.schema import Recipe
-from megagrpo.track.delivered import Delivered, place
 from megagrpo.track.jsonl import leaves
-from megagrpo.track.mlflow import PARAM_CHARACTERS, mlflow_name, shortened, tracking_uri
+from megagrpo.track.mlflow import PARAM_CHARACTERS, MLflow, MLflowConfig, mlflow_name, shortened
 from megagrpo.track.rollout_files import rollout_steps
-from megagrpo.track.run_lock import only_process_of
+from megagrpo.track.status import only_process_of
+from megagrpo.track.tracked_run import Delivered, without_password
 from megagrpo.track.tracker import Tracker
 from tests.agent_runs import calculator_run, group_of, tool_event
 from tests.mlflow_server import MlflowServer
@@ -53,6 +53,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
     with MlflowServer(tmp_path_factory.mktemp("server")) as started:
         yield started
+
+
+def tracking_uri(recipe: Recipe) -> str:
+    return MLflow.server(getattr(recipe.track, "mlflow") or MLflowConfig(), recipe)  # noqa: B009
 
 
 @cache
@@ -155,17 +159,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_with_each_step_once(tmp_pa
     assert (tmp_path / "runs" / "mlruns").is_dir()
 
 
-def test_a_run_that_starts_anew_is_another_mlflow_run(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    for _ in range(2):
-        with Tracker(recipe, 10) as tracker:
-            tracker.log(1, {"reward/mean": 0.5})
-    experiment = MlflowClient(tracking_uri(recipe)).get_experiment_by_name(tmp_path.name)
-    assert experiment
-    assert len(MlflowClient(tracking_uri(recipe)).search_runs([experiment.experiment_id])) == 2
-
-
-def test_a_run_that_was_killed_is_ended_by_the_start_anew(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_is_another_mlflow_run_and_ends_one_that_was_killed(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     with Tracker(recipe, 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -173,6 +167,7 @@ def test_a_run_that_was_killed_is_ended_by_the_start_anew(tmp_path: Path) -> Non
     client.update_run(killed, status="RUNNING")  # as after SIGKILL
     with Tracker(recipe, 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
+    assert tracker.run_ids["mlflow"] != killed
     assert client.get_run(killed).info.status == "KILLED"
     assert client.get_run(tracker.run_ids["mlflow"]).info.status == "FINISHED"
 
@@ -409,7 +404,7 @@ def test_a_server_that_is_killed_half_way_gets_the_rest_by_sync_once(
     with MlflowServer(tmp_path) as server:
         with Tracker(recipe_of(tmp_path, server.uri), 10, tokenizer=TOKENIZER) as tracker:
             log(tracker, range(5))
-            while Delivered(directory).of(place("mlflow", server.uri)).get("step", -1) < 2:
+            while Delivered(directory).of(f"mlflow {server.uri}").get("step", -1) < 2:
                 time.sleep(0.1)
             server.kill()
             # mlflow keeps the answer: as when the server is killed while a trace is brought, the first of a process.
@@ -497,14 +492,6 @@ def test_any_name_becomes_one_that_mlflow_allows(name: str) -> None:
     _validate_param_name(mlflow_name(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [("eval/mean@1", "eval/mean_at_1"), ("reward/mean", "reward/mean"), ("reward/a+b", "reward/a_b")],
-)
-def test_usual_names_stay_readable(name: str, allowed: str) -> None:
-    assert mlflow_name(name) == allowed
-
-
 def test_a_long_param_ends_with_a_hash_of_the_whole() -> None:
     one, other = "x" * 9000, "x" * 9001
     assert shortened("x") == "x"
@@ -526,8 +513,8 @@ def test_the_server_is_the_recipes_or_the_environments(tmp_path: Path, monkeypat
 
 
 def test_a_password_in_a_servers_address_is_not_written(tmp_path: Path) -> None:
-    assert place("mlflow", "http://me:secret@host:5000/a") == "mlflow http://host:5000/a"
-    assert place("mlflow", "sqlite:////x/mlflow.db") == "mlflow sqlite:////x/mlflow.db"
+    assert without_password("http://me:secret@host:5000/a") == "http://host:5000/a"
+    assert without_password("sqlite:////x/mlflow.db") == "sqlite:////x/mlflow.db"
     (problem,) = directory_problems(recipe_of(tmp_path, "http://me:s3cret@host:5000"))
     assert "MLFLOW_TRACKING_PASSWORD" in problem.fix
     assert "s3cret" not in str(problem)

@@ -21,11 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from megagrpo.cli import main
 from megagrpo.errors import EXIT_USER_ERROR, MachineError
 from megagrpo.processes.ports import free_port
-from megagrpo.track import follower_process
-from megagrpo.track.delivered import Delivered
+from megagrpo.track import follower
 from megagrpo.track.follower import MetricLines
 from megagrpo.track.metrics import documented, prometheus_name
 from megagrpo.track.status import read_status
+from megagrpo.track.tracked_run import Delivered
 from megagrpo.track.tracker import Tracker
 from tests.small_disk import small_disk
 from tests.terminal import Terminal
@@ -117,9 +117,9 @@ def test_a_complete_run_leaves_trackers_alone_that_have_all_of_it(
 ) -> None:
     def starts(*changed: str) -> int:
         """Counts the starts of the trackers' process by the same command."""
-        counted, start = list[FollowerThread](), follower_process.started_process
+        counted, start = list[FollowerThread](), follower.started_process
         with monkeypatch.context() as patched:
-            patched.setattr(follower_process, "started_process", lambda run: counted.append(start(run)) or counted[-1])
+            patched.setattr(follower, "started_process", lambda run: counted.append(start(run)) or counted[-1])
             with Tracker(recipe, 2, 2, changed=changed, complete=True):
                 pass
         return len(counted)

@@ -17,18 +17,26 @@ import psutil
 import pytest
 
 from megagrpo.cli import main
-from megagrpo.track import follower, follower_process
-from megagrpo.track.delivered import FILE
+from megagrpo.recipe.schema.run import TrackConfig
+from megagrpo.track import follower
 from megagrpo.track.status import RunStatus
+from megagrpo.track.tracked_run import FILE
 from megagrpo.track.tracker import Tracker
 from megagrpo.track.trackers import TRACKERS
 from tests.tiny_run import tracked_recipe
 from tests.toy_tracker import FILE as FILE_OF_TOY
-from tests.toy_tracker import Toy, received
+from tests.toy_tracker import Toy, ToyConfig, received
 from tests.tracker_thread import trackers_in_patient_process
 from tests.unit.test_track_others import scalars
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ADDED = f"""
+import sys
+sys.path.append({str(REPOSITORY)!r})
+from megagrpo.track.trackers import TRACKERS
+from tests.toy_tracker import Toy
+TRACKERS["toy"] = Toy
+"""
 DRIVER = """
 import sys, time
 from pathlib import Path
@@ -37,6 +45,21 @@ from megagrpo.track.tracker import Tracker
 with Tracker(tracked_recipe(Path(sys.argv[1]), tensorboard=True), 10) as tracker:
     tracker.log(0, {"reward/mean": 0.0})
     time.sleep(600)
+"""
+TOY_DRIVER = f"""{ADDED}
+import json
+from pathlib import Path
+from megagrpo.recipe.schema import Recipe
+from megagrpo.track.tracker import Tracker
+from tests.tiny_run import tracked_recipe
+from tests.tracker_thread import trackers_in_patient_process
+from tools.recipe_docs import json_schema, reference
+import pytest
+trackers_in_patient_process(pytest.MonkeyPatch(), {ADDED!r})
+with Tracker(tracked_recipe(Path(sys.argv[1]), toy={{"times": 3}}), 10) as tracker:
+    tracker.log(1, {{"reward/mean": 0.5}})
+print(*[line for line in reference(Recipe).splitlines() if "track.toy" in line], sep="\\n")
+print(json.dumps(json.loads(json_schema(Recipe))["$defs"]["ToyConfig"]))
 """
 WANDB_DRIVER = """
 import sys, time
@@ -53,6 +76,13 @@ with Tracker(tracked_recipe(Path(sys.argv[1]), mlflow={}, wandb={}), 10) as trac
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     trackers_in_patient_process(monkeypatch)
+
+
+def add_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the toy to the process, and to this one, whose recipes have their fields already."""
+    monkeypatch.setitem(TRACKERS, "toy", Toy)
+    monkeypatch.setattr(TrackConfig, "toy", ToyConfig(), raising=False)
+    trackers_in_patient_process(monkeypatch, ADDED)
 
 
 def processes_of(pid: int) -> Iterator[psutil.Process]:
@@ -119,9 +149,7 @@ def test_a_tracker_of_one_file_and_one_line_gets_each_step_once_over_kills_and_a
             time.sleep(0.005)
         kill_and_await(process)
 
-    monkeypatch.setitem(TRACKERS, "toy", Toy)
-    added = "from megagrpo.track.trackers import TRACKERS; from tests.toy_tracker import Toy; TRACKERS['toy'] = Toy"
-    trackers_in_patient_process(monkeypatch, f"import sys; sys.path.append({str(REPOSITORY)!r}); {added}")
+    add_toy(monkeypatch)
     recipe, directory = tracked_recipe(tmp_path), tmp_path / "runs" / "adder"
     with Tracker(recipe, 99) as tracker:
         for step in range(1, 41):
@@ -140,15 +168,20 @@ def test_a_tracker_of_one_file_and_one_line_gets_each_step_once_over_kills_and_a
     assert "toy: 0 steps brought; it has everything" in capsys.readouterr().out
 
 
+def test_a_line_in_trackers_gives_recipes_the_field_with_the_tracker_s_settings(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", TOY_DRIVER, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert received(tmp_path / "runs" / "adder") == {"1": 1.5}
+    assert "### `track.toy`" in ran.stdout
+    assert json.loads(ran.stdout[ran.stdout.index("{") :])["properties"]["times"]["minimum"] == 1
+
+
 def test_a_run_whose_end_a_full_disk_keeps_out_of_its_status_is_ended_at_its_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: RunStatus, directory: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setitem(TRACKERS, "toy", Toy)
-    added = "from megagrpo.track.trackers import TRACKERS; from tests.toy_tracker import Toy; TRACKERS['toy'] = Toy"
-    trackers_in_patient_process(monkeypatch, f"import sys; sys.path.append({str(REPOSITORY)!r}); {added}")
+    add_toy(monkeypatch)
     with Tracker(tracked_recipe(tmp_path), 10) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
         monkeypatch.setattr(RunStatus, "write", full)
@@ -159,8 +192,8 @@ def test_a_run_whose_end_a_full_disk_keeps_out_of_its_status_is_ended_at_its_tra
 def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_process, "FINISH_SECONDS", 0.1)
-    monkeypatch.setattr(follower_process, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(follower, "FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(follower, "REPORT_SECONDS", 0.1)
     recipe, directory = tracked_recipe(tmp_path, tensorboard=True, console="lines"), tmp_path / "runs" / "adder"
     with Tracker(recipe, 10) as tracker:
         the_process().send_signal(signal.SIGSTOP)
@@ -177,7 +210,7 @@ def test_a_process_that_is_stopped_delays_no_step_and_the_end_only_for_a_while(
 def test_a_report_that_takes_too_long_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "REPORT_SECONDS", 0)
     said: list[str] = []
-    follower.write_report(tmp_path, said.append)
+    follower.write_report(tmp_path, ["MLflow"], said.append)
     assert said == [f"no report for MLflow: not written within 0 s; megagrpo report {tmp_path} makes it"]
 
 

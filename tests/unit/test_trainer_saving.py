@@ -1,15 +1,25 @@
-"""Saves that fail: said once, or raised, and nothing of the checkpoints before is touched."""
+"""Saves that fail: said once, or raised, and nothing of the checkpoints before is touched. The user's command on an
+exported model.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from megagrpo.checkpoint.store import CheckpointStore, SavedFile, describe
 from megagrpo.errors import DIVERGED_FIX, CheckpointError, Problem, RankError
-from megagrpo.trainer.saving import Saving
+from megagrpo.trainer.saving import Exports, Saving
+from tests.loop import small_run
+from tests.tiny_run import recipe_with
 from tests.unit.test_checkpoint_store import save, state
 
 
@@ -75,3 +85,49 @@ def test_the_error_of_a_run_that_has_diverged_says_what_to_type_to_go_on_from_it
             save(unconfirmed, step)
         last, before = (shlex.quote(str(tmp_path / "older" / f"step_00000{step}")) for step in (3, 2))
         assert fix_with(saving, DIVERGED_FIX).endswith(f". To go on: rm -r {last}, then {command} {before}")
+
+
+# --- the command on an exported model ---------------------------------------------------------------------------------
+
+TELL = """
+import os, sys, time
+print(sys.argv[1], os.getpgid(0) == os.getpid(), "MY_TOKEN" in os.environ, os.environ["PLAIN"], flush=True)
+time.sleep(float(sys.argv[2]))
+sys.exit(3)
+"""
+
+
+def test_a_command_has_a_group_a_log_and_no_secrets_and_its_failure_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "x")
+    monkeypatch.setenv("PLAIN", "y")
+    said: list[str] = []
+    tokenizer: Any = None
+    for name, seconds in (("step_000002", "0"), ("hugging_face", "600")):
+        recipe = recipe_with(f"track.directory={tmp_path}")
+        command = [sys.executable, "-c", TELL, "{directory}", seconds]
+        checkpoint = recipe.checkpoint.model_copy(update={"after_export": command})
+        checked: Any = SimpleNamespace(recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
+        exports = Exports(checked, tokenizer, said.append)
+        exports.start_command(tmp_path / name)
+        log = tmp_path / recipe.name / "logs" / f"after_export_{name}.log"
+        small_run.wait_until(lambda log=log: log.read_text().endswith("\n"), "its output")
+        assert log.read_text() == f"{tmp_path / name} True False y\n"
+        while not said:
+            exports.report()
+        exports.close()
+    assert len(said) == 2
+    assert "ended with 3" in said[0]
+    pid = int(said[1].partition("still runs as process ")[2].partition(",")[0])
+    assert psutil.Process(pid).is_running(), "the run leaves it alone"
+    os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_command_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = recipe_with(f"track.directory={tmp_path}", "checkpoint.after_export=[no-such-program]")
+    checked: Any = SimpleNamespace(recipe=recipe)
+    tokenizer: Any = None
+    Exports(checked, tokenizer, said.append).start_command(tmp_path)
+    assert "could not be started" in said[0]

@@ -20,7 +20,6 @@ from megagrpo.recipe.schema.reward import (
     RewardFunctionConfig,
 )
 from megagrpo.recipe.schema.rollout import DynamicSamplingConfig, EngineLayoutConfig, MismatchConfig, SglangConfig
-from megagrpo.recipe.schema.run import MLflowConfig, WandBConfig
 from megagrpo.recipe.schema.sft import ConversationFileConfig, SftRecipe
 from megagrpo.recipe.schema.train import LayoutConfig, LoraConfig, TrainConfig
 
@@ -32,6 +31,6 @@ __all__ = [
     "ConversationFileConfig", "CriticConfig", "DataFileConfig",
     "DynamicSamplingConfig", "EarlyStoppingConfig", "EngineLayoutConfig", "EntryConfig", "GenerativeConfig",
     "LayoutConfig", "LoraConfig",
-    "MLflowConfig", "MismatchConfig", "OptimizerConfig", "OverlongConfig", "PolicyLossConfig", "Recipe",
-    "RewardConfig", "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig", "WandBConfig",
+    "MismatchConfig", "OptimizerConfig", "OverlongConfig", "PolicyLossConfig", "Recipe",
+    "RewardConfig", "RewardFunctionConfig", "SftRecipe", "SglangConfig", "TrainConfig",
 ]  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from megagrpo.section import Count, NonNegativeInt, PositiveInt, Rules, Seconds, Section
+from megagrpo.track.trackers import TRACKERS
 
 Pause = Literal["retract", "in_place", "finish"]
 
@@ -103,38 +104,6 @@ class CheckpointConfig(Section):
 ConsoleMode = Literal["auto", "live", "lines", "off", "json"]
 
 
-class MLflowConfig(Section):
-    """MLflow tracking."""
-
-    uri: str | None = None
-    """Tracking server; the default is MLFLOW_TRACKING_URI, or else a sqlite file, mlflow.db, in track.directory."""
-
-    experiment: str = "megagrpo"
-    """Experiment's name."""
-
-    system_metrics: bool = True
-    """Also processor, memory and GPUs of the driver's node."""
-
-    traces_per_step: NonNegativeInt = 4
-    """Rollouts of each step that become MLflow traces: prompt, turns, tool calls, scores."""
-
-    registered_model: str | None = None
-    """Name in the model registry under which the exported model is registered."""
-
-
-class WandBConfig(Section):
-    """Weights & Biases tracking; needs `pip install megagrpo[wandb]`."""
-
-    project: str = "megagrpo"
-    """Project's name."""
-
-    entity: str | None = None
-    """Team or user; the default is wandb's own."""
-
-    samples_per_step: NonNegativeInt = 8
-    """Samples of each step in a table."""
-
-
 class RolloutFilesConfig(Section):
     """The samples that are kept as parquet, with prompt, response, score and advantage (docs/rollouts.md)."""
 
@@ -146,9 +115,7 @@ class RolloutFilesConfig(Section):
     Whole groups, the first ones, at least one unless it is 0. null: all, some 14 bytes for each token."""
 
 
-class TrackConfig(Section):
-    """The destinations of metrics. metrics.jsonl in the run's directory is always written."""
-
+class _Output(Section):
     directory: str = "runs"
     """Parent of all runs; this one's directory is DIRECTORY/NAME."""
 
@@ -156,14 +123,19 @@ class TrackConfig(Section):
     """Output of the command. auto: a live table on a terminal, plain lines elsewhere. off: nothing but errors, as
     --quiet. json: a JSON object per line, as --json."""
 
-    mlflow: MLflowConfig | None = MLflowConfig()
-    """null switches it off."""
 
-    tensorboard: bool = False
-    """Write TensorBoard events; needs `pip install megagrpo[tensorboard]`."""
+if TYPE_CHECKING:
+    _Trackers = _Output
+else:
+    _OF_TRACKERS = {
+        name: (tracker.section if tracker.section is bool else tracker.section | None, tracker.field)
+        for name, tracker in sorted(TRACKERS.items())
+    }
+    _Trackers = create_model("_Trackers", __base__=_Output, **_OF_TRACKERS)
 
-    wandb: WandBConfig | None = None
-    """Off unless given."""
+
+class TrackConfig(_Trackers):
+    """The destinations of metrics. metrics.jsonl in the run's directory is always written."""
 
     rollouts: RolloutFilesConfig | None = RolloutFilesConfig()
     """Samples of each step in rollouts/, for `megagrpo report`. null: none."""
