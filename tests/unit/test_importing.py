@@ -22,8 +22,7 @@ from megagrpo.importing.options import Given, flags, hydra_overrides, unknown_in
 from megagrpo.importing.read import FRAMEWORKS, import_recipe
 from megagrpo.importing.recipe_text import report
 from megagrpo.importing.shell import read_script
-from megagrpo.importing.shell_syntax import Word
-from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, braces
+from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, Word, braces
 from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
