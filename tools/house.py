@@ -40,15 +40,15 @@ BUDGETS = {
     ("plan",): 5_191,
     ("data",): 2_699,
     ("reward",): 7_889,
-    ("agents",): 4_894,
+    ("agents",): 4_886,
     ("track", "report"): 4_852,
-    ("importing",): 2_809,
-    ("commands", "processes", ""): 2_515,
+    ("importing",): 2_795,
+    ("commands", "processes", ""): 2_514,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=343),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=342),
     "tests": Limits(lines=51_769, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -24,9 +24,9 @@ from megagrpo.importing.shell_syntax import (
     operands,
     parsed,
     parts,
+    source_of,
     words,
-    written,
-)  # fmt: skip
+)
 from megagrpo.importing.shell_words import UNKNOWN, Shell, Status, Value, Word, matches, unknown_part
 
 COMMANDS_MAX = 20_000
@@ -131,10 +131,10 @@ class Script(Shell):
                 return self._for(node)
             case "case_statement":
                 falls = any(one.child_by_field_name("fallthrough") for one in inner)
-                subject = "".join(map(written, fields("value")))
+                subject = "".join(map(source_of, fields("value")))
                 return self._case(subject, [one for one in inner if one.type == "case_item"], falls)
             case "function_definition":
-                self.functions["".join(map(written, fields("name")))] = fields("body")
+                self.functions["".join(map(source_of, fields("name")))] = fields("body")
                 return True
             case "subshell":
                 return self._apart(inner)
@@ -192,10 +192,11 @@ class Script(Shell):
             self.number(step, 0)
 
     def _for(self, node: Node) -> Status:
-        (name, *_), body = node.children_by_field_name("variable"), node.children_by_field_name("body")
+        name = "".join(map(source_of, node.children_by_field_name("variable")))
+        body = node.children_by_field_name("body")
         listed = [text for word, _ in words(node.children_by_field_name("value"), node) for text in self.values(word)]
         for text in listed if any(one.type == "in" for one in node.children) else list(self.arguments):
-            self.assign(written(name), text)
+            self.assign(name, text)
             if UNKNOWN in text and " " not in text:
                 self.doubt(unknown_part(text))
                 return self._either(lambda: self._turn(body) and None, lambda: None)
@@ -313,13 +314,13 @@ class Script(Shell):
             self.written.append(self._printed(name, arguments))
         return self._builtin(name, arguments, given[0].line)
 
-    def _leave(self, how: str, words: Sequence[Word]) -> Status:
+    def _leave(self, how: str, given: Sequence[Word]) -> Status:
         if how == "exit":
             if not self.exits:
                 return True
             if not self.doubts and not self.outside:
-                self.ended = words[0].line
-        levels = words[1].text if len(words) > 1 and how in ("break", "continue") else "1"
+                self.ended = given[0].line
+        levels = given[1].text if len(given) > 1 and how in ("break", "continue") else "1"
         raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
 
     def _builtin(self, name: str, arguments: Sequence[str], line: int) -> Status:

@@ -20,8 +20,6 @@ BASH = Language(tree_sitter_bash.language())
 END = 2**32 - 1
 EXPRESSIONS = ("test_command", "binary_expression", "unary_expression", "parenthesized_expression")
 OUTPUT = re.compile(r"&?1?>")
-
-
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
     "-ge": operator.ge,
@@ -39,17 +37,16 @@ def parts(node: Node) -> list[Node]:
     return [child for child in node.children if child.type != "comment"]
 
 
-def written(source: Node, start: int | None = None, end: int | None = None) -> str:
+def source_of(node: Node, start: int = 0, end: int = END) -> str:
     """Returns the text of a node, between two bytes of the script if they are given."""
-    first = source.start_byte
-    text = (source.text or b"")[(start or first) - first : (end or source.end_byte) - first]
-    return text.decode("utf-8", "surrogatepass")
+    first = node.start_byte
+    return (node.text or b"")[max(0, start - first) : end - first].decode("utf-8", "surrogatepass")
 
 
 def inside(node: Node, opening: str, closing: str) -> str:
     """Returns the text between the first and the last of a node's signs."""
     signs = [child for child in node.children if child.type in (opening, closing)]
-    return written(node, signs[0].end_byte, signs[-1].start_byte)
+    return source_of(node, signs[0].end_byte, signs[-1].start_byte)
 
 
 def words(nodes: Sequence[Node], source: Node) -> list[tuple[Word, Node]]:
@@ -58,12 +55,12 @@ def words(nodes: Sequence[Node], source: Node) -> list[tuple[Word, Node]]:
     ends: list[tuple[Node, int]] = []
     for node in nodes:
         before, end = ends[-1] if ends else (node, -1)
-        touches = end >= 0 and not written(source, end, node.start_byte).replace("\\\n", "")
+        touches = end >= 0 and not source_of(source, end, node.start_byte).replace("\\\n", "")
         if touches and node.is_named and (before.is_named or before.type in "~$"):
             ends[-1] = (before, node.end_byte)
         else:
             ends.append((node, node.end_byte))
-    return [(Word(written(source, node.start_byte, end), node.start_point.row + 1), node) for node, end in ends]
+    return [(Word(source_of(source, node.start_byte, end), node.start_point.row + 1), node) for node, end in ends]
 
 
 def operands(test: Node) -> list[Node]:
@@ -74,7 +71,7 @@ def operands(test: Node) -> list[Node]:
 def moves_output(redirect: Node) -> bool:
     """Returns whether a redirection is of a command's output to elsewhere."""
     further = redirect.children_by_field_name("redirect")
-    return any(map(moves_output, further)) or OUTPUT.match(written(redirect)) is not None
+    return any(map(moves_output, further)) or OUTPUT.match(source_of(redirect)) is not None
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

@@ -361,18 +361,16 @@ class _Number:
                 raise ValueError(text)
             self.tokens.append(token[1])
             at = token.end()
+        self.tokens.append("")
 
     def whole(self) -> int:
-        value = self._several() if self.tokens else 0
-        if self.tokens:
+        value = self._several() if self.tokens[0] else 0
+        if self.tokens[0]:
             raise ValueError(self.tokens[0])
         return value
 
-    def _next(self) -> str:
-        return self.tokens[0] if self.tokens else ""
-
     def _take(self, *wanted: str) -> str:
-        return self.tokens.pop(0) if self._next() in wanted and self.tokens else ""
+        return self.tokens.pop(0) if self.tokens[0] in wanted else ""
 
     def _several(self) -> int:
         value = self._assigned()
@@ -381,7 +379,7 @@ class _Number:
         return value
 
     def _assigned(self) -> int:
-        name, sign = self._next(), self.tokens[1] if len(self.tokens) > 1 else ""
+        name, sign = [*self.tokens, ""][:2]
         if name.isidentifier() and (sign == "=" or sign in ("+=", "-=", "*=", "/=", "%=")):
             del self.tokens[:2]
             value = self._assigned()
@@ -424,7 +422,7 @@ class _Number:
                 raise ValueError("( without )")
             return value
         changed = self._take("++", "--")
-        token = self.tokens.pop(0) if self.tokens else ""
+        token = self.tokens.pop(0)
         if not token.isidentifier():
             base, sharp, digits = token.partition("#")
             return int(digits, int(base)) if sharp else int(token, 8 if re.fullmatch(r"0\d+", token) else 0)

@@ -19,8 +19,7 @@ from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing import rows
 from megagrpo.importing.options import Given, flags, hydra_overrides, unknown_in, yaml_options
-from megagrpo.importing.read import FRAMEWORKS, import_recipe
-from megagrpo.importing.recipe_text import report
+from megagrpo.importing.read import FRAMEWORKS, import_recipe, report
 from megagrpo.importing.shell import read_script
 from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, Word, braces
 from megagrpo.importing.translate import Framework, translate
