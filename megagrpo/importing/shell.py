@@ -131,13 +131,15 @@ class Script(Shell):
                 return self._for(node)
             case "case_statement":
                 falls = any(one.child_by_field_name("fallthrough") for one in inner)
-                subject = "".join(map(source_of, fields("value")))
+                subject = Word("".join(map(source_of, fields("value"))), node.start_point.row + 1)
                 return self._case(subject, [one for one in inner if one.type == "case_item"], falls)
             case "function_definition":
                 self.functions["".join(map(source_of, fields("name")))] = fields("body")
                 return True
             case "subshell":
                 return self._apart(inner)
+            case "ERROR":
+                self.notes.append(f"line {node.start_point.row + 1} has a form that is not known here: look at it")
         return self.block(inner)
 
     # --- branches -----------------------------------------------------------------------------------------------------
@@ -163,10 +165,10 @@ class Script(Shell):
         body = [part for part in inner[then:] if part not in clauses]
         return self._chosen(self.block(inner[:then]), lambda: self.block(body), lambda: self._if(clauses[1:]))
 
-    def _case(self, subject: str, items: Sequence[Node], falls: bool) -> Status:
+    def _case(self, subject: Word, items: Sequence[Node], falls: bool) -> Status:
         """Follows the first branch that fits. An unknown subject may fit all branches. A case that falls through
         is read as if its subject were unknown."""
-        text = self.text(Word(subject, 0))
+        text = self.text(subject)
         for at, item in enumerate(items, start=1):
             patterns = item.children_by_field_name("value")
             texts = [self.pattern(pattern) for pattern, _ in words(patterns, item)]
@@ -174,7 +176,7 @@ class Script(Shell):
             if "*" in texts and not falls:
                 return self.block(body)
             if falls or UNKNOWN in text + "".join(texts):
-                self.doubt(unknown_part(text + "".join(texts)) or f"case {subject}")
+                self.doubt(unknown_part(text + "".join(texts)) or f"case {subject.text}")
                 others = items[at:]
                 return self._either(lambda: self.block(body), lambda: self._case(subject, others, falls))  # noqa: B023
             if any(matches(pattern, text) for pattern in texts):
@@ -267,9 +269,7 @@ class Script(Shell):
 
     def _redirected(self, body: Sequence[Node], redirects: Sequence[Node]) -> Status:
         """Follows a command, and those behind its here-document's beginning."""
-        status: Status = True
-        for node in body:
-            status = self.node(node, redirects)
+        status = self.node(body[0], redirects) if body else True
         for redirect in redirects:
             self.block([one for one in parts(redirect) if one.type in ("pipeline", "command", "list")])
         return status

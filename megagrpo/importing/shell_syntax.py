@@ -19,6 +19,8 @@ CHARACTERS_MAX = 64 * 1024
 BASH = Language(tree_sitter_bash.language())
 END = 2**32 - 1
 EXPRESSIONS = ("test_command", "binary_expression", "unary_expression", "parenthesized_expression")
+DOCUMENT = re.compile(r"(<<-?[ \t]*(['\"]?)[A-Za-z_]\w*\2)(?=[;|&])")
+"""The beginning of a here-document, behind which the grammar needs a blank."""
 OUTPUT = re.compile(r"&?1?>")
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
@@ -28,8 +30,9 @@ COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 def parsed(text: str, line: int = 1) -> Node:
     """Returns the tree of a text. line: of its beginning."""
-    source = text[:CHARACTERS_MAX].replace("\r\n", "\n").encode("utf-8", "surrogatepass")
-    place = Range(Point(line - 1, 0), Point(END, END), 0, len(source))
+    text = DOCUMENT.sub(r"\1 ", text[:CHARACTERS_MAX].replace("\r\n", "\n"))
+    source = text.encode("utf-8", "surrogatepass")
+    place = Range(Point(max(line - 1, 0), 0), Point(END, END), 0, len(source))
     return Parser(BASH, included_ranges=[place]).parse(source).root_node
 
 

@@ -281,7 +281,7 @@ SCRIPTS = {
     "appended": "A=1; A+=2; export B=$A; show $A$B",
     "redirected": "show a b 2>&1 >/dev/null\nshow c 2>/dev/null || true; show d",
     "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
-    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this",
+    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this; cat <<E|cat >/dev/null\nno\nE\nshow that",
     "joined": 'A=x; show $A/y.$A ${A}_z pre"$A b"post',
     "cases": 'L=(); C=gpu; case "$C" in npu) P=16; L+=(x) ;; g*|tpu) P=8 ;; *) P=1 ;; esac; show $P "${L[@]}"',
     "functions": 'f() { local a=$1; shift; show $a "$@" $#; }; f 1 "2 3" 4',
