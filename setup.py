@@ -51,6 +51,8 @@ setup(
         "packaging>=24.2",
         "jsonschema>=4.20",
         "referencing>=0.30",
+        "tree-sitter>=0.25,<0.27",
+        "tree-sitter-bash>=0.25,<0.26",
     ],
     extras_require={
         "sglang": ["sglang>=0.5.23,<0.6"],

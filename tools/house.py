@@ -41,16 +41,16 @@ BUDGETS = {
     ("plan",): 5_191,
     ("data",): 2_694,
     ("reward",): 7_666,
-    ("agents",): 4_894,
+    ("agents",): 4_886,
     ("track", "report"): 4_707,
-    ("importing",): 3_015,
-    ("commands", "processes", ""): 2_513,
+    ("importing",): 2_798,
+    ("commands", "processes", ""): 2_512,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=314),
-    "tests": Limits(lines=51_694, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=313),
+    "tests": Limits(lines=51_552, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -9,11 +9,10 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from aiohttp import web
 
@@ -23,9 +22,9 @@ from megagrpo.agents.dialects import chat_completions, messages, responses
 from megagrpo.agents.dialects.chat_request import ChatAnswer, ChatRequest, Dialect, Kept, Message, Refusal, is_deeper
 from megagrpo.agents.turns import Limits, Rollout
 
-DIALECTS: Final[MappingProxyType[str, Dialect]] = MappingProxyType(
-    {"/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses}
-)
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": chat_completions, "/v1/messages": messages, "/v1/responses": responses,
+}  # fmt: skip
 """Dialects by the path of their requests."""
 
 BODY_BYTES_MAX = 1 << 28

@@ -54,7 +54,6 @@ class Hosted:
     opened: float
     left_seconds: float
     events: list[dict[str, Any]] = field(default_factory=list)
-    ended: bool = False
 
 
 @dataclass(eq=False)
@@ -65,6 +64,7 @@ class Slot:
     process: AgentProcess | None = None
     """None until it is ready."""
     rollouts: dict[str, Hosted] = field(default_factory=dict)
+    """Rollouts that have not ended, by key."""
     cancelled: dict[str, float] = field(default_factory=dict)
     """Monotonic time in seconds of each cancellation that it has not confirmed, by the rollout's key."""
 
@@ -115,10 +115,7 @@ class AgentHost:
 
     def late(self, key: str, why: str) -> None:
         """Ends the rollout with this key for a time limit, unless it has ended. Runs in the host's thread."""
-        rollout = self._opened[key]
-        if key in rollout.slot.rollouts:
-            self._leave(rollout)
-            self._end(rollout, late=why)
+        self._leave(self._opened[key], late=why)
 
     def begin(self, orders: Sequence[Order], *, first: bool = False) -> None:
         """Begins their rollouts without a sample, if `first` before those that wait. Resumes held rollouts."""
@@ -293,22 +290,17 @@ class AgentHost:
         self._held.difference_update(orders)
         for order in orders:
             for rollout in self._running.pop(order, {}).values():
-                if rollout.key in rollout.slot.rollouts:
-                    self._leave(rollout)
-                if not rollout.ended:
-                    self._end(rollout)
+                self._leave(rollout)
 
-    def _release(self, rollout: Hosted, sample: Sample | None) -> None:
-        del self._opened[rollout.key]
-        self._finished(rollout.order, rollout.index, rollout.key, sample)
-
-    def _leave(self, rollout: Hosted) -> None:
-        """Cancels the rollout in its process."""
+    def _leave(self, rollout: Hosted, late: str = "") -> None:
+        """Ends the rollout, and cancels it in its process, unless it has ended."""
         slot = rollout.slot
-        del slot.rollouts[rollout.key]
+        if slot.rollouts.pop(rollout.key, None) is None:
+            return
         if slot.process:
             slot.cancelled[rollout.key] = time.monotonic()
             slot.process.send({"cancel": rollout.key})
+        self._end(rollout, late=late)
 
     def _fill(self) -> None:
         """Begins rollouts that wait, while there is room. Each process takes at most its share."""
@@ -352,22 +344,23 @@ class AgentHost:
         slot.process.send({"begin": key, "task": task, "endpoint": endpoint})
 
     def _end(self, rollout: Hosted, **outcome: Any) -> None:
-        rollout.ended = True
         self._spawn(self._end_with(rollout, **outcome))
 
     async def _end_with(
         self, rollout: Hosted, *, reward: Any = None, turn_rewards: Any = None, error: str = "", late: str = ""
     ) -> None:
-        record = await self._gateway.close(rollout.key)
-        of_order = self._running.get(rollout.order, {})
-        if of_order.get(rollout.index) is not rollout:
-            self._release(rollout, None)  # it was cancelled
+        order, index, key = rollout.order, rollout.index, rollout.key
+        record = await self._gateway.close(key)
+        del self._opened[key]
+        of_order = self._running.get(order, {})
+        if of_order.get(index) is not rollout:
+            self._finished(order, index, key, None)  # it was cancelled
             return
-        del of_order[rollout.index]
+        del of_order[index]
         if not of_order:
-            del self._running[rollout.order]
-            self._held.discard(rollout.order)
-        sample = record.sample(rollout.order.requests[rollout.index], "stop", turn_rewards)
+            del self._running[order]
+            self._held.discard(order)
+        sample = record.sample(order.requests[index], "stop", turn_rewards)
         if sample.agent is None:
             raise ValueError("a record without its rollout")
         run = sample.agent
@@ -385,7 +378,7 @@ class AgentHost:
             counts={**run.counts, **({"late": 1.0} if late else {"failed": 1.0} if failed else {})},
             events=tuple(sorted([*run.events, *rollout.events], key=itemgetter("at"))),
         )
-        self._release(rollout, replace(sample, finish=finish, agent=run))
+        self._finished(order, index, key, replace(sample, finish=finish, agent=run))
         self._fill()
 
     def _log(self, slot: Slot) -> Path:

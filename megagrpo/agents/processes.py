@@ -42,7 +42,7 @@ class Program:
     python: str | None = None
     """null: the run's interpreter, with what it can import."""
     environment: Sequence[str] = ()
-    """Environment variables that it gets in addition to ENVIRONMENT of reward/workers.py."""
+    """Environment variables that it gets in addition to ENVIRONMENT of reward/keeper.py."""
 
 
 def program_of(agent: AgentConfig) -> Program:

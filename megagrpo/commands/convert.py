@@ -97,8 +97,7 @@ def add_import(commands: Commands) -> None:
 
 
 def import_(args: argparse.Namespace) -> int:
-    from megagrpo.importing.read import import_recipe
-    from megagrpo.importing.recipe_text import report
+    from megagrpo.importing.read import import_recipe, report
 
     output: Path | None = args.output
     if output and output.exists() and not args.overwrite:

@@ -10,8 +10,7 @@ from typing import Any
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.shell import Script, read_script
-from megagrpo.importing.shell_syntax import Word
-from megagrpo.importing.shell_words import UNKNOWN, unknown_part
+from megagrpo.importing.shell_words import UNKNOWN, Word, unknown_part
 from megagrpo.recipe.yaml12 import parse
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from megagrpo.errors import Problem, RecipeError
 from megagrpo.importing.options import OFF, TYPES, NotKnownError, Options, among, picked, texts, truth, whole
@@ -18,7 +19,8 @@ from megagrpo.recipe.yaml12 import parse
 ABSENT = object()
 """In place of a default: the option does nothing unless it is given."""
 Kind = Literal["translated", "same", "missing", "unknown"]
-"""same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart."""
+"""same: nothing to write, because it is so here by default, or has no effect. missing: no counterpart. unknown: no row
+names the option, or its value is not known."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,14 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """The answer for an option that writes nothing, because it is so here already or the option has no effect."""
+class Unwritten:
+    """The answer for an option that writes nothing, and why."""
 
+    kind: Kind
     why: str
-    kind: ClassVar[Kind] = "same"
 
 
-@dataclass(frozen=True)
-class Missing:
-    """The answer for an option without counterpart here: why, and what to do."""
-
-    why: str
-    kind: ClassVar[Kind] = "missing"
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """The answer for an option that no row names, or whose value is not known."""
-
-    why: str
-    kind: ClassVar[Kind] = "unknown"
+Nothing, Missing, Unknown = partial(Unwritten, "same"), partial(Unwritten, "missing"), partial(Unwritten, "unknown")
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ class Together:
     """The answer for an option that is part of what other options write: those that read it."""
 
 
-Answer = Write | Nothing | Missing | Unknown | Together
+Answer = Write | Unwritten | Together
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -8,28 +8,34 @@ not known either. Programs that look for chips find NVIDIA's.
 
 from __future__ import annotations
 
-import operator
 import os.path
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from megagrpo.importing import shell_syntax as syntax
-from megagrpo.importing.shell_syntax import Assignment, Block, Node, Parser, Word
-from megagrpo.importing.shell_words import UNKNOWN, Shell, Value, matches, unknown_part
+from tree_sitter import Node
 
-Status = bool | None
-"""True if a command succeeds; None if unknown."""
-CHARACTERS_MAX = 1024 * 1024
+from megagrpo.importing.shell_syntax import (
+    CHARACTERS_MAX,
+    Tested,
+    inside,
+    moves_output,
+    negated,
+    operands,
+    parsed,
+    parts,
+    source_of,
+    words,
+)
+from megagrpo.importing.shell_words import UNKNOWN, Shell, Status, Value, Word, matches, unknown_part
+
 COMMANDS_MAX = 20_000
 """Most commands that are followed: a loop may have no end."""
 CALLS_MAX = 20
 OTHER_CHIPS = re.compile(r"\b(torch_npu|npu-smi|rocm-smi|rocminfo|amd-smi|xpu-smi|hl-smi|torch_xla)\b")
+DECLARING = ("export", "declare", "local", "readonly", "typeset")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]\n]*)\])?(\+?)=")
 FINDERS = ("command", "which", "type", "hash")
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge,
-}  # fmt: skip
 SUCCEEDING = (":", "true", "cd", "echo", "export", "mkdir", "printf", "popd", "pushd", "set", "shopt", "source", ".")
 
 
@@ -39,8 +45,10 @@ def read_script(
     """Reads the commands of a script. variables: those that are set before it begins, such as HOME; fixed: those that
     keep their values whatever it assigns; exits: whether it ends at an `exit`; line: of its first line."""
     script = Script(variables, fixed, exits)
+    if len(text) > CHARACTERS_MAX:
+        script.notes.append(f"the script is read for its first {CHARACTERS_MAX} characters only")
     try:
-        script.block(Parser(text[:CHARACTERS_MAX].replace("\r\n", "\n"), line).block())
+        script.node(parsed(text, line))
     except _LeaveError:
         pass
     except RecursionError:
@@ -67,94 +75,138 @@ class Script(Shell):
         """Lines of commands that a branch may leave out, with what the branch depends on."""
         self.ended = 0
         """The line of the `exit` that ended it, if one did."""
-        self.functions: dict[str, Node] = {}
+        self.functions: dict[str, Sequence[Node]] = {}
         self.written: list[str] | None = None
         """Output of commands; None if it is not kept."""
-        self.cause = ""
-        """Cause of the last status that is not known."""
         self.doubts: list[str] = []
         """Causes of the branches around this command."""
         self.outside: list[dict[str, Value | None]] = []
         """For each function that runs, values outside of it of the variables that are its own; None: not set."""
 
-    def block(self, block: Block) -> Status:
+    def block(self, nodes: Sequence[Node]) -> Status:
         status: Status = True
-        for node in block:
-            status = self.node(node)
+        for node in nodes:
+            if node.is_named:
+                self.count += 1
+                status = self.node(node)
         return status
 
-    def node(self, node: Node) -> Status:
-        self.count += not isinstance(node, syntax.Arithmetic)  # a counted loop's turn counts once
+    def node(self, node: Node, redirects: Sequence[Node] = ()) -> Status:
+        """Follows a command. redirects: of its input and output."""
         if self.count > COMMANDS_MAX:
             self.notes.append(f"the script is followed for {COMMANDS_MAX} commands only")
             raise _LeaveError("exit")
-        match node:
-            case syntax.Simple():
-                return self._simple(node)
-            case syntax.Pipe(parts, negated):
-                status = self.node(parts[0]) if len(parts) == 1 else self._piped(parts)
-                return _negated(status) if negated else status
-            case syntax.If(test, body, otherwise):
-                status = self.block(test)
-                if status is None:
-                    return self._either(lambda: self.block(body), lambda: self.block(otherwise))
-                return self.block(body if status else otherwise)
-            case syntax.While():
-                return self._while(node)
-            case syntax.For():
+        inner, fields = parts(node), node.children_by_field_name
+        match node.type:
+            case "redirected_statement":
+                return self._redirected(fields("body"), fields("redirect"))
+            case "variable_assignment":
+                return self._simple(node, [node], redirects)
+            case "command" | "variable_assignments" | "declaration_command" | "unset_command":
+                return self._simple(node, inner, redirects)
+            case "compound_statement" | "test_command" if inner[0].type == "((":
+                return self._counts(inside(node, "((", "))"))
+            case "test_command" if inner[0].type == "[":
+                return self._simple(node, operands(node), redirects)
+            case "test_command":
+                return Tested([word for word, _ in words(operands(node)[1:-1], node)], self, raw=True).status()
+            case "negated_command":
+                return negated(self.node(inner[-1], redirects))
+            case "list":
+                right, is_and = inner[-1], inner[1].type == "&&"
+                sides: Sequence[Callable[[], Status]] = (lambda: self.node(right, redirects), lambda: not is_and)
+                return self._chosen(self.node(inner[0]), *(sides if is_and else reversed(sides)))
+            case "pipeline":
+                status = self._piped([one for one in inner if one.is_named])
+                return negated(status) if inner[0].type == "negated_command" else status
+            case "if_statement":
+                return self._if([node, *(one for one in inner if one.type in ("elif_clause", "else_clause"))])
+            case "while_statement":
+                return self._while(lambda: self.block(fields("condition")), fields("body"), inner[0].type == "until")
+            case "c_style_for_statement":
+                first, test, step = [*inside(node, "((", "))").split(";"), "", ""][:3]
+                self.number(first, 0)
+                return self._while(lambda: self._counts(test or "1"), fields("body"), step=step)
+            case "for_statement":
                 return self._for(node)
-            case syntax.Case():
-                return self._case(node, 0)
-            case syntax.Function(name, function):
-                self.functions[name] = function
+            case "case_statement":
+                falls = any(one.child_by_field_name("fallthrough") for one in inner)
+                subject = Word("".join(map(source_of, fields("value"))), node.start_point.row + 1)
+                return self._case(subject, [one for one in inner if one.type == "case_item"], falls)
+            case "function_definition":
+                self.functions["".join(map(source_of, fields("name")))] = fields("body")
                 return True
-            case syntax.Group(body, apart):
-                return self._apart(body) if apart else self.block(body)
-            case syntax.Arithmetic(text):
-                number = self.number(text, 0)
-                return self.doubt(f"(({text.strip()}))") if number is None else number != 0
-            case syntax.Test(words):
-                return _Tested(list(words), self, raw=True).status()
+            case "subshell":
+                return self._apart(inner)
+            case "ERROR":
+                self.notes.append(f"line {node.start_point.row + 1} has a form that is not known here: look at it")
+        return self.block(inner)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
-    def _case(self, node: syntax.Case, at: int) -> Status:
+    def _counts(self, expression: str) -> Status:
+        """Evaluates ((...)): it succeeds unless it is 0."""
+        number = self.number(expression, 0)
+        return self.doubt(f"(({expression.strip()}))") if number is None else number != 0
+
+    def _chosen(self, status: Status, yes: Callable[[], Status], no: Callable[[], Status]) -> Status:
+        if status is None:
+            return self._either(yes, no)
+        return yes() if status else no()
+
+    def _if(self, clauses: Sequence[Node]) -> Status:
+        """Follows the first of the clauses, if, elif and else, that holds."""
+        if not clauses:
+            return True
+        inner = parts(clauses[0])
+        if clauses[0].type == "else_clause":
+            return self.block(inner)
+        then = next((at for at, part in enumerate(inner) if part.type == "then"), len(inner))
+        body = [part for part in inner[then:] if part not in clauses]
+        return self._chosen(self.block(inner[:then]), lambda: self.block(body), lambda: self._if(clauses[1:]))
+
+    def _case(self, subject: Word, items: Sequence[Node], falls: bool) -> Status:
         """Follows the first branch that fits. An unknown subject may fit all branches. A case that falls through
         is read as if its subject were unknown."""
-        subject = self.text(node.subject)
-        for patterns, body in node.branches[at:]:
-            at += 1
-            texts = [self.pattern(pattern) for pattern in patterns]
-            if "*" in texts and not node.falls:
+        text = self.text(subject)
+        for at, item in enumerate(items, start=1):
+            patterns = item.children_by_field_name("value")
+            texts = [self.pattern(pattern) for pattern, _ in words(patterns, item)]
+            body = [part for part in parts(item) if part not in patterns]
+            if "*" in texts and not falls:
                 return self.block(body)
-            if node.falls or UNKNOWN in subject + "".join(texts):
-                self.doubt(unknown_part(subject + "".join(texts)) or f"case {node.subject.text}")
-                return self._either(lambda body=body: self.block(body), lambda at=at: self._case(node, at))  # type: ignore[misc]
-            if any(matches(pattern, subject) for pattern in texts):
+            if falls or UNKNOWN in text + "".join(texts):
+                self.doubt(unknown_part(text + "".join(texts)) or f"case {subject.text}")
+                others = items[at:]
+                return self._either(lambda: self.block(body), lambda: self._case(subject, others, falls))  # noqa: B023
+            if any(matches(pattern, text) for pattern in texts):
                 return self.block(body)
         return True
 
-    def _while(self, node: syntax.While) -> Status:
+    def _while(self, test: Callable[[], Status], body: Sequence[Node], until: bool = False, step: str = "") -> Status:
+        """Follows a loop as long as the test succeeds, or until it does. step: arithmetic between two turns."""
         while True:
-            status = self.block(node.test)
+            status = test()
             if status is None:
-                return self._either(lambda: self._turn(node.body) and None, lambda: None)
-            if not status or not self._turn(node.body):
+                return self._either(lambda: self._turn(body) and None, lambda: None)
+            if status == until or not self._turn(body):
                 return True
-            self.block(node.next)
+            self.number(step, 0)
 
-    def _for(self, node: syntax.For) -> Status:
-        words = [text for word in node.words or () for text in self.values(word)]
-        for text in words if node.words is not None else list(self.arguments):
-            self.assign(node.name, text)
+    def _for(self, node: Node) -> Status:
+        name = "".join(map(source_of, node.children_by_field_name("variable")))
+        body = node.children_by_field_name("body")
+        listed = [text for word, _ in words(node.children_by_field_name("value"), node) for text in self.values(word)]
+        for text in listed if any(one.type == "in" for one in node.children) else list(self.arguments):
+            self.assign(name, text)
             if UNKNOWN in text and " " not in text:
                 self.doubt(unknown_part(text))
-                return self._either(lambda: self._turn(node.body) and None, lambda: None)
-            if not self._turn(node.body):
+                return self._either(lambda: self._turn(body) and None, lambda: None)
+            if not self._turn(body):
                 break
         return True
 
-    def _turn(self, body: Block) -> bool:
+    def _turn(self, body: Sequence[Node]) -> bool:
         """Follows one turn of a loop. Returns False if the loop ends with it."""
         try:
             self.block(body)
@@ -164,7 +216,6 @@ class Script(Shell):
             if left.levels > 1:
                 raise _LeaveError(left.how, left.levels - 1) from None
             return left.how == "continue"
-        self.count += 1
         return self.count <= COMMANDS_MAX
 
     def _either(self, *sides: Callable[[], Status]) -> Status:
@@ -193,7 +244,7 @@ class Script(Shell):
             written[:] = (ends[0][2] or []) if same else [*written, UNKNOWN + cause]
         return ends[0][1] if all(status is ends[0][1] for _, status, _ in ends) else None
 
-    def _apart(self, body: Block) -> Status:
+    def _apart(self, body: Sequence[Node]) -> Status:
         """Follows commands with variables of their own, and then restores the variables."""
         before = self.variables
         self.variables = dict(before)
@@ -206,55 +257,70 @@ class Script(Shell):
         finally:
             self.variables = before
 
-    def _piped(self, parts: Sequence[Node]) -> Status:
-        written, self.written = self.written, None if self.written is None else []
+    def _piped(self, commands: Sequence[Node]) -> Status:
+        before, self.written = self.written, None if self.written is None else []
         status: Status = None
-        for part in parts:
-            status = self._apart([part])
-        self.written = written
-        if written is not None:
-            written.append(UNKNOWN)
+        for command in commands:
+            status = self._apart([command])
+        self.written = before
+        if before is not None:
+            before.append(UNKNOWN)
         return self.doubt("a pipe") if status is None else status
 
-    def doubt(self, cause: str) -> Status:
-        self.cause = cause.replace(UNKNOWN, "")
-        return None
+    def _redirected(self, body: Sequence[Node], redirects: Sequence[Node]) -> Status:
+        """Follows a command, and those behind its here-document's beginning."""
+        status = self.node(body[0], redirects) if body else True
+        for redirect in redirects:
+            self.block([one for one in parts(redirect) if one.type in ("pipeline", "command", "list")])
+        return status
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _simple(self, node: syntax.Simple) -> Status:
-        words = [Word(text, word.line) for word in node.words for text in self.values(word)]
-        name = words[0].text if words else ""
+    def _simple(self, node: Node, inner: Sequence[Node], redirects: Sequence[Node]) -> Status:
+        assignments, raw = list[tuple[re.Match[str], Word, Node]](), list[Word]()
+        for word, part in words(inner, node):
+            may_assign = not raw or raw[0].text in DECLARING
+            if may_assign and (sign := ASSIGNMENT.match(word.text)):
+                assignments.append((sign, word, part))
+            elif not part.type.endswith("_redirect"):
+                raw.append(word)
+        for redirect in redirects:
+            more = redirect.children_by_field_name("destination")[1:] + redirect.children_by_field_name("argument")
+            raw += [word for word, _ in words(more, redirect)]
+        if raw and raw[0].text == "time":
+            del raw[0]
+        given = [Word(text, word.line) for word in raw for text in self.values(word)]
+        name = given[0].text if given else ""
         if name in ("declare", "local", "typeset") and self.outside:
-            for one in node.assignments:
-                self.outside[-1].setdefault(one.name, self.variables.get(one.name))
-        if name in ("export", "declare", "local", "readonly", "typeset") or not words:
-            unknown = [part for one in node.assignments if (part := unknown_part(self._assign(one)))]
-            if not words and unknown and unknown[0].startswith(("$(", "`")):
+            for sign, *_ in assignments:
+                self.outside[-1].setdefault(sign[1], self.variables.get(sign[1]))
+        if name in DECLARING or not given:
+            unknown = [text for one in assignments if (text := unknown_part(self._assign(*one)))]
+            if not given and unknown and unknown[0].startswith(("$(", "`")):
                 return self.doubt(unknown[0])
             return True
-        arguments = [word.text for word in words[1:]]
+        arguments = [word.text for word in given[1:]]
         if name in self.functions and len(self.outside) < CALLS_MAX:
             return self._call(name, arguments)
         if name in ("exit", "return", "break", "continue"):
-            return self._leave(name, words)
+            return self._leave(name, given)
         if name in ("[", "test"):
-            tested = words[1:-1] if name == "[" else words[1:]
-            return _Tested([Word(word.text, words[0].line) for word in tested], self, raw=False).status()
-        self.commands.append(words)
+            tested = given[1:-1] if name == "[" else given[1:]
+            return Tested([Word(word.text, given[0].line) for word in tested], self, raw=False).status()
+        self.commands.append(given)
         if self.doubts:
-            self.doubtful[words[0].line] = self.doubts[-1]
-        if self.written is not None and not node.quiet:
+            self.doubtful[given[0].line] = self.doubts[-1]
+        if self.written is not None and not any(map(moves_output, redirects)):
             self.written.append(self._printed(name, arguments))
-        return self._builtin(name, arguments, words[0].line)
+        return self._builtin(name, arguments, given[0].line)
 
-    def _leave(self, how: str, words: Sequence[Word]) -> Status:
+    def _leave(self, how: str, given: Sequence[Word]) -> Status:
         if how == "exit":
             if not self.exits:
                 return True
             if not self.doubts and not self.outside:
-                self.ended = words[0].line
-        levels = words[1].text if len(words) > 1 and how in ("break", "continue") else "1"
+                self.ended = given[0].line
+        levels = given[1].text if len(given) > 1 and how in ("break", "continue") else "1"
         raise _LeaveError(how, int(levels) if levels.isdigit() else 1)
 
     def _builtin(self, name: str, arguments: Sequence[str], line: int) -> Status:
@@ -277,7 +343,7 @@ class Script(Shell):
             for one in arguments:
                 self.number(one, line)
         elif name == "eval":
-            return self.block(Parser(" ".join(arguments), line).block())
+            return self.node(parsed(" ".join(arguments), line))
         elif OTHER_CHIPS.search(command):
             self.notes.append(f"line {line} looks for other chips, and finds none: the recipe is for NVIDIA GPUs")
             return False
@@ -314,7 +380,7 @@ class Script(Shell):
         written, variables, commands = self.written, self.variables, list(self.commands)
         self.written, self.variables = [], dict(variables)
         with suppress(_LeaveError):
-            self.block(Parser(command, line).block())
+            self.node(parsed(command, line))
         text = "\n".join(one for one in self.written if one)
         self.written, self.variables, self.commands[:] = written, variables, commands
         return text
@@ -323,7 +389,7 @@ class Script(Shell):
         before, self.arguments = self.arguments, arguments
         self.outside.append({})
         try:
-            return self.node(self.functions[name])
+            return self.block(self.functions[name])
         except _LeaveError as left:
             if left.how != "return":
                 raise
@@ -341,25 +407,29 @@ class Script(Shell):
         if name not in self.fixed:
             self.variables[name] = value
 
-    def _assign(self, one: Assignment) -> str:
-        """Assigns a value. Returns its text, "" for an array."""
-        before, rest = self.variables.get(one.name), f"{UNKNOWN}${{{one.name}[@]}}"
+    def _assign(self, sign: re.Match[str], word: Word, node: Node) -> str:
+        """Assigns NAME=value, NAME[index]=value or NAME=(values), or adds with +=. Returns the value's text, "" for an
+        array. node: of the word."""
+        name, index, more = sign.groups()
+        before, rest = self.variables.get(name), f"{UNKNOWN}${{{name}[@]}}"
         items = before if isinstance(before, list) else [Word(before, 0)] if before else []
-        if not isinstance(one.value, Word):
-            values = [Word(text, word.line) for word in one.value for text in self.values(word)]
-            if any(re.match(r"\[[^]]+\]=", word.text) for word in one.value):
-                values = [Word(rest, one.value[0].line)]
-            self.assign(one.name, [*items, *values] if one.more else values)
+        array = node.children[-1] if node.children else node
+        if array.type == "array":
+            listed = [one for one, _ in words(parts(array)[1:-1], array)]
+            values = [Word(text, one.line) for one in listed for text in self.values(one)]
+            if any(re.match(r"\[[^]]+\]=", one.text) for one in listed):
+                values = [Word(rest, listed[0].line)]
+            self.assign(name, [*items, *values] if more else values)
             return ""
-        text = self.text(one.value)
-        if one.index is not None:
-            at = self.number(one.index or "0", 0) if isinstance(before, list) else None
+        text = self.text(Word(word.text[sign.end() :], word.line))
+        if index is not None:
+            at = self.number(index or "0", 0) if isinstance(before, list) else None
             known = at is not None and 0 <= at <= len(items)
-            self.assign(one.name, [*items[:at], Word(text, one.value.line), *items[(at or 0) + 1 :]] if known else rest)
-        elif one.more and isinstance(before, list):
-            self.assign(one.name, [Word(f"{before[0].text if before else ''}{text}", one.value.line), *before[1:]])
+            self.assign(name, [*items[:at], Word(text, word.line), *items[(at or 0) + 1 :]] if known else rest)
+        elif more and isinstance(before, list):
+            self.assign(name, [Word(f"{before[0].text if before else ''}{text}", word.line), *before[1:]])
         else:
-            self.assign(one.name, f"{before if before is not None else ''}{text}" if one.more else text)
+            self.assign(name, f"{before if before is not None else ''}{text}" if more else text)
         return text
 
 
@@ -375,79 +445,3 @@ def _merged(name: str, values: Sequence[Value | None], cause: str) -> Value | No
     shortest = min(lists, key=len)
     alike = len(lists) == len(values) and all(value[: len(shortest)] == shortest for value in lists)
     return [*shortest, rest] if alike else [rest]
-
-
-def _negated(status: Status) -> Status:
-    return None if status is None else not status
-
-
-class _Tested:
-    """A test, [ ... ], or [[ ... ]], whose words are as they were written (raw): || of && of ! of a comparison."""
-
-    def __init__(self, words: list[Word], script: Script, *, raw: bool) -> None:
-        self.words, self.script, self.raw = words, script, raw
-        self.either, self.both = ("||", "&&") if raw else ("-o", "-a")
-
-    def status(self) -> Status:
-        return self._joined(self.either, lambda: self._joined(self.both, self._one, False), True)
-
-    def _joined(self, sign: str, next_status: Callable[[], Status], decides: bool) -> Status:
-        """Evaluates statuses with a sign between them, one of which decides if it is `decides`."""
-        status = next_status()
-        while self.words and self.words[0].text == sign:
-            del self.words[0]
-            both = (status, next_status())
-            status = decides if decides in both else None if None in both else not decides
-        return status
-
-    def _one(self) -> Status:
-        if not self.words:
-            return False
-        first = self.words.pop(0)
-        if first.text == "!" and self.words:
-            return _negated(self._one())
-        if first.text == "(" and self.raw:
-            status = self.status()
-            del self.words[:1]
-            return status
-        signs = (self.either, self.both)
-        if first.text.startswith("-") and self.words and self.words[0].text not in (*signs, "==", "=", "!="):
-            return self._is(first.text, self._text(self.words.pop(0)))
-        left = self._text(first)
-        if not self.words or self.words[0].text in (*signs, ")"):
-            return self._is("-n", left)
-        sign = self.words.pop(0).text
-        right = self.words.pop(0) if self.words else Word("", first.line)
-        is_pattern = self.raw and sign in ("=", "==", "!=")
-        return self._compared(left, sign, self.script.pattern(right) if is_pattern else self._text(right), first.line)
-
-    def _text(self, word: Word) -> str:
-        return self.script.text(word) if self.raw else word.text
-
-    def _is(self, sign: str, text: str) -> Status:
-        """Evaluates a test of one word. Files are not looked at: they are another machine's."""
-        if sign == "-v":
-            return True if text in self.script.variables else self.script.doubt(f"${text}")
-        if sign not in ("-n", "-z"):
-            return self.script.doubt(f"[ {sign} {text} ]")
-        if UNKNOWN in text:
-            return self.script.doubt(unknown_part(text))
-        return bool(text) == (sign == "-n")
-
-    def _compared(self, left: str, sign: str, right: str, line: int) -> Status:
-        if UNKNOWN in left + right:
-            return self.script.doubt(unknown_part(left + right))
-        if sign in COMPARISONS:
-            one, other = self.script.number(left or "0", line), self.script.number(right or "0", line)
-            if one is None or other is None:
-                return self.script.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
-            return COMPARISONS[sign](one, other)
-        match sign:
-            case "=" | "==" | "!=":
-                return (matches(right, left) if self.raw else left == right) == (sign != "!=")
-            case "<" | ">":
-                return left < right if sign == "<" else left > right
-            case "=~":
-                with suppress(re.error):
-                    return re.search(right, left) is not None
-        return None

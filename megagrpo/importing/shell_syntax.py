@@ -1,393 +1,156 @@
-"""The grammar of shell scripts: commands as a tree, whose words are as they were written. Any text gives a tree:
-parts that no grammar has are passed over."""
+"""The tree of a shell script by tree-sitter's grammar of bash, and its tests. Words are taken from the tree as they
+were written: the grammar parts some in two. Any text gives a tree; parts that no grammar has are other nodes.
+"""
 
 from __future__ import annotations
 
+import operator
 import re
-from bisect import bisect_left
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]\n]*)\])?(\+?)=")
-FUNCTION = re.compile(
-    r"(?:function[ \t]+([\w:-]+)(?:[ \t]*\([ \t]*\))?|([A-Za-z_][\w:-]*)[ \t]*\([ \t]*\))[ \t\n]*(?=[{(])"
-)
-REDIRECTION = re.compile(r"(\d*|&)(<<<|<<-?|[<>]{1,2}[&|]?)(?!\()")
-DECLARING = ("export", "declare", "local", "readonly", "typeset")
-METACHARACTERS = " \t\n;|&<>()"
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser, Point, Range
 
+from megagrpo.importing.shell_words import UNKNOWN, Shell, Status, Word, matches, unknown_part
 
-@dataclass(frozen=True)
-class Word:
-    """One argument of a command, before or after its expansion. line: where it begins, from 1."""
-
-    text: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """NAME=value, NAME[index]=value, NAME=(values), or += in the place of =."""
-
-    name: str
-    index: str | None
-    more: bool
-    value: Word | Sequence[Word]
-
-
-@dataclass(frozen=True)
-class Simple:
-    """A program or a builtin with its arguments. quiet: its output goes elsewhere."""
-
-    assignments: Sequence[Assignment]
-    words: Sequence[Word]
-    quiet: bool
-
-
-@dataclass(frozen=True)
-class Pipe:
-    """Commands of which each reads what the one before it writes. negated: behind !."""
-
-    parts: Sequence[Node]
-    negated: bool
-
-
-@dataclass(frozen=True)
-class If:
-    """A test with the blocks of both cases. An `elif` is another one in `otherwise`; && and || are tests, too."""
-
-    test: Block
-    body: Block
-    otherwise: Block
-
-
-@dataclass(frozen=True)
-class While:
-    """A loop as long as the test succeeds. next: runs between two turns."""
-
-    test: Block
-    body: Block
-    next: Block = ()
-
-
-@dataclass(frozen=True)
-class For:
-    """A loop over words; over the arguments where there are none."""
-
-    name: str
-    words: Sequence[Word] | None
-    body: Block
-
-
-@dataclass(frozen=True)
-class Case:
-    """A word against patterns; the first that fits decides. falls: a branch ends with ;& or ;;&."""
-
-    subject: Word
-    branches: Sequence[tuple[Sequence[Word], Block]]
-    falls: bool
-
-
-@dataclass(frozen=True)
-class Function:
-    name: str
-    body: Node
-
-
-@dataclass(frozen=True)
-class Group:
-    """{ ...; }, or (...) whose variables end with it."""
-
-    body: Block
-    apart: bool
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """((...)): it succeeds unless it is 0."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Test:
-    """[[ ... ]]: its words and operators."""
-
-    words: Sequence[Word]
-
-
-Node = Simple | Pipe | If | While | For | Case | Function | Group | Arithmetic | Test
-Block = Sequence[Node]
-
-
-def span(text: str, at: int, quoted: bool = False) -> int:
-    """Returns the index behind the quotation, the expansion, or the escaped or plain character that begins at `at`."""
-    here = text[at]
-    if here == "\\":
-        return min(at + 2, len(text))
-    if here == "'" and not quoted:
-        return (text.find("'", at + 1) + 1) or len(text)
-    if here in '"`' or (text.startswith("$'", at) and not quoted):
-        end, at = ("'", at + 2) if here == "$" else (here, at + 1)
-        while at < len(text) and text[at] != end:
-            at = span(text, at, True) if end == '"' or text[at] == "\\" else at + 1
-        return min(at + 1, len(text))
-    if text.startswith(("$(", "${"), at):
-        opening, closing = ("(", ")") if text[at + 1] == "(" else ("{", "}")
-        depth, at = 1, at + 2
-        while at < len(text):
-            depth += (text[at] == opening) - (text[at] == closing)
-            if depth == 0:
-                return at + 1
-            at = span(text, at, quoted and closing == "}")
-        return len(text)
-    return at + 1
-
-
-@dataclass
-class Parser:
-    """A place in a text, from which commands are read. line: of the text's first line."""
-
-    text: str
-    line: int = 1
-    at: int = 0
-    documents: list[str] = field(default_factory=list)
-    """End markers of here-documents that begin on the next line."""
-
-    def __post_init__(self) -> None:
-        self.newlines = [at for at, character in enumerate(self.text) if character == "\n"]
-
-    def block(self, ends: Collection[str] = ()) -> Block:
-        """Reads commands up to a reserved word, or to a sign, of `ends`."""
-        nodes: list[Node] = []
-        while self._blanks(lines=True):
-            if any(self._sees(end) for end in ends):
-                break
-            before = self.at
-            if not self.text.startswith((";", "&", ")"), self.at):
-                nodes.append(self._joined())
-            if self.at == before:
-                self.at += 1
-        return nodes
-
-    # --- commands -----------------------------------------------------------------------------------------------------
-
-    def _joined(self) -> Node:
-        left = self._pipe()
-        while self._blanks() and (sign := re.compile(r"&&|\|\|").match(self.text, self.at)):
-            self.at = sign.end()
-            self._blanks(lines=True)
-            right = [self._pipe()]
-            left = If([left], right, [Arithmetic("0")]) if sign[0] == "&&" else If([left], (), right)
-        return left
-
-    def _pipe(self) -> Node:
-        negated = False
-        while self._blanks() and (self._takes("!") or self._takes("time")):
-            negated = not negated
-        parts = [self._command()]
-        while self._blanks() and self.text.startswith("|", self.at) and not self.text.startswith("||", self.at):
-            self.at += 2 if self.text.startswith("|&", self.at) else 1
-            self._blanks(lines=True)
-            parts.append(self._command())
-        return parts[0] if len(parts) == 1 and not negated else Pipe(parts, negated)
-
-    def _command(self) -> Node:
-        if named := FUNCTION.match(self.text, self.at):
-            self.at = named.end()
-            return Function(named[1] or named[2], self._command())
-        compound = self._compound()
-        if compound is None:
-            return self._simple()
-        while self._blanks() and self._redirection() is not None:
-            pass
-        return compound
-
-    def _compound(self) -> Node | None:
-        if self.text.startswith("((", self.at) and (text := self._in_double()) is not None:
-            return Arithmetic(text)
-        if self.text.startswith("(", self.at):
-            self.at += 1
-            return Group(self._until(")"), apart=True)
-        if self._takes("{"):
-            return Group(self._until("}"), apart=False)
-        if self._takes("[["):
-            return Test(self._test())
-        if self._takes("if"):
-            return self._if()
-        if self._takes("while"):
-            return While(self._until("do"), self._until("done"))
-        if self._takes("until"):
-            test = Pipe([Group(self._until("do"), apart=False)], negated=True)
-            return While([test], self._until("done"))
-        if self._takes("for") or self._takes("select"):
-            return self._for()
-        return self._case() if self._takes("case") else None
-
-    def _until(self, end: str) -> Block:
-        """Reads commands up to the end, which is passed over."""
-        nodes = self.block((end,))
-        self._takes(end)
-        return nodes
-
-    def _if(self) -> Node:
-        test = self._until("then")
-        body = self.block(("elif", "else", "fi"))
-        if self._takes("elif"):
-            return If(test, body, [self._if()])
-        otherwise = self.block(("fi",)) if self._takes("else") else ()
-        self._takes("fi")
-        return If(test, body, otherwise)
-
-    def _for(self) -> Node:
-        self._blanks()
-        counted = self._in_double() if self.text.startswith("((", self.at) else None
-        name = self._word().text if counted is None else ""
-        words: list[Word] | None = None
-        self._blanks(lines=True)
-        if self._takes("in"):
-            words = []
-            while self._blanks() and self.text[self.at] not in METACHARACTERS:
-                words.append(self._word())
-        while self._blanks(lines=True) and self.text[self.at] == ";":
-            self.at += 1
-        body = self._until("done" if self._takes("do") else "}" if self._takes("{") else "do")
-        if counted is None:
-            return For(name, words, body)
-        first, test, step = [*counted.split(";"), "", ""][:3]
-        loop = While([Arithmetic(test or "1")], body, [Arithmetic(step)])
-        return Group([Arithmetic(first), loop], apart=False)
-
-    def _case(self) -> Node:
-        self._blanks()
-        subject = self._word()
-        self._blanks(lines=True)
-        self._takes("in")
-        branches, falls = list[tuple[Sequence[Word], Block]](), False
-        while self._blanks(lines=True) and not self._takes("esac"):
-            patterns: list[Word] = []
-            while self._blanks(lines=True) and self.text[self.at] != ")":
-                before = self.at
-                if self.text[self.at] in "|(":
-                    self.at += 1
-                else:
-                    patterns.append(self._word())
-                if self.at == before:
-                    self.at += 1
-            self.at += 1
-            branches.append((patterns, self.block((";;", ";&", "esac"))))
-            falls = falls or self.text.startswith((";&", ";;&"), self.at)
-            end = re.compile(r";;&?|;&").match(self.text, self.at)
-            self.at = end.end() if end else self.at
-        return Case(subject, branches, falls)
-
-    def _test(self) -> Sequence[Word]:
-        words: list[Word] = []
-        sign = re.compile(r"&&|\|\||[()<>]")
-        while self._blanks(lines=True) and not self._takes("]]"):
-            matches = words and words[-1].text == "=~"
-            if not matches and (operator := sign.match(self.text, self.at)):
-                words.append(Word(operator[0], self._line()))
-                self.at = operator.end()
-                continue
-            if self.text[self.at] in ";|&":  # no grammar has it
-                break
-            words.append(self._word(" \t\n" if matches else METACHARACTERS))
-        return words
-
-    def _in_double(self) -> str | None:
-        """Passes over ((...)) and returns its text; None if it is no arithmetic."""
-        end = span(f"${self.text[self.at :]}", 0) - 1 + self.at
-        if not self.text.startswith("))", end - 2):
-            return None
-        start, self.at = self.at + 2, end
-        return self.text[start : end - 2]
-
-    # --- simple commands ----------------------------------------------------------------------------------------------
-
-    def _simple(self) -> Node:
-        assignments, words, quiet = list[Assignment](), list[Word](), False
-        while self._blanks() and self.text[self.at] not in "\n;|)":
-            may_assign = not words or words[0].text in DECLARING
-            if (of_output := self._redirection()) is not None:
-                quiet = quiet or of_output
-            elif self.text[self.at] in "&(":
-                break
-            elif may_assign and (name := ASSIGNMENT.match(self.text, self.at)):
-                self.at = name.end()
-                assignments.append(Assignment(name[1], name[2], bool(name[3]), self._assigned()))
-            else:
-                words.append(self._word())
-        return Simple(assignments, words, quiet)
-
-    def _assigned(self) -> Word | Sequence[Word]:
-        if not self.text.startswith("(", self.at):
-            return self._word()
-        self.at += 1
-        values: list[Word] = []
-        while self._blanks(lines=True) and self.text[self.at] != ")":
-            before = self.at
-            values.append(self._word(" \t\n)"))
-            if self.at == before:
-                self.at += 1
-        self.at += 1
-        return values
-
-    def _redirection(self) -> bool | None:
-        """Passes over a redirection. Returns whether it is of the output; None if there is no redirection."""
-        sign = REDIRECTION.match(self.text, self.at)
-        if not sign:
-            return None
-        self.at = sign.end()
-        self._blanks()
-        target = self._word()
-        if sign[2] in ("<<", "<<-"):
-            self.documents.append(re.sub(r"[\"'\\]", "", target.text))
-        return ">" in sign[2] and sign[1] in ("", "1", "&") and target.text not in ("&1",)
-
-    def _word(self, ends: str = METACHARACTERS) -> Word:
-        line, start = self._line(), self.at
-        if self.text.startswith(("<(", ">("), self.at):
-            self.at = span(f"${self.text[self.at + 1 :]}", 0) + self.at
-        while self.at < len(self.text) and self.text[self.at] not in ends:
-            self.at = span(self.text, self.at)
-        return Word(self.text[start : self.at], line)
-
-    # --- places -------------------------------------------------------------------------------------------------------
-
-    def _line(self) -> int:
-        return self.line + bisect_left(self.newlines, self.at)
-
-    def _blanks(self, *, lines: bool = False) -> bool:
-        """Passes over blanks and comments, and over ends of lines if `lines`; False at the end of the text."""
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if self.text.startswith("\\\n", self.at):
-                self.at += 2
-            elif here in " \t":
-                self.at += 1
-            elif here == "#":
-                self.at = (self.text.find("\n", self.at) + 1 or len(self.text) + 1) - 1
-            elif here == "\n" and lines:
-                self.at += 1
-                for name in self.documents:
-                    end = re.compile(rf"^[ \t]*{re.escape(name)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
-                    self.at = end.end() if end else len(self.text)
-                self.documents.clear()
-            else:
-                return True
-        return False
-
-    def _sees(self, word: str) -> bool:
-        """Returns whether the sign, or the reserved word as a whole word, is next."""
-        end = self.at + len(word)
-        whole = not (word[0].isalpha() or word in ("{", "}", "!", "[[", "]]")) or self.text[end : end + 1] in (
-            "",
-            *METACHARACTERS,
-        )
-        return whole and self.text.startswith(word, self.at)
-
-    def _takes(self, word: str) -> bool:
-        sees = self._sees(word)
-        self.at += len(word) if sees else 0
-        return sees
+CHARACTERS_MAX = 64 * 1024
+"""Most characters that are parsed: a text that is no script takes time and memory by the square of its length."""
+BASH = Language(tree_sitter_bash.language())
+END = 2**32 - 1
+EXPRESSIONS = ("test_command", "binary_expression", "unary_expression", "parenthesized_expression")
+DOCUMENT = re.compile(r"(<<-?[ \t]*(['\"]?)[A-Za-z_]\w*\2)(?=[;|&])")
+"""The beginning of a here-document, behind which the grammar needs a blank."""
+OUTPUT = re.compile(r"&?1?>")
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
+    "-ge": operator.ge,
+}  # fmt: skip
+
+
+def parsed(text: str, line: int = 1) -> Node:
+    """Returns the tree of a text. line: of its beginning."""
+    text = DOCUMENT.sub(r"\1 ", text[:CHARACTERS_MAX].replace("\r\n", "\n"))
+    source = text.encode("utf-8", "surrogatepass")
+    place = Range(Point(max(line - 1, 0), 0), Point(END, END), 0, len(source))
+    return Parser(BASH, included_ranges=[place]).parse(source).root_node
+
+
+def parts(node: Node) -> list[Node]:
+    return [child for child in node.children if child.type != "comment"]
+
+
+def source_of(node: Node, start: int = 0, end: int = END) -> str:
+    """Returns the text of a node, between two bytes of the script if they are given."""
+    first = node.start_byte
+    return (node.text or b"")[max(0, start - first) : end - first].decode("utf-8", "surrogatepass")
+
+
+def inside(node: Node, opening: str, closing: str) -> str:
+    """Returns the text between the first and the last of a node's signs."""
+    signs = [child for child in node.children if child.type in (opening, closing)]
+    return source_of(node, signs[0].end_byte, signs[-1].start_byte)
+
+
+def words(nodes: Sequence[Node], source: Node) -> list[tuple[Word, Node]]:
+    """Returns the words of `source` that the nodes are, each with its first node. Nodes that touch are one word,
+    whatever the grammar takes them for; other signs are words of their own."""
+    ends: list[tuple[Node, int]] = []
+    for node in nodes:
+        before, end = ends[-1] if ends else (node, -1)
+        touches = end >= 0 and not source_of(source, end, node.start_byte).replace("\\\n", "")
+        if touches and node.is_named and (before.is_named or before.type in "~$"):
+            ends[-1] = (before, node.end_byte)
+        else:
+            ends.append((node, node.end_byte))
+    return [(Word(source_of(source, node.start_byte, end), node.start_point.row + 1), node) for node, end in ends]
+
+
+def operands(test: Node) -> list[Node]:
+    """Returns the operands and operators of a test in their order."""
+    return [one for part in parts(test) for one in operands(part)] if test.type in EXPRESSIONS else [test]
+
+
+def moves_output(redirect: Node) -> bool:
+    """Returns whether a redirection is of a command's output to elsewhere."""
+    further = redirect.children_by_field_name("redirect")
+    return any(map(moves_output, further)) or OUTPUT.match(source_of(redirect)) is not None
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def negated(status: Status) -> Status:
+    return None if status is None else not status
+
+
+class Tested:
+    """A test, [ ... ], or [[ ... ]], whose words are as they were written (raw): || of && of ! of a comparison."""
+
+    def __init__(self, words: list[Word], shell: Shell, *, raw: bool) -> None:
+        self.words, self.shell, self.raw = words, shell, raw
+        self.either, self.both = ("||", "&&") if raw else ("-o", "-a")
+
+    def status(self) -> Status:
+        return self._joined(self.either, lambda: self._joined(self.both, self._one, False), True)
+
+    def _joined(self, sign: str, next_status: Callable[[], Status], decides: bool) -> Status:
+        """Evaluates statuses with a sign between them, one of which decides if it is `decides`."""
+        status = next_status()
+        while self.words and self.words[0].text == sign:
+            del self.words[0]
+            both = (status, next_status())
+            status = decides if decides in both else None if None in both else not decides
+        return status
+
+    def _one(self) -> Status:
+        if not self.words:
+            return False
+        first = self.words.pop(0)
+        if first.text == "!" and self.words:
+            return negated(self._one())
+        if first.text == "(" and self.raw:
+            status = self.status()
+            del self.words[:1]
+            return status
+        signs = (self.either, self.both)
+        if first.text.startswith("-") and self.words and self.words[0].text not in (*signs, "==", "=", "!="):
+            return self._is(first.text, self._text(self.words.pop(0)))
+        left = self._text(first)
+        if not self.words or self.words[0].text in (*signs, ")"):
+            return self._is("-n", left)
+        sign = self.words.pop(0).text
+        right = self.words.pop(0) if self.words else Word("", first.line)
+        is_pattern = self.raw and sign in ("=", "==", "!=")
+        return self._compared(left, sign, self.shell.pattern(right) if is_pattern else self._text(right), first.line)
+
+    def _text(self, word: Word) -> str:
+        return self.shell.text(word) if self.raw else word.text
+
+    def _is(self, sign: str, text: str) -> Status:
+        """Evaluates a test of one word. Files are not looked at: they are another machine's."""
+        if sign == "-v":
+            return True if text in self.shell.variables else self.shell.doubt(f"${text}")
+        if sign not in ("-n", "-z"):
+            return self.shell.doubt(f"[ {sign} {text} ]")
+        if UNKNOWN in text:
+            return self.shell.doubt(unknown_part(text))
+        return bool(text) == (sign == "-n")
+
+    def _compared(self, left: str, sign: str, right: str, line: int) -> Status:
+        if UNKNOWN in left + right:
+            return self.shell.doubt(unknown_part(left + right))
+        if sign in COMPARISONS:
+            one, other = self.shell.number(left or "0", line), self.shell.number(right or "0", line)
+            if one is None or other is None:
+                return self.shell.doubt(f"[ {left} {sign} {right} ]") if self.raw else False
+            return COMPARISONS[sign](one, other)
+        match sign:
+            case "=" | "==" | "!=":
+                return (matches(right, left) if self.raw else left == right) == (sign != "!=")
+            case "<" | ">":
+                return left < right if sign == "<" else left > right
+            case "=~":
+                with suppress(re.error):
+                    return re.search(right, left) is not None
+        return None

@@ -12,8 +12,6 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megagrpo.importing.shell_syntax import Word, span
-
 UNKNOWN = "\ue000"
 """Prefix of each expansion in a word whose value is not known. No script has this character (it is for private use)."""
 EXPANSION = re.compile(UNKNOWN + r"(\$\(.*\)|\$\{[^}]*\}|\$\w+|`[^`]*`|.*)", re.DOTALL)
@@ -43,7 +41,19 @@ LEVELS: Sequence[dict[str, Callable[[int, int], int]]] = (
     },
 )
 """Operators from those that bind least to those that bind most."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """One argument of a command, before or after its expansion. line: where it begins, from 1."""
+
+    text: str
+    line: int
+
+
 Value = str | list[Word]
+Status = bool | None
+"""True if a command succeeds; None if unknown."""
 
 
 def unknown_part(text: str) -> str:
@@ -77,11 +87,41 @@ def matches(pattern: str, text: str) -> bool:
         return False
 
 
+def span(text: str, at: int, quoted: bool = False) -> int:
+    """Returns the index behind the quotation, the expansion, or the escaped or plain character that begins at `at`."""
+    here = text[at]
+    if here == "\\":
+        return min(at + 2, len(text))
+    if here == "'" and not quoted:
+        return (text.find("'", at + 1) + 1) or len(text)
+    if here in '"`' or (text.startswith("$'", at) and not quoted):
+        end, at = ("'", at + 2) if here == "$" else (here, at + 1)
+        while at < len(text) and text[at] != end:
+            at = span(text, at, True) if end == '"' or text[at] == "\\" else at + 1
+        return min(at + 1, len(text))
+    if text.startswith(("$(", "${"), at):
+        opening, closing = ("(", ")") if text[at + 1] == "(" else ("{", "}")
+        depth, at = 1, at + 2
+        while at < len(text):
+            depth += (text[at] == opening) - (text[at] == closing)
+            if depth == 0:
+                return at + 1
+            at = span(text, at, quoted and closing == "}")
+        return len(text)
+    return at + 1
+
+
 class Shell(ABC):
     """The state that words are expanded from. arguments: of the script or function."""
 
     def __init__(self, variables: dict[str, Value]) -> None:
         self.variables, self.arguments = variables, list[str]()
+        self.cause = ""
+        """Cause of the last status that is not known."""
+
+    def doubt(self, cause: str) -> Status:
+        self.cause = cause.replace(UNKNOWN, "")
+        return None
 
     @abstractmethod
     def output(self, command: str, line: int) -> str:
@@ -321,18 +361,16 @@ class _Number:
                 raise ValueError(text)
             self.tokens.append(token[1])
             at = token.end()
+        self.tokens.append("")
 
     def whole(self) -> int:
-        value = self._several() if self.tokens else 0
-        if self.tokens:
+        value = self._several() if self.tokens[0] else 0
+        if self.tokens[0]:
             raise ValueError(self.tokens[0])
         return value
 
-    def _next(self) -> str:
-        return self.tokens[0] if self.tokens else ""
-
     def _take(self, *wanted: str) -> str:
-        return self.tokens.pop(0) if self._next() in wanted and self.tokens else ""
+        return self.tokens.pop(0) if self.tokens[0] in wanted else ""
 
     def _several(self) -> int:
         value = self._assigned()
@@ -341,7 +379,7 @@ class _Number:
         return value
 
     def _assigned(self) -> int:
-        name, sign = self._next(), self.tokens[1] if len(self.tokens) > 1 else ""
+        name, sign = [*self.tokens, ""][:2]
         if name.isidentifier() and (sign == "=" or sign in ("+=", "-=", "*=", "/=", "%=")):
             del self.tokens[:2]
             value = self._assigned()
@@ -384,7 +422,7 @@ class _Number:
                 raise ValueError("( without )")
             return value
         changed = self._take("++", "--")
-        token = self.tokens.pop(0) if self.tokens else ""
+        token = self.tokens.pop(0)
         if not token.isidentifier():
             base, sharp, digits = token.partition("#")
             return int(digits, int(base)) if sharp else int(token, 8 if re.fullmatch(r"0\d+", token) else 0)

@@ -13,8 +13,7 @@ import pydantic
 
 from megagrpo.importing.options import Given, NotKnownError, Options, run_name
 from megagrpo.importing.rows import ABSENT, Answer, Kind, Missing, Row, Table, Together, Unknown, Write, read_table
-from megagrpo.importing.shell_syntax import Word
-from megagrpo.importing.shell_words import UNKNOWN
+from megagrpo.importing.shell_words import UNKNOWN, Word
 from megagrpo.recipe.schema import Recipe
 from megagrpo.section import tree_of
 

@@ -1,4 +1,4 @@
-"""A policy that says what it is told, to many agents at once; and whether what is trained is what it saw."""
+"""A policy that says what it is told, to many agents at once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import json
 import random
 import re
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from megagrpo.agents.chat import Chat
-from megagrpo.agents.turns import Rollout
+from megagrpo.agents.gateway import Gateway
+from megagrpo.agents.turns import Limits, Rollout
 from megagrpo.types import Request, Sample
 from tests.agents.families import chat_of, tokenizer_of
+from tests.agents.scripted import ScriptedEngine, check
 
 STOP = "<|im_end|>"
 
@@ -56,85 +59,67 @@ def adder(text: str, seed: int, tool: str = "add") -> str:
 
 @dataclass
 class Policy:
-    """`ask` for a gateway. `say(text of the prompt, seed)` is what it says, cut into tokens unlike the tokenizer's.
-    `before(key)` is waited for before each answer."""
+    """`ask` for a gateway, as ScriptedEngine's. `before(key)` is waited for before each answer."""
 
     say: Callable[[str, int], str]
     before: Callable[[str], Awaitable[None]] = lambda key: asyncio.sleep(0)
-    version: int = 0
     running: int = 0
     most_running: int = 0
     given_up: int = 0
     seen: dict[str, list[tuple[tuple[int, ...], Sample]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._engine = ScriptedEngine(chat(), self.say)
 
     async def ask(self, request: Request, key: str) -> Sample:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             await self.before(key)
-            sample = self._sample(request)
+            sample = await self._engine.ask(request, key)
         except asyncio.CancelledError:
             self.given_up += 1
             raise
         finally:
             self.running -= 1
-        self.seen.setdefault(key, []).append((request.read, sample))
+        self.seen.setdefault(key, []).append((request.tokens, sample))
         return sample
 
-    def _sample(self, request: Request) -> Sample:
-        text = tokenizer().decode(list(request.tokens))
-        tokens, most = self._pieces(self.say(text, request.seed), request.seed), request.sampling.max_tokens
-        cut = len(tokens) > most
-        tokens = tokens[:most]
-        logprobs = [-((token * 31 + at) % 97) / 100 for at, token in enumerate(tokens)]  # known by token and place
-        return Sample(
-            request.prompt_id, request.index, np.array(tokens, np.int32), np.array(logprobs, np.float32),
-            np.full(len(tokens), self.version, np.int32), "length" if cut else "stop", tokenizer().decode(tokens),
-        )  # fmt: skip
 
-    def _pieces(self, text: str, seed: int) -> list[int]:
-        rng, tokens = random.Random(seed), list[int]()
-        for token in tokenizer().encode(text, add_special_tokens=False):
-            piece = tokenizer().decode([token])
-            if len(piece) > 2 and piece.isascii() and "<" not in piece and rng.random() < 0.2:
-                cut = rng.randrange(1, len(piece))
-                halves = [i for half in (piece[:cut], piece[cut:]) for i in tokenizer().encode(half)]
-                if tokenizer().decode(halves) == piece:
-                    tokens += halves
-                    continue
-            tokens.append(token)
-        return tokens
+@asynccontextmanager
+async def gateway_of(policy: Policy, of_chat: Chat | None = None, **options: Any) -> AsyncIterator[Gateway]:
+    gateway = Gateway(of_chat or chat(), policy.ask, parser="hermes", **options)
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
 
 
-def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...], Sample]]) -> None:
-    """The path before each turn is what the engine saw, token for token, and each sampled token is trained once.
-    `seen`: all prompts and answers of this rollout."""
-    by_prompt: dict[tuple[int, ...], list[Sample]] = {}
-    for prompt, answer in seen:
-        by_prompt.setdefault(prompt, []).append(answer)
-    trained: Counter[int] = Counter()
-    parts = []
-    for number, path in enumerate(record.paths()):
-        before: list[int] = []
-        marks: list[bool] = []
-        for turn, is_trained in path:
-            before += turn.added.tolist()
-            count = len(turn.sampled)
-            assert any(
-                (answer.tokens[:count] == turn.sampled).all()
-                and (answer.logprobs[:count] == turn.logprobs).all()
-                and (answer.versions[:count] == turn.versions).all()
-                for answer in by_prompt[tuple(before)]
-                if len(answer.tokens) >= count
-            )
-            before += turn.sampled.tolist()
-            marks += [False] * len(turn.added) + [is_trained] * count
-            trained[turn.number] += is_trained
-            parts += [turn] if is_trained else []
-        branch = sample.agent.branches[number]  # type: ignore[union-attr]
-        assert branch.tokens.tolist() == before
-        assert branch.trained.tolist() == marks
-    assert set(trained.values()) <= {1}
-    for name in ("tokens", "logprobs", "versions"):
-        of_turns = [getattr(turn, "sampled" if name == "tokens" else name) for turn in parts]
-        assert getattr(sample, name).tolist() == [value for part in of_turns for value in part.tolist()]
+@dataclass
+class Played:
+    """One rollout. `prompt`: what the policy saw before its last answer."""
+
+    returned: Any
+    events: list[dict[str, Any]]
+    record: Rollout
+    sample: Sample
+    prompt: str
+
+
+async def play(
+    gateway: Gateway, policy: Policy, rollout: Callable[[Any, Any], Any], task: Any, limits: Limits, index: int = 0
+) -> Played:
+    """A rollout by this function of an agent, which trains what the policy saw."""
+    key = gateway.open("task", index, limits)
+    events: list[dict[str, Any]] = []
+    endpoint = SimpleNamespace(
+        base_url=f"{gateway.url}/v1", api_key=key, model="policy",
+        event=lambda kind, **values: events.append({"kind": kind, **values}),
+    )  # fmt: skip
+    returned = await rollout(task, endpoint)
+    record, seen = await gateway.close(key), policy.seen[key]
+    request = Request("task", index, seen[0][0], 0, limits.sampling)
+    sample = record.sample(request, "length" if record.limited else "stop")
+    check(record, sample, seen)
+    return Played(returned, events, record, sample, chat().text(seen[-1][0]))

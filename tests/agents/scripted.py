@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ import numpy as np
 from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits, Rollout
-from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.types import AgentRun, Request, Sample, SamplingParams
+from tests.agents.families import chat_of
 
 
 @dataclass
@@ -110,6 +112,11 @@ class Served:
         record = await self.gateway.close(key)
         return record, checked(record, self.engine)
 
+    async def run(self, key: str) -> AgentRun:
+        _, sample = await self.close(key)
+        assert sample.agent is not None
+        return sample.agent
+
 
 @asynccontextmanager
 async def served(chat: Chat, say: Callable[[str, int], str], **options: Any) -> AsyncIterator[Served]:
@@ -124,12 +131,40 @@ async def served(chat: Chat, say: Callable[[str, int], str], **options: Any) -> 
             await gateway.stop()
 
 
+def with_gateway(
+    say: Callable[[str, int], str], family: str = "chatml", **options: Any
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Makes a test of a coroutine function, whose first parameter is the gateway's client."""
+
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        async def work(given: dict[str, Any]) -> None:
+            async with served(chat_of(family), say, **options) as to:
+                await test(to, **given)
+
+        def run(**given: Any) -> None:
+            asyncio.run(work(given))
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        signature = inspect.signature(test)
+        run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
 def checked(record: Rollout, engine: ScriptedEngine) -> Sample:
-    """The sample of a record. Every prompt in it is one that the engine saw, token for token; masks lie on sampled
-    tokens, and each of these is trained once, with the engine's logprob and version."""
+    """The sample of a record, which is what the engine saw."""
+    sample = record.sample(Request("prompt", 0, (), 0, SamplingParams(1)), "stop")
+    check(record, sample, [(request.tokens, answer) for request, _, answer in engine.seen])
+    return sample
+
+
+def check(record: Rollout, sample: Sample, seen: Sequence[tuple[tuple[int, ...], Sample]]) -> None:
+    """Every prompt in the record is one that the engine saw, token for token; masks lie on sampled tokens, and each of
+    these is trained once, with the engine's logprob and version. `seen`: all prompts and answers of this rollout."""
     outputs: dict[tuple[int, ...], list[Sample]] = {}
-    for request, _, sample in engine.seen:
-        outputs.setdefault(request.tokens, []).append(sample)
+    for prompt, answer in seen:
+        outputs.setdefault(prompt, []).append(answer)
     for turn in record.turns:
         prompt = (*(turn.parent.tokens().tolist() if turn.parent else ()), *turn.added.tolist())
         count = len(turn.sampled)
@@ -141,7 +176,6 @@ def checked(record: Rollout, engine: ScriptedEngine) -> Sample:
             and np.array_equal(output.versions[:count], turn.versions)
         ]
         assert same, f"turn {turn.number}: the engine saw no such prompt and said no such answer"
-    sample = record.sample(Request("prompt", 0, (), 0, SamplingParams(1)), "stop")
     run = sample.agent
     assert run is not None
     trained, rows = Counter[int](), list[np.ndarray]()
@@ -167,4 +201,3 @@ def checked(record: Rollout, engine: ScriptedEngine) -> Sample:
     expected = [by_number[turn.number] for turn in run.turns]
     assert [*sample.logprobs] == [value for turn in expected for value in turn.logprobs]
     assert [*sample.versions] == [value for turn in expected for value in turn.versions]
-    return sample

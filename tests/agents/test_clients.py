@@ -9,8 +9,7 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ from megagrpo.agents.dialects.chat_request import Kept, Refusal
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.types import Request, SamplingParams
-from tests.agents.policy import Policy, adder, chat, check, tokenizer
+from tests.agents.policy import Policy, adder, gateway_of, tokenizer
+from tests.agents.scripted import check
 from tests.dialect_answers import ANSWERS
 
 pytestmark = pytest.mark.long
@@ -42,16 +42,6 @@ def numbers_of(index: int) -> list[int]:
     """Five numbers, the first of which no other rollout has."""
     rng = random.Random(index)
     return [1000 + index, *(rng.randrange(2, 9) for _ in range(4))]
-
-
-@asynccontextmanager
-async def served(policy: Policy) -> AsyncIterator[Gateway]:
-    gateway = Gateway(chat(), policy.ask, parser="hermes")
-    await gateway.start()
-    try:
-        yield gateway
-    finally:
-        await gateway.stop()
 
 
 class Agents:
@@ -121,7 +111,7 @@ def test_rollouts_of_a_client_are_not_mixed_up(program: str, agent_python: Calla
             await all_wait.wait()
 
         policy = Policy(adder, before=lambda key: together())
-        async with served(policy) as gateway:
+        async with gateway_of(policy) as gateway:
             agents = Agents(gateway, python, program, rollouts, at_once)
             assert await agents.run() == [0] * PROCESSES
             assert policy.most_running >= at_once
@@ -152,7 +142,7 @@ def test_agents_that_are_killed_cost_their_own_rollouts(program: str, agent_pyth
                 await asyncio.Event().wait()  # for ever: only the gateway ends this turn
 
         policy = Policy(adder, before=perhaps_kill)
-        async with served(policy) as gateway:
+        async with gateway_of(policy) as gateway:
             agents = Agents(gateway, python, program, rollouts, at_once)
             ends = await agents.run()
             assert ends == [-signal.SIGKILL if process in dies_at else 0 for process in range(PROCESSES)]

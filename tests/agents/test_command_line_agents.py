@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.types import Request, SamplingParams
-from tests.agents.policy import STOP, Policy, chat, check, tokenizer
+from tests.agents.policy import STOP, Policy, gateway_of, tokenizer
+from tests.agents.scripted import check
 
 pytestmark = pytest.mark.long
 
@@ -47,9 +47,7 @@ def says(text: str, seed: int) -> str:
 async def run(command: list[str], directory: Path, settings: Any) -> None:
     """One rollout of the program, in a home of its own."""
     policy = Policy(says)
-    gateway = Gateway(chat(), policy.ask, parser="hermes")
-    await gateway.start()
-    try:
+    async with gateway_of(policy) as gateway:
         key = gateway.open("p", 0, LIMITS)
         environment = {"HOME": str(directory), "PATH": os.environ["PATH"], **settings(gateway.url, key)}
         work = directory / "work"
@@ -67,8 +65,6 @@ async def run(command: list[str], directory: Path, settings: Any) -> None:
         assert sample.agent is not None
         texts = [tokenizer().decode(branch.tokens) for branch in sample.agent.branches]
         assert sum("I run it." in text and "It says hi42." in text for text in texts) == 1, "one branch, two turns"
-    finally:
-        await gateway.stop()
 
 
 def test_claude_code_is_a_rollout(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from megagrpo.agents.chat import Chat
 from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.types import Request, Sample, SamplingParams
-from tests.agents.policy import STOP, Policy, chat, check, tokenizer
+from tests.agents.policy import STOP, Policy, gateway_of, tokenizer
+from tests.agents.scripted import check
 
 LIMITS = Limits(turns_max=8, tokens_max=600, sampling=SamplingParams(max_tokens=80), seed=1)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -42,14 +43,9 @@ class Session:
 
 @asynccontextmanager
 async def opened(policy: Policy, of_chat: Chat | None = None) -> AsyncIterator[tuple[Gateway, str, Session]]:
-    gateway = Gateway(of_chat or chat(), policy.ask, parser="hermes")
-    await gateway.start()
-    try:
-        async with aiohttp.ClientSession(gateway.url) as http:
-            key = gateway.open("p", 0, LIMITS)
-            yield gateway, key, Session(http, key)
-    finally:
-        await gateway.stop()
+    async with gateway_of(policy, of_chat) as gateway, aiohttp.ClientSession(gateway.url) as http:
+        key = gateway.open("p", 0, LIMITS)
+        yield gateway, key, Session(http, key)
 
 
 async def by_chat(session: Session) -> None:

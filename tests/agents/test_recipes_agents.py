@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.turns import Limits
 from megagrpo.errors import RecipeError
-from megagrpo.types import Request, Sample, SamplingParams
+from megagrpo.types import Sample, SamplingParams
 from megagrpo.user_functions import load_function
-from tests.agents.policy import STOP, Policy, chat, check
+from tests.agents.policy import STOP, Policy, gateway_of, play
 from tools.recipe_docs import YAML_RECIPES
 
 SAMPLING = SamplingParams(max_tokens=200)
@@ -39,23 +38,10 @@ def played(
 
     async def run() -> tuple[Any, Sample, list[dict[str, Any]]]:
         policy = Policy(lambda prompt, seed: say(prompt) + STOP)
-        gateway = Gateway(chat(), policy.ask, parser="hermes", audited=1.0)
-        await gateway.start()
-        try:
-            key = gateway.open("task", 0, Limits(turns_max, 4000, SAMPLING, 1))
-            events: list[dict[str, Any]] = []
-            endpoint = SimpleNamespace(
-                base_url=f"{gateway.url}/v1", api_key=key, model="policy",
-                event=lambda kind, **values: events.append({"kind": kind, **values}),
-            )  # fmt: skip
-            returned = await rollout(SimpleNamespace(**task), endpoint)
-            record, seen = await gateway.close(key), policy.seen[key]
-            request = Request("task", 0, seen[0][0], 0, SAMPLING)
-            sample = record.sample(request, "length" if record.limited else "stop")
-            check(record, sample, seen)
-            return returned, sample, events
-        finally:
-            await gateway.stop()
+        async with gateway_of(policy, audited=1.0) as gateway:
+            limits = Limits(turns_max, 4000, SAMPLING, 1)
+            one = await play(gateway, policy, rollout, SimpleNamespace(**task), limits)
+            return one.returned, one.sample, one.events
 
     return asyncio.run(run())
 

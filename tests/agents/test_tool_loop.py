@@ -7,38 +7,27 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megagrpo.agents.gateway import Gateway
 from megagrpo.agents.host import AgentHost
 from megagrpo.agents.processes import program_of
 from megagrpo.agents.tool_loop import prepare, rollout
-from megagrpo.agents.turns import Limits, Rollout
+from megagrpo.agents.turns import Limits
 from megagrpo.errors import AgentError, MegagrpoError
 from megagrpo.recipe.schema.agent import AgentConfig
 from megagrpo.rollout.pool import Order
 from megagrpo.types import Prompt, Request, Sample, SamplingParams
-from tests.agents.policy import STOP, Policy, adder, chat, check
+from tests.agents.policy import STOP, Played, Policy, adder, chat, gateway_of, play
 from tests.loop.small_run import wait_until
 
 OWN = Path(__file__).with_name("own_tools.py")
 SAMPLING = SamplingParams(max_tokens=200)
 Say = Callable[[str, int], str]
-
-
-@dataclass
-class Played:
-    """One rollout. `prompt`: what the policy saw before its last answer."""
-
-    returned: Any
-    events: list[dict[str, Any]]
-    record: Rollout
-    sample: Sample
-    prompt: str
 
 
 def calls(*given: tuple[str, Any]) -> str:
@@ -53,23 +42,6 @@ def says(*answers: str) -> Say:
     return lambda prompt, seed: (left.pop(0) if len(left) > 1 else left[0]) + STOP
 
 
-async def play(gateway: Gateway, policy: Policy, tools: Sequence[Any], text: str, index: int, limits: Limits) -> Played:
-    key = gateway.open("task", index, limits)
-    events: list[dict[str, Any]] = []
-    endpoint = SimpleNamespace(
-        base_url=f"{gateway.url}/v1", api_key=key, model="policy",
-        event=lambda kind, **values: events.append({"kind": kind, **values}),
-    )  # fmt: skip
-    task = SimpleNamespace(id=f"task {index}", ground_truth="7", messages=[{"role": "user", "content": text}])
-    returned = await rollout(task, endpoint, tools=tools)
-    record = await gateway.close(key)
-    seen = policy.seen[key]
-    request = Request("task", index, seen[0][0], 0, limits.sampling)
-    sample = record.sample(request, "length" if record.limited else "stop")
-    check(record, sample, seen)
-    return Played(returned, events, record, sample, chat().text(seen[-1][0]))
-
-
 def played(
     say: Say, tools: Sequence[Any], texts: Sequence[str] = ("Add: 1 2",), turns_max: int = 20, tokens_max: int = 4000
 ) -> list[Played]:
@@ -78,14 +50,14 @@ def played(
     async def run() -> list[Played]:
         await prepare(tools=tools)
         policy = Policy(say)
-        gateway = Gateway(chat(), policy.ask, parser="hermes", audited=1.0)
-        await gateway.start()
-        try:
-            limits = [Limits(turns_max, tokens_max, SAMPLING, seed) for seed in range(len(texts))]
-            plays = [play(gateway, policy, tools, text, i, limits[i]) for i, text in enumerate(texts)]
+        async with gateway_of(policy, audited=1.0) as gateway:
+            plays = []
+            for index, text in enumerate(texts):
+                messages = [{"role": "user", "content": text}]
+                task = SimpleNamespace(id=f"task {index}", ground_truth="7", messages=messages)
+                limits = Limits(turns_max, tokens_max, SAMPLING, index)
+                plays.append(play(gateway, policy, partial(rollout, tools=tools), task, limits, index))
             return await asyncio.gather(*plays)
-        finally:
-            await gateway.stop()
 
     return asyncio.run(run())
 

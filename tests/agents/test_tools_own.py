@@ -107,17 +107,6 @@ def test_the_recipes_arguments_and_the_task_are_hidden_from_the_policy() -> None
     assert with_tools(config, parameters) == ["text"]
 
 
-@pytest.mark.parametrize("function", ["variadic", "no_json", "absent"])
-def test_what_cannot_be_a_tool_is_refused(function: str) -> None:
-    with pytest.raises(RecipeError):
-        schema_of(function)
-
-
-def test_arguments_that_a_function_does_not_have_are_refused() -> None:
-    with pytest.raises(RecipeError):
-        called(ToolConfig(name=f"{FILE}:add", arguments={"c": 1}), "add", a=1)
-
-
 def test_what_a_tool_raises_is_told_and_ends_nothing() -> None:
     assert called("raises", "raises", text="no such row").error == "KeyError: 'no such row'"
     assert "SystemExit" in called("exits", "exits").error

@@ -21,7 +21,8 @@ from megagrpo.agents.turns import Limits
 from megagrpo.errors import MegagrpoError
 from megagrpo.rollout.engine import Engine
 from megagrpo.types import Request, Sample, SamplingParams
-from tests.agents.policy import STOP, chat, check, tokenizer
+from tests.agents.policy import STOP, chat, tokenizer
+from tests.agents.scripted import check
 from tests.rollout_engines import start_engine
 from tests.sglang.servers import Policy, Served, model_of, serve_directory
 from tests.tiny_models import make_model

@@ -19,11 +19,9 @@ from megagrpo.cli import main
 from megagrpo.errors import RecipeError
 from megagrpo.importing import rows
 from megagrpo.importing.options import Given, flags, hydra_overrides, unknown_in, yaml_options
-from megagrpo.importing.read import FRAMEWORKS, import_recipe
-from megagrpo.importing.recipe_text import report
+from megagrpo.importing.read import FRAMEWORKS, import_recipe, report
 from megagrpo.importing.shell import read_script
-from megagrpo.importing.shell_syntax import Word
-from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, braces
+from megagrpo.importing.shell_words import ITEMS_MAX, UNKNOWN, Word, braces
 from megagrpo.importing.translate import Framework, translate
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.load import load
@@ -283,7 +281,7 @@ SCRIPTS = {
     "appended": "A=1; A+=2; export B=$A; show $A$B",
     "redirected": "show a b 2>&1 >/dev/null\nshow c 2>/dev/null || true; show d",
     "basename": "M=/models/Qwen/Q; show $(basename $M)-x $(basename ${M})",
-    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this",
+    "documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this; cat <<E|cat >/dev/null\nno\nE\nshow that",
     "joined": 'A=x; show $A/y.$A ${A}_z pre"$A b"post',
     "cases": 'L=(); C=gpu; case "$C" in npu) P=16; L+=(x) ;; g*|tpu) P=8 ;; *) P=1 ;; esac; show $P "${L[@]}"',
     "functions": 'f() { local a=$1; shift; show $a "$@" $#; }; f 1 "2 3" 4',
