@@ -48,9 +48,12 @@ class Places:
         return f"{self.source}:{self.lines[at]} {path}" if at else f"{self.source} {path}"
 
     def located(self, problem: Problem) -> Problem:
-        """Returns the problem, with its place if `where` is a recipe's field (items as .0 or [0]), else unchanged."""
-        path = ITEM.sub(r".\1", problem.where)
-        return replace(problem, where=self.where(path)) if is_field(path, self.recipe_class) else problem
+        """Returns the problem with its place, if `where` is a recipe's field (items as .0 or [0]) or `FIELD: ...`."""
+        field, colon, rest = problem.where.partition(": ")
+        path = ITEM.sub(r".\1", field)
+        if not is_field(path, self.recipe_class):
+            return problem
+        return replace(problem, where=f"{self.where(path)}{colon}{rest}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from megagrpo.cli import main
 from megagrpo.doctor import doctor
-from megagrpo.doctor.doctor import WITHOUT, Finding, fit_findings, package_findings
+from megagrpo.doctor.doctor import Finding, fit_findings, package_findings, purposes
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.machine import device_problems, package_problems
 from megagrpo.recipe.kernels import Installed
@@ -45,7 +45,7 @@ def test_optional_packages_may_be_absent_but_not_of_a_wrong_version_and_develope
     found = packages({"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.4.0"})
     assert found["torch"].state == found["megatron-core"].state == "ok"
     assert found["transformer-engine"].state == "absent"
-    assert found["transformer-engine"].remedy == WITHOUT["te"]
+    assert found["transformer-engine"].remedy == purposes()["te"]
     assert found["sglang"].state == "wrong"
     assert "pytest" not in found
     assert found["emerging_optimizers"].state == "absent"
@@ -81,7 +81,7 @@ def test_what_torch_needs_to_compile_is_named_if_it_is_missing(monkeypatch: pyte
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
     extras = set(metadata.metadata("megagrpo").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "docs"} == set(WITHOUT)
+    assert extras - {"dev", "docs"} == set(purposes())
 
 
 def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
