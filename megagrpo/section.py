@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -83,11 +83,10 @@ def problem(rule: str, /, **values: Any) -> Problem:
 def broken(rules: Rules[Of], of: Of) -> Iterator[Problem]:
     """Yields the problems of an object's broken rules, in their order."""
     for rule, breaks in rules.items():
-        result: Any = breaks(of)
-        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
-        if not isinstance(result, Iterator) and not of_mappings:
-            result = [result] if result else []
-        for values in result:
+        if not (result := cast(Any, breaks(of))):
+            continue
+        many = isinstance(result, Iterator) or (isinstance(result, list) and isinstance(result[0], Mapping))
+        for values in result if many else [result]:
             yield problem(rule, **{**vars(of), "self": of, **(values if isinstance(values, Mapping) else {})})
 
 
