@@ -101,6 +101,8 @@ def test_places_are_lines_of_the_file_or_the_override(path: Path) -> None:
     assert places.where("train.optimizer.lr") == f"{path}:{line_of(path, 'train:')} train.optimizer.lr"
     assert places.where("train.layout.context") == "override train.layout.context=1"
     assert places.where("cluster.device") == f"{path} cluster.device"
+    places = load(path, ["track.wandb.project=sums"]).places
+    assert places.where("track.wandb") == "override track.wandb.project=sums (track.wandb)"
 
 
 def test_all_mistakes_come_at_once_with_line_and_nearest_name(path: Path) -> None:
@@ -247,8 +249,3 @@ def test_every_field_has_a_description() -> None:
         return found
 
     assert undescribed(Recipe) == []
-
-
-def test_a_section_that_an_override_switched_on_is_at_the_override(path: Path) -> None:
-    places = load(path, ["track.wandb.project=sums"]).places
-    assert places.where("track.wandb") == "override track.wandb.project=sums (track.wandb)"
