@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megagrpo.commands.arguments import Commands, add_command, add_group, add_overrides, whole_number
+from megagrpo.commands import Commands, add_command, add_group, add_overrides, whole_number
 from megagrpo.errors import DataError, Problem
 
 EXIT_WRONG = 1

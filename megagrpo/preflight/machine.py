@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.doctor.doctor import missing_to_compile, package_findings
+from megagrpo.doctor import missing_to_compile, package_findings
 from megagrpo.errors import MegagrpoError, Problem, brief
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of

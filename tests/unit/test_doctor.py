@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megagrpo import doctor
 from megagrpo.cli import main
-from megagrpo.doctor import doctor
-from megagrpo.doctor.doctor import Finding, fit_findings, package_findings, purposes
+from megagrpo.doctor import Finding, fit_findings, package_findings, purposes
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.machine import device_problems, package_problems
 from megagrpo.recipe.kernels import Installed
@@ -140,9 +140,7 @@ def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
 
 def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.8.1", "sglang": "0.4.0", "transformer-engine": "1.0"}
-    monkeypatch.setattr(
-        "megagrpo.doctor.doctor.installed_version", lambda name: versions.get(name) or metadata.version(name)
-    )
+    monkeypatch.setattr("megagrpo.doctor.installed_version", lambda name: versions.get(name) or metadata.version(name))
     problems = {problem.where: problem for problem in package_problems(recipe_with("rollout.engine=sglang"))}
     assert set(problems) == {"package torch", "package sglang"}
     assert "pip install 'torch>=2.9'" in problems["package torch"].fix
@@ -164,7 +162,7 @@ def test_a_machines_layers_are_those_that_auto_takes_on_its_card(monkeypatch: py
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name)
     monkeypatch.setattr("megagrpo.megatron.config.installed", lambda: Installed(transformer_engine=True))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("megagrpo.doctor.doctor.installed_version", lambda name: "1.0")
+    monkeypatch.setattr("megagrpo.doctor.installed_version", lambda name: "1.0")
     model = read_architecture(known_models()["Qwen/Qwen3-30B-A3B"])
     recipe = recipe_with("cluster.device=cuda", "model.dtype=bfloat16", "train.recompute={modules: [moe_act]}")
     for card, fused in (((9, 0), True), ((8, 0), False)):
