@@ -183,7 +183,8 @@ def test_a_very_long_index_is_no_item(path: Path) -> None:
     ((where, found),) = problems_of(path, f"data.train.{'9' * 5000}.path=a")
     assert where.startswith("override data.train.999")
     assert len(found) < 1000
-    assert problems_of(path, "data.train.0.arguments={sums: [1]}", "data.train.0.arguments.sums.x=2")
+    for overrides in (["data.train.0.arguments={a: [1]}", "data.train.0.arguments.a.x=2"], ["agent.tools.0.name=x"]):
+        assert len(problems_of(path, *overrides)) == 1
 
 
 @pytest.mark.parametrize("old", moved())
