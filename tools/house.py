@@ -36,7 +36,7 @@ BUDGETS = {
     ("rollout",): 3_053,
     ("cluster",): 3_366,
     ("trainer", "evaluation"): 4_281,
-    ("recipe", "preflight", "doctor"): 5_476,
+    ("recipe", "preflight", "doctor"): 5_473,
     ("plan",): 5_191,
     ("data",): 2_699,
     ("reward",): 7_889,
@@ -49,7 +49,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=341),
-    "tests": Limits(lines=51_759, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_758, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -24,7 +24,7 @@ import numpy as np
 
 from megagrpo.data.files import place
 from megagrpo.data.locations import files_of, is_absent, is_remote
-from megagrpo.data.mixture import Mixture, file_labels, permutation
+from megagrpo.data.mixture import FileCount, file_labels, permutation
 from megagrpo.data.rows import SchemaOf, data_sources, prompt_schema, quick_look
 from megagrpo.errors import DataError, MegagrpoError, PathProblem, Problem, brief
 from megagrpo.preflight.model import attempt
@@ -161,17 +161,13 @@ class TimeIsUpError(MegagrpoError):
     """The error of a check that exceeds its time limit."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """The check of data.train or of one evaluation set: the prompts of its files, and the results of its rows."""
+def check_recipe(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None
+) -> Iterator[tuple[str, Sequence[FileCount], Checked]]:
+    """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all.
 
-    name: str
-    mixture: Mixture[Prompt] | None  # None: files could not be read, as the problems say
-    checked: Checked
-
-
-def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None) -> Iterator[Section]:
-    """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all."""
+    Yields the name of data.train and of each evaluation set, its files, if they could be read, and the results.
+    """
     from megagrpo.data.prompts import load_prompts  # imports transformers, which takes seconds
 
     of_sets = [file for files in recipe.eval.files_of_sets().values() for file in files]
@@ -187,12 +183,13 @@ def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int |
         try:
             mixture = load_prompts(whole, tokenizer, data, recipe.seed, reward.source_problem, against)
         except DataError as error:
-            yield Section(name, None, Checked(problems=list(error.problems)))
+            yield name, (), Checked(problems=list(error.problems))
             continue
         if problems := static_problems(reward):
-            yield Section(name, mixture, Checked(problems=problems))
+            yield name, mixture.files, Checked(problems=problems)
             continue
-        yield Section(name, mixture, check_rows(mixture.items, reward, namer(files), rows=rows, seed=recipe.seed))
+        checked = check_rows(mixture.items, reward, namer(files), rows=rows, seed=recipe.seed)
+        yield name, mixture.files, checked
 
 
 def sample_warnings(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[str]:
