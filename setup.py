@@ -19,6 +19,7 @@ setup(
     packages=find_packages(include=["megagrpo", "megagrpo.*"]),
     package_data={
         "megagrpo": ["rules.yaml"],
+        "megagrpo.doctor": ["remedies.yaml"],
         "megagrpo.recipe": ["moved.yaml"],
         "megagrpo.importing": ["*.yaml"],
         "megagrpo.megatron": ["options.yaml"],

@@ -19,7 +19,7 @@ from megagrpo.commands.data import add_data, add_prepare
 from megagrpo.commands.plan import add_doctor, add_plan
 from megagrpo.commands.report import add_report, add_runs, add_track
 from megagrpo.commands.train import add_train
-from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, name_problem, printable
+from megagrpo.errors import MachineError, MegagrpoError, PreflightError, Problem, path_problem, printable
 from megagrpo.progress import is_terminal, shown_by, usual_display
 
 EXIT_INTERRUPTED = 130
@@ -61,7 +61,7 @@ def run_command(command: Callable[[], int], *, debug: bool = False, console: str
     except MegagrpoError as error:
         return report(error)
     except (MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and (problem := name_problem(error)):
+        if isinstance(error, OSError) and (problem := path_problem(error)):
             return report(PreflightError(problem))
         number = error.errno if isinstance(error, OSError) else errno.EAGAIN if NO_THREAD in str(error) else None
         if number not in SHORTAGES and not isinstance(error, MemoryError):

@@ -22,7 +22,6 @@ DIVERGED_FIX = (
 
 CHARACTERS_MAX = 10_000
 REPORT = "a bug of megagrpo: open an issue with the run's logs/ and recipe.yaml"
-NAME_NEEDED = "a path that this machine can have"
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,10 @@ class Problem:
             if text
         ]
         return "\n".join(lines)
+
+
+class PathProblem(Problem):
+    """A path that a user named and that this machine cannot have. `where` is the path."""
 
 
 class MegagrpoError(Exception):
@@ -89,12 +92,12 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def name_problem(error: OSError) -> Problem | None:
-    """Returns the problem of a path that a user named and that this machine cannot have; None for other errors."""
+def path_problem(error: OSError) -> PathProblem | None:
+    """Returns the problem of a path that this machine cannot have; None for other errors."""
     if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR) or not error.filename:
         return None
-    fix = "correct it in the recipe or the command"
-    return Problem(str(error.filename), error.strerror or str(error), NAME_NEEDED, fix)
+    needed, fix = "a path that this machine can have", "correct it in the recipe or the command"
+    return PathProblem(str(error.filename), error.strerror or str(error), needed, fix)
 
 
 def pointer_problem(path: str, start: bytes) -> Problem | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -75,6 +75,21 @@ class _Written(Formatter):
         return text.lower() if isinstance(value, bool) else text
 
 
+def problem(rule: str, /, **values: Any) -> Problem:
+    """Returns the problem of a rule, with these values in its text."""
+    return Problem(*(_Written().vformat(part, (), values) for part in astuple(rule_texts()[rule])))
+
+
+def broken(rules: Rules[Of], of: Of) -> Iterator[Problem]:
+    """Yields the problems of an object's broken rules, in their order."""
+    for rule, breaks in rules.items():
+        if not (result := cast(Any, breaks(of))):
+            continue
+        many = isinstance(result, Iterator) or (isinstance(result, list) and isinstance(result[0], Mapping))
+        for values in result if many else [result]:
+            yield problem(rule, **{**vars(of), "self": of, **(values if isinstance(values, Mapping) else {})})
+
+
 class Section(BaseModel):
     """One mapping of a recipe. Its fields are checked one by one when it is parsed, its rules by `broken_rules`."""
 
@@ -104,17 +119,7 @@ def broken_rules(section: Section, path: str = "", checked: Section | None = Non
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, Section):
                     problems += broken_rules(item, f"{path}{name}.{key}.")
-    for name, breaks in section.RULES.items():
-        result: Any = breaks(section)
-        of_mappings = isinstance(result, list) and result and isinstance(result[0], Mapping)
-        if not isinstance(result, Iterator) and not of_mappings:
-            result = [result] if result else []
-        for values in result:
-            names = {**vars(section), "self": section, **(values if isinstance(values, Mapping) else {})}
-            parts = vars(rule_texts()[name]).items()
-            text = {part: _Written().vformat(template, (), names) for part, template in parts}
-            problems.append(Problem(**text | {"where": path + text["where"]}))
-    return problems
+    return [*problems, *(replace(p, where=path + p.where) for p in broken(section.RULES, section))]
 
 
 def repeated(names: Sequence[object]) -> list[str]:

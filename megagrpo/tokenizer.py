@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megagrpo.errors import ModelError, Problem, first_line
+from megagrpo.errors import ModelError, first_line
+from megagrpo.section import problem
 from megagrpo.types import FinishReason
 from megagrpo.weights.families.reading import read_json
 
@@ -25,16 +26,14 @@ NAMED, END_OF_NAME = "\ue000", "\ue001"
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """Loads a tokenizer. Raises ModelError if there is none, or one without a vocabulary."""
-    fix = "check model.path, or set model.tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         tokenizer("")  # a model_max_length that is no number fails where it is used
     except Exception as error:  # noqa: BLE001  the Rust tokenizers raise plain Exception for a bad tokenizer.json
-        needed = "a directory with tokenizer files (tokenizer.json, tokenizer_config.json)"
-        raise ModelError(Problem(f"{directory}: no usable tokenizer", first_line(error), needed, fix)) from None
+        raise ModelError(problem("no_usable_tokenizer", directory=directory, reason=first_line(error))) from None
     # Without tokenizer files, transformers makes up an empty tokenizer for a model type that it knows.
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
-        raise ModelError(Problem(f"{directory}: the tokenizer has no vocabulary", needed="tokenizer files", fix=fix))
+        raise ModelError(problem("tokenizer_without_vocabulary", directory=directory))
     return tokenizer
 
 
@@ -60,24 +59,16 @@ def load_chat_tokenizer(directory: str | Path, template_file: str | None = None)
         try:
             tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            where = f"{template_file}: the chat template cannot be read"
-            raise ModelError(Problem(where, given=first_line(error), needed="a Jinja file")) from None
+            raise ModelError(problem("unreadable_template", file=template_file, reason=first_line(error))) from None
     if not tokenizer.chat_template:
-        where, needed = f"{directory}: the tokenizer has no chat template", "a Jinja template for messages"
-        fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
-        raise ModelError(Problem(where, needed=needed, fix=fix))
+        raise ModelError(problem("tokenizer_without_template", directory=directory))
 
     def of_one_day(template: Any) -> Any:  # one, or several by name
         if isinstance(template, dict):
             return {name: of_one_day(text) for name, text in template.items()}
         dated = CLOCK.sub(lambda call: repr(DATE.strftime(call[2])), template)
         if call := re.search(r"\bstrftime_now\b(?!\s+is\b).{0,40}", dated):
-            where, needed = (
-                f"{directory}: the chat template asks for the date",
-                'a text in it: strftime_now("%d %b %Y")',
-            )
-            fix = "write the format there, or a date; model.chat_template names another file"
-            raise ModelError(Problem(where, call[0], needed, fix))
+            raise ModelError(problem("date_of_a_template", directory=directory, call=call[0]))
         return dated
 
     tokenizer.chat_template = of_one_day(tokenizer.chat_template)

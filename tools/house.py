@@ -37,20 +37,20 @@ BUDGETS = {
     ("rollout",): 3_053,
     ("cluster",): 3_364,
     ("trainer", "evaluation"): 4_251,
-    ("recipe", "preflight", "doctor"): 5_467,
+    ("recipe", "preflight", "doctor"): 5_443,
     ("plan",): 5_191,
     ("data",): 2_694,
     ("reward",): 7_666,
     ("agents",): 4_886,
     ("track", "report"): 4_707,
     ("importing",): 2_798,
-    ("commands", "processes", ""): 2_512,
+    ("commands", "processes", ""): 2_511,
 }
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=313),
-    "tests": Limits(lines=51_552, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=311),
+    "tests": Limits(lines=51_540, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

@@ -15,6 +15,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megagrpo.recipe.model_rules import MODEL_RULES
 from megagrpo.recipe.problems import Expected
 from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.section import FILE_AND_FUNCTION, rule_texts
@@ -37,7 +38,7 @@ TITLES: dict[type[AnyRecipe], tuple[str, str]] = {
     ),
 }
 RULES_BEGINNING = (
-    "`megagrpo plan` and `megagrpo train` check these rules between fields, all at once. A broken one is printed with",
+    "`megagrpo plan` and `megagrpo train` check these rules, all at once. A broken one is printed with",
     "the field, what was given, what is needed, and a fix. Names in capitals stand for values. Rules of one field, its",
     "type and its bounds, are with [the fields](recipe.md). Made from the code by `python -m tools.recipe_docs`.",
 )
@@ -76,22 +77,27 @@ def reference(recipe_class: type[AnyRecipe]) -> str:
 
 
 def rules() -> str:
-    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, and one of kind sft."""
-    tables: dict[str, list[str]] = {}
-    told: set[tuple[str, str]] = set()
+    """Returns the page of all rules in Markdown: a table for each of a recipe's sections, one of kind sft, and those of
+    the checks that look beyond the recipe."""
+    places: dict[tuple[str, str], str] = {}  # the title of each rule at each place
     for kind in PAGES:
         for section, path in _Page(kind).sections().items():
             for name in getattr(section, "RULES", {}):
-                text = rule_texts()[name]
-                where = _filled(f"{path}.{text.where}" if path else text.where)
-                if (name, where) not in told:
-                    told.add((name, where))
-                    parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
-                    title = re.split(r"\W", where)[0] if kind is Recipe else "kind: sft"
-                    tables.setdefault(title, []).append(f"| {' | '.join((f'`{where}`', *parts))} |")
+                where = f"{path}.{rule_texts()[name].where}" if path else rule_texts()[name].where
+                title = re.split(r"\W", _filled(where))[0] if kind is Recipe else "kind: sft"
+                places.setdefault((name, where), f"`{title}`")
+    of_sections = {name for name, _ in places}
+    for name in (name for name in rule_texts() if name not in of_sections):
+        title = "A recipe and its model" if name in MODEL_RULES else "Before a run"
+        places[name, rule_texts()[name].where] = title
+    tables: dict[str, list[str]] = {}
+    for name, where in places:
+        text = rule_texts()[name]
+        parts = (_text(_filled(part)) for part in (text.given, text.needed, text.fix))
+        tables.setdefault(places[name, where], []).append(f"| {' | '.join((f'`{_filled(where)}`', *parts))} |")
     lines = ["# Rules of a recipe", "", *RULES_BEGINNING]
     for title, rows in tables.items():
-        lines += ["", f"## `{title}`", "", "| field | given | needed | fix |", "|---|---|---|---|", *rows]
+        lines += ["", f"## {title}", "", "| field | given | needed | fix |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
 
 

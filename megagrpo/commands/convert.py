@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from megagrpo.commands.arguments import Commands, add_command, add_group
+from megagrpo.commands import Commands, add_command, add_group
 from megagrpo.errors import Problem, RecipeError
 
 EXIT_DIFFERENT = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megagrpo.commands.arguments import Commands, add_command, add_group, add_overrides, whole_number
+from megagrpo.commands import Commands, add_command, add_group, add_overrides, whole_number
 from megagrpo.errors import DataError, Problem
 
 EXIT_WRONG = 1
@@ -69,17 +69,17 @@ def data_check(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe, args.overrides).recipe
     wrong = 0
-    for section in check_recipe(recipe, tokenizer_of(recipe), args.rows):
-        print(f"{section.name}:")
-        for file in section.mixture.files if section.mixture else ():
+    for name, files, checked in check_recipe(recipe, tokenizer_of(recipe), args.rows):
+        print(f"{name}:")
+        for file in files:
             print(f"  {file.text('prompts')}")
-        for text in section.checked.lines():
+        for text in checked.lines():
             print(f"  {text}")
-        for problem in section.checked.problems[:PROBLEMS_SHOWN]:
+        for problem in checked.problems[:PROBLEMS_SHOWN]:
             print(f"  {str(problem).replace(chr(10), chr(10) + '  ')}")
-        if (more := len(section.checked.problems) - PROBLEMS_SHOWN) > 0:
+        if (more := len(checked.problems) - PROBLEMS_SHOWN) > 0:
             print(f"  and {more} more")
-        wrong += len(section.checked.problems)
+        wrong += len(checked.problems)
     print(f"{wrong} problem{'s' if wrong > 1 else ''}" if wrong else "OK")
     return EXIT_WRONG if wrong else 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megagrpo.commands.arguments import Commands, add_command, add_overrides, whole_number
+from megagrpo.commands import Commands, add_command, add_overrides, whole_number
 from megagrpo.errors import PreflightError
 
 GPUS_MAX = 100_000
@@ -89,6 +89,6 @@ def doctor(args: argparse.Namespace) -> int:
         removed = remove_abandoned()
         print("\n".join([*(f"removed {path}" for path in removed), f"{len(removed)} files of killed runs"]))
         return 0
-    from megagrpo.doctor.doctor import examine
+    from megagrpo.doctor import examine
 
     return 0 if examine(print) else EXIT_WRONG

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.arguments import Commands, add_command, add_group, whole_number
+from megagrpo.commands import Commands, add_command, add_group, whole_number
 from megagrpo.errors import Problem, ReportError
 from megagrpo.progress import is_terminal
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.arguments import Commands, add_command, add_output, add_overrides, whole_number
+from megagrpo.commands import Commands, add_command, add_output, add_overrides, whole_number
 from megagrpo.errors import PreflightError, Problem
 from megagrpo.processes import importing
 from megagrpo.progress import progress

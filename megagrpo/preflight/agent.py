@@ -20,6 +20,7 @@ from megagrpo.errors import AgentError, MegagrpoError, ModelError, Problem, Reci
 from megagrpo.recipe.schema import Recipe
 from megagrpo.recipe.schema.agent import KINDS, AgentConfig
 from megagrpo.recipe.schema.rollout import has_host
+from megagrpo.section import problem
 from megagrpo.user_functions import file_problem
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class AgentChecks:
     unchecked: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
 
-    def report(self, where: str, given: str, needed: str, fix: str) -> None:
-        self.problems.append(Problem(where, given, needed, fix))
+    def report(self, rule: str, /, **values: object) -> None:
+        self.problems.append(problem(rule, **values))
 
 
 def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> AgentChecks:
@@ -67,11 +68,10 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     }
     files |= {f"agent.openenv.{name}": getattr(agent.openenv, name, None) for name in ("observation", "action")}
     for where, given in files.items():
-        if given and ".py:" in given and (problem := file_problem(given, where)):
-            checks.problems.append(problem)
+        if given and ".py:" in given and (of_file := file_problem(given, where)):
+            checks.problems.append(of_file)
     if agent.openenv and not has_host(agent.openenv.url):
-        needed, fix = "http:// or https://, and a host", "write http://host:8000"
-        checks.report("agent.openenv.url", agent.openenv.url, needed, fix)
+        checks.report("url_of_openenv", url=agent.openenv.url)
     checks.problems += tool_problems(agent, elsewhere=plan_only)
     if agent.python is None or shutil.which(agent.python) is not None:
         _check_interpreter(checks, agent)
@@ -80,8 +80,7 @@ def check_agent(recipe: Recipe, tokenizer: Path | None, plan_only: bool) -> Agen
     elif plan_only:
         checks.unchecked.append(f"agent.python: {agent.python} is not on this machine")
     else:
-        fix = "check the path; relative paths start at the working directory"
-        checks.report("agent.python", f"{agent.python}, which is no program here", "an interpreter", fix)
+        checks.report("python_of_an_agent", python=agent.python)
     right = not checks.problems
     try:
         if tokenizer:
@@ -114,13 +113,12 @@ def _check_interpreter(checks: AgentChecks, agent: AgentConfig) -> None:
     except ValueError:
         given = f"{python}, which is no Python: exit status {done.returncode}, {_last_line(done.stderr)}"
     if given:
-        checks.report(where, given, "a Python interpreter", "check the path")
+        checks.report("no_interpreter", field=where, given=given)
     elif numbers < PYTHON_MIN:
-        needed = f"Python {'.'.join(map(str, PYTHON_MIN))} or newer"
-        checks.report(where, f"{python}, Python {'.'.join(map(str, numbers))}", needed, "another interpreter")
+        versions = {"version": ".".join(map(str, numbers)), "least": ".".join(map(str, PYTHON_MIN))}
+        checks.report("old_interpreter", field=where, python=python, **versions)
     elif lacking:
-        fix = f"install {lacking} there, or set agent.python to an interpreter that has it"
-        checks.report(where, f"{python}, without the package {lacking}", f"{lacking}, for agent.{agent.kind}", fix)
+        checks.report("interpreter_without_a_package", field=where, python=python, package=lacking, kind=agent.kind)
 
 
 def _function_problems(agent: AgentConfig) -> Iterator[Problem]:
@@ -150,9 +148,8 @@ def _function_problems(agent: AgentConfig) -> Iterator[Problem]:
     except (OSError, ValueError) as error:
         failed = first_line(error)
     if failed:
-        function, called = str(agent.function).rpartition(":")[2], ", ".join(["task", "endpoint", *agent.arguments])
-        needed = f"a file that can be imported, with a function that can be called as {function}({called})"
-        yield Problem("agent.function", f"{agent.function}: {failed}", needed, "correct the file, or agent.arguments")
+        name, arguments = str(agent.function).rpartition(":")[2], ["task", "endpoint", *agent.arguments]
+        yield problem("function_of_an_agent", function=agent.function, failed=failed, name=name, arguments=arguments)
 
 
 def _last_line(text: str) -> str:
@@ -186,8 +183,7 @@ def _check_tools(
             continue
         for tool in tools:
             if tool.name in schemas:
-                given, fix = f"a tool called {tool.name}, as another one is", "give one a call_name"
-                checks.report(where, given, "a name for each", fix)
+                checks.report("tools_of_one_name", field=where, name=tool.name)
             schemas[tool.name] = tool.schema
     if tokenizer is None or not schemas:
         return
@@ -203,8 +199,7 @@ def _check_tools(
     described = f"{len(schemas)}, which take {tokens:,} of a conversation's {most:,} tokens, with the system prompt"
     checks.lines["tools"] = described
     if tokens >= most:
-        needed, fix = "room for a prompt and an answer", "raise agent.tokens_max, or offer fewer tools"
-        checks.report("agent.tokens_max", f"{most}; {tokens} are tools and the system prompt", needed, fix)
+        checks.report("tools_without_room", most=most, tokens=tokens)
 
 
 # --- the chat template ------------------------------------------------------------------------------------------------
@@ -223,13 +218,9 @@ def _check_template(checks: AgentChecks, recipe: Recipe, agent: AgentConfig, dir
     known = elsewhere or parser_of(agent.parser, chat) is not None
     if role and role not in chat.facts.roles:
         refusal = f": it says {chat.facts.refused[role]!r}" if role in chat.facts.refused else ""
-        given = f"one that writes no {role} message behind an answer{refusal}"
-        fix = "set model.chat_template to a template that does, or use a model that was trained with one"
-        checks.report("model.chat_template", given, f"{role} messages, for agent.{agent.kind}", fix)
+        checks.report("role_of_no_template", role=role, refusal=refusal, kind=agent.kind)
     elif agent.tools and not known:
-        given = f"auto, and the chat template shows {shown or 'no call that is known here'}"
-        needed = "hermes or llama3 of megagrpo, or a parser of SGLang, where it is installed"
-        checks.report("agent.parser", given, needed, "install SGLang, or name how the model writes calls")
+        checks.report("parser_of_calls", shown=shown or "no call that is known here")
     described = f"{shown or 'none'}, by what the chat template shows of calls" if agent.parser == "auto" else name
     checks.lines |= {"template": template_described(chat.facts, agent.history), "parser": described}
 

@@ -23,13 +23,12 @@ import numpy as np
 
 from megagrpo.data.files import place
 from megagrpo.data.locations import files_of, is_absent, is_remote
-from megagrpo.data.mixture import Mixture, file_labels, permutation
+from megagrpo.data.mixture import FileCount, file_labels, permutation
 from megagrpo.data.rows import SchemaOf, data_sources, prompt_schema, quick_look
-from megagrpo.errors import NAME_NEEDED, DataError, MegagrpoError, Problem, brief
+from megagrpo.errors import DataError, MegagrpoError, PathProblem, Problem, brief
 from megagrpo.preflight.model import attempt
 from megagrpo.progress import progress
 from megagrpo.recipe.defaults import own_rewards
-from megagrpo.recipe.load import LoadedRecipe
 from megagrpo.recipe.reward_functions import executor_of
 from megagrpo.recipe.schema import (
     AnyRecipe,
@@ -43,6 +42,7 @@ from megagrpo.recipe.schema import (
 from megagrpo.recipe.schema.data import DecontaminateConfig
 from megagrpo.reward.functions import FunctionSpec, function_specs, solution_maker, static_problems
 from megagrpo.reward.scorer import Scorer
+from megagrpo.section import problem
 from megagrpo.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -64,14 +64,18 @@ FORM = ("format", "language", "length", "repetition")
 """Functions that look at the form of a response alone, and may take an empty one for right."""
 
 
-def lists_of(recipe: AnyRecipe) -> dict[str, tuple[Sequence[EntryConfig], RewardConfig | None]]:
-    """Returns each list of data in the recipe, by its path, with the reward that scores its rows; None for
-    conversations."""
-    if isinstance(recipe, SftRecipe):
-        return {"data.train": (recipe.data.train, None), "eval.files": (recipe.eval.files, None)}
+def prompt_lists(recipe: Recipe) -> dict[str, tuple[Sequence[DataFileConfig], RewardConfig]]:
+    """Returns each list of prompt files in the recipe, by its path, with the reward that scores its rows."""
     rewards, sets = own_rewards(recipe), recipe.eval.files_of_sets()
     held_out = {f"eval.sets.{name}.files": (sets[name], rewards.get(name, recipe.reward)) for name in sets}
     return {"data.train": (recipe.data.train, recipe.reward), **held_out}
+
+
+def lists_of(recipe: AnyRecipe) -> Mapping[str, tuple[Sequence[EntryConfig], RewardConfig | None]]:
+    """Returns each list of data in the recipe, like prompt_lists. Conversations have no reward."""
+    if isinstance(recipe, SftRecipe):
+        return {"data.train": (recipe.data.train, None), "eval.files": (recipe.eval.files, None)}
+    return {**prompt_lists(recipe)}
 
 
 def absent_data(recipe: AnyRecipe) -> list[str]:
@@ -83,17 +87,17 @@ def absent_data(recipe: AnyRecipe) -> list[str]:
     return absent
 
 
-def data_problems(loaded: LoadedRecipe[AnyRecipe], absent: Collection[str]) -> Iterator[Problem]:
-    """Yields the problems of the data files that are here."""
-    for section, (files, reward) in lists_of(loaded.recipe).items():
+def data_problems(recipe: AnyRecipe, absent: Collection[str]) -> Iterator[Problem]:
+    """Yields the problems of the data files that are here. Each names the recipe's field before the file."""
+    for section, (files, reward) in lists_of(recipe).items():
         for index, file in enumerate(files):
             if not file.location or file.location in absent:
                 continue
-            where = loaded.places.where(f"{section}.{index}.path")
+            where = f"{section}.{index}.path"
             problems: list[Problem] = []
             problems += attempt(problems, _entry_problems, file, reward) or []
-            for problem in problems:
-                yield problem if problem.needed == NAME_NEEDED else replace(problem, where=f"{where}: {problem.where}")
+            for found in problems:
+                yield found if isinstance(found, PathProblem) else replace(found, where=f"{where}: {found.where}")
 
 
 def sources_of(files: Sequence[DataFileConfig]) -> set[str]:
@@ -119,13 +123,9 @@ def _entry_problems(file: EntryConfig, reward: RewardConfig | None) -> list[Prob
         return _looked_at(paths, CONVERSATION_ROWS)
     problems = _looked_at(paths, prompt_schema(file.columns))
     if not problems and not reward.functions:
-        problems = [
-            problem
-            for path in paths
-            if not is_remote(path)
-            for number, source in data_sources(path, file.columns)
-            if (problem := reward.source_problem(source, place(path, number)))
-        ]
+        for path in (path for path in paths if not is_remote(path)):
+            unscored = (reward.source_problem(name, place(path, row)) for row, name in data_sources(path, file.columns))
+            problems += filter(None, unscored)
     return problems
 
 
@@ -160,41 +160,35 @@ class TimeIsUpError(MegagrpoError):
     """The error of a check that exceeds its time limit."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """The check of data.train or of one evaluation set: the prompts of its files, and the results of its rows."""
+def check_recipe(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None
+) -> Iterator[tuple[str, Sequence[FileCount], Checked]]:
+    """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all.
 
-    name: str
-    mixture: Mixture[Prompt] | None  # None: files could not be read, as the problems say
-    checked: Checked
-
-
-def check_recipe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int | None = None) -> Iterator[Section]:
-    """Checks all data of a recipe: files, template, lengths, and so many rows of each section, or all."""
+    Yields the name of data.train and of each evaluation set, its files, if they could be read, and the results.
+    """
     from megagrpo.data.prompts import load_prompts  # imports transformers, which takes seconds
 
     of_sets = [file for files in recipe.eval.files_of_sets().values() for file in files]
     held_out = [file for file in of_sets if sources_of([file])]  # others are named with their set
-    rewards = own_rewards(recipe)
-    sections: dict[str, tuple[list[DataFileConfig], RewardConfig, list[DataFileConfig] | None]]
-    sections = {"data.train": (recipe.data.train, recipe.reward, held_out)}
-    for name, files in recipe.eval.files_of_sets().items():
-        sections[f"eval.sets.{name}"] = (list(files), rewards.get(name, recipe.reward), None)
     reported = (recipe.data.decontaminate or DecontaminateConfig()).model_copy(update={"action": "report"})
     data = recipe.data.model_copy(
         update={"decontaminate": reported if held_out or reported.against else None, "deduplicate": False}
     )
-    for name, (files, reward, against) in sections.items():
+    for path, (files, reward) in prompt_lists(recipe).items():
+        name = path.removesuffix(".files")
+        against = held_out if name == "data.train" else None
         whole = [file.model_copy(update={"amount": "all", "weight": None}) for file in files]
         try:
             mixture = load_prompts(whole, tokenizer, data, recipe.seed, reward.source_problem, against)
         except DataError as error:
-            yield Section(name, None, Checked(problems=list(error.problems)))
+            yield name, (), Checked(problems=list(error.problems))
             continue
         if problems := static_problems(reward):
-            yield Section(name, mixture, Checked(problems=problems))
+            yield name, mixture.files, Checked(problems=problems)
             continue
-        yield Section(name, mixture, check_rows(mixture.items, reward, namer(files), rows=rows, seed=recipe.seed))
+        checked = check_rows(mixture.items, reward, namer(files), rows=rows, seed=recipe.seed)
+        yield name, mixture.files, checked
 
 
 def sample_warnings(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[str]:
@@ -320,21 +314,17 @@ def _problems(
 ) -> Iterator[Problem]:
     """Yields at most one problem of one row with one function. The responses are an empty one, the right one if any is
     known, and the others."""
-    name, truth = spec.name, brief(group.prompt.ground_truth)
-    scores = [score.parts.get(name) for score in group.scores]
+    row = {"row": where, "name": spec.name, "truth": brief(group.prompt.ground_truth)}
+    scores = [score.parts.get(spec.name) for score in group.scores]
     marks = [mark or 0.0 for mark in scores]
-    fix = "correct the row, or choose another function for its data_source"
     if None in scores[:2]:
-        error = group.scores[scores.index(None)].error
-        yield Problem(f"{where}: {name} cannot use the ground truth {truth}", error, "a score", fix)
+        yield problem("truth_not_used", **row, error=group.scores[scores.index(None)].error)
     elif right is not None and marks[1] < FULL_MARKS:
-        given = f"{marks[1]:g} for {brief(right)}"
-        yield Problem(f"{where}: {name} does not take the ground truth {truth} for right", given, "1", fix)
+        yield problem("truth_not_right", **row, mark=marks[1], response=brief(right))
     elif marks[0] >= FULL_MARKS and spec.function not in FORM:
-        yield Problem(f"{where}: {name} takes an empty response for right", f"{marks[0]:g}", "less than 1", fix)
+        yield problem("empty_response_right", **row, mark=marks[0])
     elif others and all(mark >= FULL_MARKS for mark in marks[2:]):
-        given = f"1 for {brief(others[0])}, and the ground truth is {truth}"
-        yield Problem(f"{where}: {name} takes another row's answer for right", given, "less than 1", fix)
+        yield problem("other_answer_right", **row, response=brief(others[0]))
 
 
 def solution_of(spec: FunctionSpec) -> Solution | None:

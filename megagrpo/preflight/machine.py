@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from megagrpo.doctor.doctor import missing_to_compile, package_findings
+from megagrpo.doctor import missing_to_compile, package_findings
 from megagrpo.errors import MegagrpoError, Problem, brief
 from megagrpo.plan.assumptions import Assumptions
 from megagrpo.plan.case import Case, machines_of
@@ -26,7 +26,9 @@ from megagrpo.recipe.defaults import (
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
 from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema.rollout import RolloutConfig
 from megagrpo.recipe.schema.train import COMPILED
+from megagrpo.section import Rules, broken, problem
 from megagrpo.track.trackers import trackers_of
 from megagrpo.weights.families.architecture import Architecture
 
@@ -36,6 +38,11 @@ MUON = (
     "pip install megagrpo[muon]; on Python 3.11: pip install absl-py, then "
     "pip install --no-deps --ignore-requires-python 'emerging_optimizers>=0.3,<0.4'"
 )
+
+WITHOUT_GPUS: Rules[RolloutConfig] = {
+    "float8_without_gpus": lambda rollout: rollout.quantization,
+    "experts_without_gpus": lambda rollout: rollout.layout.expert > 1,
+}
 
 
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
@@ -57,17 +64,13 @@ def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None
         if switched_on:
             extras.add(extra)
             if find_spec(package) is None:
-                needed = f"the package {package}, which is not installed"
-                yield Problem(field, given="switched on", needed=needed, fix=fix.format(extra))
+                yield problem("package_of_a_setting", field=field, package=package, fix=fix.format(extra))
     modules = recipe.train.recomputed.modules & COMPILED
     if modules and device_here(recipe) == "cuda" and (missing := missing_to_compile()):
-        given = f"{', '.join(sorted(modules))}, and this machine lacks {'; '.join(missing)}"
-        compiled = "a C++ compiler, ninja and Python's headers on every node: Megatron compiles a function for them"
-        yield Problem("train.recompute.modules", given, compiled, fix="install them, or recompute: full")
+        yield problem("modules_to_compile", modules=sorted(modules), missing="; ".join(missing))
     for finding in package_findings(extras=sorted(extras)):
         if finding.state == "wrong":
-            where, working = f"package {finding.part}", "a version that megagrpo works with"
-            yield Problem(where, given=finding.found, needed=working, fix=finding.remedy)
+            yield problem("version_of_a_package", **vars(finding))
 
 
 def fused_here(recipe: AnyRecipe, architecture: Architecture | None) -> bool:
@@ -127,8 +130,7 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
     yield from kind.problems(rollout, plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
-        given, needed = f"{variable}, which is not set", "the API key of the servers in it"
-        yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
+        yield problem("key_of_servers", variable=variable)
     if not kind.splits:
         return  # without torch, which takes a second to import
     device = _device(recipe, plan_only)  # SGLang supports more splits on GPUs
@@ -137,17 +139,11 @@ def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only
         on = device, rollout.quantization
         sizes = [layout.tensor for layout in layouts if not kind.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
-        for problem in kind.split_problems(architecture, rollout.layout, *on):
+        for found in kind.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
-            yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
-    if device != "cpu" or recipe.cluster.device != "auto":
-        return
-    if rollout.quantization:
-        needed = "null: SGLang's kernels for float8 need GPUs"
-        yield Problem("rollout.quantization", f"{rollout.quantization} on CPUs", needed, fix="quantization: null")
-    if rollout.layout.expert > 1:
-        needed = "1: SGLang's expert parallelism needs GPUs"
-        yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
+            yield replace(found, where=f"rollout.layout: {found.where}", fix=fix)
+    if device == "cpu" and recipe.cluster.device == "auto":
+        yield from broken(WITHOUT_GPUS, rollout)
 
 
 def device_problems(
@@ -157,8 +153,8 @@ def device_problems(
     cannot run. Yields a problem for too few GPUs here if the run joins no cluster."""
     if architecture and (not joins_cluster(recipe) or _gpus()):  # else the cluster's cards are not known here
         yield from auto_problems(recipe, fused_here(recipe, architecture))
-    if (problem := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
-        yield problem
+    if (of_allocator := allocator_problem(recipe, os.environ)) and device_here(recipe) == "cuda":
+        yield of_allocator
     if recipe.cluster.device == "cuda" and not joins_cluster(recipe):
         needed, purpose = plan_devices(recipe, "cuda", engines_too=engines_too).bundles, "train.layout"
         if isinstance(recipe, Recipe) and engines_too:
@@ -173,9 +169,9 @@ def joins_cluster(recipe: AnyRecipe) -> bool:
 def gpu_problems(needed: int, purpose: str, smaller: str) -> Iterator[Problem]:
     """Yields a problem if this machine has too few GPUs; `smaller` is the fix where it has some."""
     if (devices := _gpus()) < needed:
-        given = f"cuda, on a machine with {devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
-        fix = f"{smaller if devices else 'cluster.device: cpu'}, or a Ray cluster that has them"
-        yield Problem("cluster.device", given, f"{needed} for {purpose}", f"{fix}: cluster.address or RAY_ADDRESS")
+        given = f"{devices or 'no'} CUDA device{'' if devices == 1 else 's'}"
+        way = smaller if devices else "cluster.device: cpu"
+        yield problem("too_few_gpus", devices=given, needed=needed, purpose=purpose, way=way)
 
 
 def _gpus() -> int:
@@ -189,8 +185,8 @@ def address_problems(recipe: AnyRecipe, plan_only: bool) -> Iterator[Problem]:
     address, where = recipe.cluster.address, "cluster.address"
     if address is None:
         address, where = "" if plan_only else os.environ.get("RAY_ADDRESS", ""), "RAY_ADDRESS"
-    if problem := address_problem(address, where):
-        yield problem
+    if wrong := address_problem(address, where):
+        yield wrong
 
 
 def address_problem(address: str, where: str) -> Problem | None:
@@ -200,12 +196,9 @@ def address_problem(address: str, where: str) -> Problem | None:
         port = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address, re.ASCII)
         if address in ("", "auto", "local") or (port and 0 < int(port[1]) < 2**16):
             return None
-        return Problem(where, brief(address), "auto or HOST:PORT, on a node of the cluster", "such as head:6379")
+        return problem("address_of_no_node", field=where, address=brief(address))
     host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
-    given = f"{scheme}://, a server of Ray for clients or jobs, not a node"
-    reason = "training ranks and engines connect to the driver, and it shares directories with them"
-    fix = f"on any machine: ray job submit --address http://{host}:8265 -- megagrpo train RECIPE"
-    return Problem(where, given, f"auto or HOST:PORT, on a node of the cluster: {reason}", fix)
+    return problem("address_of_a_ray_server", field=where, scheme=scheme, host=host)
 
 
 def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
@@ -227,10 +220,8 @@ def directory_problems(recipe: AnyRecipe) -> Iterator[Problem]:
     for existing, (directory, field) in by_existing.items():
         if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             continue
-        fault, needed, way = "not writable", "a directory that can be written", "let this user write there"
-        if not existing.is_dir():
-            fault, needed, way = "a file", "a directory, or a place to make one", "move that file away"
         above = "" if existing == directory else f", and {existing}"
-        yield Problem(field, f"{directory}{above} is {fault}", needed, f"name another directory, or {way}")
+        rule = "directory_not_writable" if existing.is_dir() else "directory_below_a_file"
+        yield problem(rule, field=field, directory=directory, above=above)
     for name, tracker in trackers_of(recipe).items():
         yield from tracker.problems(getattr(recipe.track, name), recipe)

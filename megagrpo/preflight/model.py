@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megagrpo.data.locations import near_file
-from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief, first_line, name_problem
+from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, brief, first_line, path_problem
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
 from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.section import problem
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.families.reading import read_json
@@ -43,7 +44,6 @@ MADE_BY = {
 """Models of the shipped recipes, and the make target of each."""
 PROBLEMS_OF_A_PART = 10
 Result = TypeVar("Result")
-TEMPLATE_NEEDED = "a Jinja template that turns messages into text"
 GIVEN_TO_TEMPLATES = {
     "raise_exception",
     "strftime_now",
@@ -115,12 +115,11 @@ def critic_directory(recipe: Recipe, policy: Architecture | None, plan_only: boo
     architecture = critic_of(read_architecture(directory))
     if not plan_only or Path(critic.path).is_dir():
         manifests(directory, architecture)
-    problems: list[Problem] = [
-        replace(problem, given=f"{problem.given} (the critic's)") for problem in critic_problems(recipe, architecture)
+    problems = [
+        replace(found, given=f"{found.given} (the critic's)") for found in critic_problems(recipe, architecture)
     ]
     if policy and architecture.vocab < policy.vocab:
-        given, needed = f"a vocabulary of {architecture.vocab}", f"the policy's, of {policy.vocab}"
-        problems.append(Problem("algorithm.critic.path", given, needed, "a critic of the same family of models"))
+        problems.append(problem("vocabulary_of_the_critic", critic=architecture, policy=policy))
     if problems:
         raise PreflightError(problems)
     return directory
@@ -151,27 +150,22 @@ def local_directory(path: str, revision: str | None, patterns: tuple[str, ...], 
     """
     directory = Path(path)
     if not path:
-        raise ModelError(Problem(field, "an empty text", "a model directory or a Hugging Face hub id", "name one"))
+        raise ModelError(problem("no_model", field=field))
     if directory.is_dir():
         if revision is not None:
-            given = f"{revision}, and {path} is a directory"
-            raise ModelError(Problem("model.revision", given, "a hub id in model.path", "remove it"))
+            raise ModelError(problem("revision_of_a_directory", revision=revision, path=path))
         return directory
     if not HUB_ID.fullmatch(path):
-        given = f"{path}, which is not a directory"
-        raise ModelError(Problem(field, given, "a model directory or a Hugging Face hub id", _near(directory)))
+        raise ModelError(problem("no_model_directory", field=field, path=path, near=_near(directory)))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError
 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except (OSError, HFValidationError, IncompleteSnapshotError) as error:
-        model = f"{path} at {revision}" if revision else path
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        given = f"{model}: no such directory, and the Hugging Face hub does not give it: {reason}"
-        needed = "a model directory, a hub id in the local cache, or one that can be downloaded"
+        model, reason = f"{path} at {revision}" if revision else path, f"{type(error).__name__}: {first_line(error)}"
         fix = _near(directory) or "check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
-        raise ModelError(Problem(field, given, needed, fix)) from None
+        raise ModelError(problem("model_not_on_the_hub", field=field, model=model, reason=reason, fix=fix)) from None
 
 
 def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | None) -> list[Problem]:
@@ -183,12 +177,12 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
         return []
     files = [path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)]
     if blocking := [path for path in files if path.exists() and not (path.is_file() or path.is_dir())]:
-        return [Problem(str(path), "a device or a pipe", "a tokenizer's file") for path in blocking]
+        return [problem("tokenizer_file_that_blocks", path=path) for path in blocking]
     problems: list[Problem] = []
     for path in (directory / "tokenizer_config.json", directory / "special_tokens_map.json"):
         longest = (attempt(problems, read_json, path) or {}).get("model_max_length") if path.is_file() else None
         if not isinstance(longest, int | float | None):
-            problems.append(Problem(f"{path}: model_max_length", brief(longest), "a number of tokens"))
+            problems.append(problem("model_max_length", path=path, longest=brief(longest)))
     if problems:
         return problems
     problems += _vocabulary_problems(directory, vocabulary)
@@ -198,8 +192,7 @@ def tokenizer_problems(directory: Path, recipe: AnyRecipe, vocabulary: int | Non
     limit = vocabulary or 2**31
     for token in ends if isinstance(ends, list) else () if ends is None else (ends,):
         if type(token) is not int or not 0 <= token < limit:
-            needed = f"a token's id, below {limit}, or several"
-            return [*problems, Problem(f"{generation}: eos_token_id", brief(token), needed)]
+            return [*problems, problem("eos_token_id", path=generation, token=brief(token), limit=limit)]
     return problems
 
 
@@ -213,9 +206,9 @@ def attempt(problems: list[Problem], find: Callable[..., Result], *given: Any) -
         if (more := len(error.problems) - PROBLEMS_OF_A_PART) > 0:
             problems.append(Problem(f"and {more} more problems like the last"))
     except OSError as error:
-        if (problem := name_problem(error)) is None:
+        if (named := path_problem(error)) is None:
             raise
-        problems.append(problem)
+        problems.append(named)
     return None
 
 
@@ -231,12 +224,11 @@ def _near(directory: Path) -> str:
 
 def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
     """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
-    config, needed = directory / "config.json", 'the name of the model class, such as "Qwen2ForCausalLM", in a list'
+    config = directory / "config.json"
     architectures = read_json(config).get("architectures") or []
     if not recipe.rollout.kind.starts_servers or any(str(name).endswith("ForCausalLM") for name in architectures):
         return []
-    fix = "add it, or save the model by AutoModelForCausalLM (save_pretrained)"
-    return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
+    return [problem("class_of_the_model", config=config, architectures=brief(architectures))]
 
 
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
@@ -244,20 +236,17 @@ def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Proble
     if not path.is_file():
         if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
             return []
-        fix = "copy the tokenizer's files there, or set model.tokenizer"
-        return [Problem(str(directory), "no tokenizer", "tokenizer.json, or another tokenizer's files", fix)]
+        return [problem("no_tokenizer", directory=directory)]
     from tokenizers import Tokenizer
 
     try:
         tokens = Tokenizer.from_file(str(path)).get_vocab()
     except Exception as error:  # noqa: BLE001  (what the Rust library raises)
-        reason = first_line(error)
-        return [Problem(str(path), reason, "a tokenizer of the tokenizers library", "download it again")]
+        return [problem("unreadable_tokenizer", path=path, reason=first_line(error))]
     largest = max(tokens.values(), default=-1)
     if vocabulary is not None and largest >= vocabulary:
-        token = next(token for token, number in tokens.items() if number == largest)
-        given, needed = f"token {token!r} has the id {largest}", f"ids below {vocabulary}, the model's vocab_size"
-        return [Problem(str(path), given, needed, "use the model's own tokenizer")]
+        token = repr(next(token for token, number in tokens.items() if number == largest))
+        return [problem("token_of_no_vocabulary", path=path, token=token, id=largest, vocabulary=vocabulary)]
     return []
 
 
@@ -265,12 +254,14 @@ def template_file_problems(path: str, recipe: AnyRecipe) -> list[Problem]:
     """Returns the problems of a template file that replaces the tokenizer's own, or of its arguments in the recipe."""
     try:
         if Path(path).exists() and not Path(path).is_file():
-            return [Problem("model.chat_template", f"{path} is a directory, a device or a pipe", TEMPLATE_NEEDED)]
-        return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template", recipe)
+            fault, fix = f"{path} is a directory, a device or a pipe", ""
+        else:
+            return _syntax_problems(Path(path).read_text(encoding="utf-8"), "model.chat_template", recipe)
     except OSError as error:
-        return [Problem("model.chat_template", f"{path}: {error.strerror}", TEMPLATE_NEEDED)]
+        fault, fix = f"{path}: {error.strerror}", ""
     except UnicodeDecodeError:
-        return [Problem("model.chat_template", f"{path} is not UTF-8", TEMPLATE_NEEDED, "save it as UTF-8")]
+        fault, fix = f"{path} is not UTF-8", "save it as UTF-8"
+    return [problem("chat_template", where="model.chat_template", fault=fault, fix=fix)]
 
 
 def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
@@ -280,7 +271,7 @@ def template_problems(directory: Path, recipe: AnyRecipe) -> list[Problem]:
     if template := own_template(directory):
         return _syntax_problems(template[1], template[0], recipe)
     fix = "set model.chat_template to a Jinja file, or use the tokenizer of the instruction-tuned model"
-    return [Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)]
+    return [problem("no_chat_template", directory=directory, fix=fix)]
 
 
 def own_template(directory: Path) -> tuple[str, str] | None:
@@ -313,28 +304,29 @@ def _syntax_problems(template: str, where: str, recipe: AnyRecipe) -> list[Probl
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError as error:
-        return [Problem(where, f"line {error.lineno}: {error.message}", "a valid Jinja template")]
+        return [problem("jinja", where=where, fault=f"line {error.lineno}: {error.message}")]
     except RecursionError:
-        return [Problem(where, "expressions nested too deeply", "a valid Jinja template")]
+        return [problem("jinja", where=where, fault="expressions nested too deeply")]
     # jinja2.meta would compute what is constant, such as 9 ** 9 ** 9.
     names = list(parsed.find_all(nodes.Name))
     read = {name.name for name in names if name.ctx == "load"} - {"messages", "add_generation_prompt"}
-    arguments = sorted(read - GIVEN_TO_TEMPLATES - {name.name for name in names if name.ctx != "load"})
-    needed = f"what the chat template reads: {', '.join(arguments) or 'no argument'}"
+    of_template = read - GIVEN_TO_TEMPLATES - {name.name for name in names if name.ctx != "load"}
+    arguments = sorted(of_template) or ["no argument"]
     given = {"data.chat_template_arguments": recipe.data.chat_template_arguments}
     if isinstance(recipe, Recipe) and recipe.agent:
         given["agent.template_arguments"] = recipe.agent.template_arguments
     if unread := [
-        Problem(f"{field}.{name}", brief(value), needed, f"did you mean `{near}`?" if near else "remove it")
+        problem("argument_of_no_template", field=field, name=name, value=brief(value), arguments=arguments, fix=fix)
         for field, values in given.items()
         for name, value in values.items()
         if name not in read
         for near in [nearest(name, read)]
+        for fix in [f"did you mean `{near}`?" if near else "remove it"]
     ]:
         return unread
     failure = _rendering(json.dumps({"template": plain, "arguments": recipe.data.chat_template_arguments}))
     fix = "correct it, or set model.chat_template to another"
-    return [Problem(where, failure, TEMPLATE_NEEDED, fix)] if failure else []
+    return [problem("chat_template", where=where, fault=failure, fix=fix)] if failure else []
 
 
 @lru_cache
@@ -371,8 +363,8 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     problems: list[Problem] = []
     for name, directory in directories.items():
         try:
-            for problem in _reward_model_problems(recipe, name, directory):
-                problems.append(problem)  # also those before one that is raised
+            for found in _reward_model_problems(recipe, name, directory):
+                problems.append(found)  # also those before one that is raised
         except ModelError as error:
             problems += error.problems
     if problems:
@@ -385,11 +377,10 @@ def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
     for name, config in recipe.reward.models.items():
         if not isinstance(config, GenerativeConfig):
             continue
-        for problem in sglang_problems(config.sglang, plan_only=plan_only):
-            where = problem.where.replace("rollout.sglang", f"reward.models.{name}.sglang")
-            where = where.replace("rollout.engine", f"reward.models.{name}.kind")
-            fix = problem.fix.replace("rollout.sglang", f"reward.models.{name}.sglang")
-            yield replace(problem, where=where, fix=fix)
+        at = f"reward.models.{name}"
+        for found in sglang_problems(config.sglang, plan_only=plan_only):
+            where = found.where.replace("rollout.sglang", f"{at}.sglang").replace("rollout.engine", f"{at}.kind")
+            yield replace(found, where=where, fix=found.fix.replace("rollout.sglang", f"{at}.sglang"))
 
 
 def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:
@@ -401,18 +392,15 @@ def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterat
     architectures = [str(architecture) for architecture in read.get("architectures") or ()]
     has_head = any(architecture.endswith(HEAD) for architecture in architectures)
     if architectures and has_head != (config.kind == "classifier"):
-        needed = "a model that writes text" if has_head else f"a model with a trained head for classification ({HEAD})"
-        fix = "kind: generative, asked by the function judge; or a reward model that was trained as one"
-        if has_head:
-            fix = "kind: classifier, asked by the function reward_model"
-        given = f"{config.path}, whose config.json names {', '.join(architectures)}"
-        yield Problem(f"{where}.kind", given, needed, fix)
+        rule = "classifier_as_generative" if has_head else "generative_as_classifier"
+        yield problem(rule, where=where, config=config, architectures=architectures)
     if isinstance(config, ClassifierConfig) and config.chat_template is not None:
         if not Path(config.chat_template).is_file():
-            yield Problem(f"{where}.chat_template", f"{config.chat_template}, which is no file", TEMPLATE_NEEDED)
+            fault = f"{config.chat_template}, which is no file"
+            yield problem("chat_template", where=f"{where}.chat_template", fault=fault, fix="")
     elif not own_template(directory):
         fix = f"set {where}.chat_template to a Jinja file" if config.kind == "classifier" else "a model that chats"
-        yield Problem(str(directory), "a tokenizer without a chat template", TEMPLATE_NEEDED, fix)
+        yield problem("no_chat_template", directory=directory, fix=fix)
     named = read.get("id2label")
     labels = [str(label) for label in named.values()] if isinstance(named, dict) else ["LABEL_0", "LABEL_1"]
     for field, entries in recipe.reward.lists().items():
@@ -420,5 +408,5 @@ def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterat
             label = entry.arguments.get("label")
             known = (label is None and len(labels) == 1) or label in labels or label in range(len(labels))
             if entry.function == "reward_model" and entry.arguments.get("model") == name and not known:
-                place, needed = f"{field}[{index}].arguments.label", f"one of {', '.join(labels)}, or its number"
-                yield Problem(place, "null" if label is None else str(label), needed, f"label: {labels[-1]}")
+                place = {"list": field, "index": index, "label": label, "last": labels[-1]}
+                yield problem("label_of_a_reward_model", labels=labels, **place)

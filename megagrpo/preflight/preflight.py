@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic
 from megagrpo.algorithm.advantages import OwnAdvantageConfig
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.data.mixture import epoch_rows
-from megagrpo.errors import NAME_NEEDED, ModelError, PreflightError, Problem, brief
+from megagrpo.errors import ModelError, PathProblem, PreflightError, Problem, brief
 from megagrpo.plan.advice import disk_problems, runs_here
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight import machine
-from megagrpo.preflight.agent import AgentChecks, check_agent
+from megagrpo.preflight.agent import check_agent
 from megagrpo.preflight.data_check import absent_data, data_problems, sources_of
 from megagrpo.preflight.model import (
     attempt,
@@ -36,7 +36,7 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe
 from megagrpo.recipe.schema.run import ConsoleMode
 from megagrpo.reward.functions import sandbox_problems
 from megagrpo.reward.scorer import reward_problems
-from megagrpo.section import broken_rules
+from megagrpo.section import broken_rules, problem
 from megagrpo.track.jsonl import leaves
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
@@ -62,18 +62,24 @@ class Preflight(Generic[Kind]):
     console: ConsoleMode | None = None  # what the command was told to print; None: what the recipe says
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checking:
-    """A recipe, and what was found for its CHECKS; None: not found. has_files: the model's are on this machine."""
+    """A recipe, and what its CHECKS have found so far; None: not found."""
 
     recipe: Any
-    plan_only: bool
-    engines_too: bool
-    model: Any
-    architecture: Any
-    critic: Path | None
-    has_files: object
-    problems: Sequence[Problem]
+    plan_only: bool = False
+    engines_too: bool = True
+    weights_too: bool = True
+    model: Any = None  # the directories of the model and its tokenizer
+    architecture: Any = None
+    tokenizer: Any = None
+    templates: Path | None = None  # the tokenizer, if its chat template can be asked
+    absent: Sequence[str] = ()  # data that may be on the cluster
+    critic: Path | None = None
+    reward_models: Mapping[str, Path] = field(default_factory=dict)
+    agent: Mapping[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
 
     @property
     def grpo(self) -> bool:
@@ -84,81 +90,112 @@ class Checking:
         """Returns whether the run starts engines."""
         return self.grpo and self.engines_too
 
+    @property
+    def has_files(self) -> bool:
+        """Returns whether the model's files are on this machine."""
+        is_read = self.model is not None and self.architecture is not None
+        return is_read and (not self.plan_only or Path(self.recipe.model.path).is_dir())
+
+    def run(self, checks: Mapping[str, Check]) -> None:
+        """Runs the checks that are due, in their order."""
+        for is_due, find in checks.values():
+            if is_due(self):
+                self.problems += attempt(self.problems, lambda find=find: [*(find(self) or ())]) or []
+
+    def find_model(self) -> None:
+        self.model = model_directory(self.recipe, self.plan_only)
+        self.architecture = read_architecture(self.model)
+        has_weights = self.has_files and self.weights_too and manifests(self.model)
+        if has_weights and (more := extra_tensors(self.model)):
+            unloaded = f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}"
+            self.unchecked.append(unloaded)
+
+    def find_tokenizer(self) -> Sequence[Problem] | None:
+        recipe, vocabulary = self.recipe, self.architecture.vocab if self.architecture else None
+        self.tokenizer = tokenizer_directory(recipe, self.model)
+        if self.tokenizer in known_models().values():
+            self.unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
+            return template_file_problems(recipe.model.chat_template, recipe) if recipe.model.chat_template else None
+        problems = tokenizer_problems(self.tokenizer, recipe, vocabulary) if self.tokenizer else []
+        self.templates = None if problems else self.tokenizer
+        return problems
+
+    def find_data(self) -> Iterator[Problem]:
+        self.absent = absent_data(self.recipe) if self.plan_only else ()
+        self.unchecked += [f"{path}: no such file on this machine" for path in self.absent]
+        return data_problems(self.recipe, self.absent)
+
+    def find_critic(self) -> None:
+        self.critic = critic_directory(self.recipe, self.architecture, self.plan_only)
+
+    def find_sandboxes(self) -> None:
+        rewards = [self.recipe.reward, *own_rewards(self.recipe).values()]
+        absent = [f"the sandbox of programs: {found.given}" for reward in rewards for found in sandbox_problems(reward)]
+        self.unchecked += dict.fromkeys(absent)
+
+    def find_agent(self) -> Sequence[Problem]:
+        agent = check_agent(self.recipe, self.templates, self.plan_only)
+        self.unchecked += agent.unchecked
+        self.agent = agent.lines
+        return agent.problems
+
+    def find_reward_models(self) -> None:
+        self.reward_models = reward_model_directories(self.recipe, self.plan_only)
+        elsewhere = [name for name in self.recipe.reward.models if name not in self.reward_models]
+        self.unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
+
+    def result(self, epoch_rows: int | None = None) -> Preflight[Any]:
+        """Returns what was found. Raises PreflightError if there are problems."""
+        if self.problems or not (self.model and self.architecture and self.tokenizer):
+            raise PreflightError(self.problems)
+        found = self.recipe, self.architecture, self.model, self.tokenizer, self.critic
+        return Preflight(*found, tuple(self.unchecked), epoch_rows, self.reward_models, self.agent)
+
+
+Check = tuple[Callable[[Checking], object], Callable[[Checking], Iterable[Problem] | None]]
+"""The condition under which a check is due, and the function that finds its problems, or raises them."""
+
 
 def preflight(loaded: LoadedRecipe[Kind], *, plan_only: bool = False, engines_too: bool = True) -> Preflight[Kind]:
-    """Finds model, tokenizer, data, agent and reward models, then runs CHECKS: about a second in all.
+    """Runs CHECKS, in about a second.
 
     `plan_only` does without the safetensors files of a hub model and this machine's GPUs, because the run may start on
     another machine. Data files, a known model's tokenizer and a sandbox that are not here are then unchecked, not
     wrong. Files that are here are always checked (safetensors: their headers). Without `engines_too` the run starts no
     engines, and what they need is not checked. Raises PreflightError with every problem found.
     """
-    recipe = loaded.recipe
-    problems: list[Problem] = [*broken_rules(recipe)]
-    unchecked: list[str] = []
-    model = attempt(problems, model_directory, recipe, plan_only)
-    architecture = attempt(problems, read_architecture, model) if model else None
-    has_files = model and architecture and (not plan_only or Path(recipe.model.path).is_dir())
-    if model and has_files and attempt(problems, manifests, model) and (more := extra_tensors(model)):
-        unchecked.append(f"{len(more)} tensors of its files, which are not of the model or loaded: {brief(more)}")
-    tokenizer = attempt(problems, tokenizer_directory, recipe, model)
-    chats = None  # where a tokenizer is whose template can be asked
-    if tokenizer and tokenizer in known_models().values():
-        unchecked.append(f"the tokenizer of {recipe.model.path}: not on this machine")
-        if recipe.model.chat_template:
-            problems += template_file_problems(recipe.model.chat_template, recipe)
-    elif tokenizer:
-        wrong = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
-        problems += wrong
-        chats = None if wrong else tokenizer
-    absent = absent_data(recipe) if plan_only else []
-    unchecked += [f"{path}: no such file on this machine" for path in absent]
-    problems += data_problems(loaded, absent)
-    critic, scoring, agent = None, dict[str, Path](), AgentChecks()
-    if isinstance(recipe, Recipe):
-        grpo = recipe
-        critic = attempt(problems, critic_directory, grpo, architecture, plan_only)
-        unchecked += (attempt(problems, _absent_sandboxes, grpo) or []) if plan_only else []
-        agent = attempt(problems, check_agent, grpo, chats, plan_only) or agent
-        problems += agent.problems
-        unchecked += agent.unchecked
-        scoring = attempt(problems, reward_model_directories, grpo, plan_only) or {}
-        elsewhere = [name for name in recipe.reward.models if plan_only and name not in scoring]
-        unchecked += [f"reward.models.{name}: no such directory on this machine" for name in elsewhere]
-    checking = Checking(recipe, plan_only, engines_too, model, architecture, critic, has_files, problems)
+    recipe, checking = loaded.recipe, Checking(loaded.recipe, plan_only, engines_too)
+    checking.run(CHECKS)
     run = replace(checking, plan_only=False)
-    left = [name for name, when, _ in CHECKS if when(run) and not when(checking)]
-    for find in [find for _, when, find in CHECKS if when(checking)]:
-        problems += attempt(problems, lambda find=find: [*find(checking)]) or []
-    unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
-    if problems or not (model and architecture and tokenizer):
-        raise PreflightError(_located(loaded, problems))
-    rows = None
-    if plan_only and recipe.train.total_epochs and not any(file.location in absent for file in recipe.data.train):
-        rows = epoch_rows(recipe.data.train)
-    return Preflight(recipe, architecture, model, tokenizer, critic, tuple(unchecked), rows, scoring, agent.lines)
+    left = [name for name, (is_due, _) in CHECKS.items() if is_due(run) and not is_due(checking)]
+    checking.unchecked += [f"{' and '.join(left)}: checked when the run starts"] if left else []
+    checking.problems = [*_located(loaded, checking.problems)]
+    train, rows = recipe.data.train, None
+    if not checking.problems and plan_only and recipe.train.total_epochs:
+        rows = None if any(file.location in checking.absent for file in train) else epoch_rows(train)
+    return checking.result(rows)
 
 
 def _located(loaded: LoadedRecipe[AnyRecipe], problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yields the problems with their fields' places. A path that this machine cannot have comes once for each field."""
-    path_problems = set[Problem]()
-    for problem in problems:
-        if problem.needed != NAME_NEEDED:
-            yield loaded.places.located(problem)
-        elif (located := _by_path(loaded, problem)) not in path_problems:
-            path_problems.add(located)
+    of_paths = set[Problem]()
+    for found in problems:
+        if not isinstance(found, PathProblem):
+            yield loaded.places.located(found)
+        elif (located := _by_path(loaded, found)) not in of_paths:
+            of_paths.add(located)
             yield located
 
 
-def _by_path(loaded: LoadedRecipe[AnyRecipe], problem: Problem) -> Problem:
-    wrong, named = Path(problem.where).absolute(), []
+def _by_path(loaded: LoadedRecipe[AnyRecipe], of_path: PathProblem) -> Problem:
+    wrong, named = Path(of_path.where).absolute(), []
     for at, value in leaves(loaded.recipe.model_dump()):
         for text in value if isinstance(value, list) else [value]:
             path = Path(re.sub(r"\.py:\w+$", ".py", text)).absolute() if text and isinstance(text, str) else None
             if path and (wrong.is_relative_to(path) or path.is_relative_to(wrong)):
                 named.append((len(text), at, text))
     _, at, text = max(named, default=(0, "", ""))
-    return replace(problem, where=loaded.places.where(at), given=f"{brief(text)}: {problem.given}") if at else problem
+    return replace(of_path, where=loaded.places.where(at), given=f"{brief(text)}: {of_path.given}") if at else of_path
 
 
 def _own_methods(checking: Checking) -> list[Problem]:
@@ -169,36 +206,40 @@ def _own_methods(checking: Checking) -> list[Problem]:
     return problems
 
 
-CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Iterable[Problem]]]] = [
-    ("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
-    ("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
-    ("metrics", lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
-    ("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
-    ("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
-    ("methods of your own", lambda c: c.grpo, _own_methods),
-    (
-        "room on disk",
+CHECKS: Mapping[str, Check] = {
+    "rules": (lambda c: True, lambda c: broken_rules(c.recipe)),
+    "model": (lambda c: True, Checking.find_model),
+    "tokenizer": (lambda c: True, Checking.find_tokenizer),
+    "data": (lambda c: True, Checking.find_data),
+    "critic": (lambda c: c.grpo, Checking.find_critic),
+    "sandboxes of this machine": (lambda c: c.grpo and c.plan_only, Checking.find_sandboxes),
+    "agent": (lambda c: c.grpo, Checking.find_agent),
+    "reward models": (lambda c: c.grpo, Checking.find_reward_models),
+    "sizes": (lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
+    "model class": (lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
+    "metrics": (lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
+    "reward functions": (lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
+    "evaluation": (lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
+    "methods of your own": (lambda c: c.grpo, _own_methods),
+    "room on disk": (
         lambda c: c.architecture and (not c.plan_only or runs_here(c.recipe)),
         lambda c: disk_problems(c.recipe, c.architecture, read_architecture(c.critic) if c.critic else None),
     ),
-    (
-        "this machine's devices",
+    "this machine's devices": (
         lambda c: not c.plan_only,
         lambda c: machine.device_problems(c.recipe, c.architecture, engines_too=c.engines_too),
     ),
-    ("packages", lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
-    ("engines", lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
-    ("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
-    ("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
-    ("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
-    (
-        "options of Megatron",  # and their combinations, if nothing else is wrong
+    "packages": (lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
+    "engines": (lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
+    "servers of reward models": (lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
+    "the cluster's address": (lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
+    "directories": (lambda c: True, lambda c: machine.directory_problems(c.recipe)),
+    "options of Megatron": (  # and their combinations, if nothing else is wrong
         lambda c: True,
         lambda c: machine.megatron_problems(c.recipe, None if c.problems else c.architecture, c.plan_only),
     ),
-]
-"""The checks after model, tokenizer and data are found, in this order: the name of each, the condition under which it
-is due, and the function that finds its problems, which may also raise them."""
+}
+"""The checks before a run, in their order: the first ones find what the others look at."""
 
 
 def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
@@ -213,19 +254,13 @@ def tokenizer_of(recipe: AnyRecipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def own_reward_problems(recipe: Recipe, *, sandbox: bool = True) -> list[Problem]:
+def own_reward_problems(recipe: Recipe, *, sandbox: bool) -> list[Problem]:
     """Returns the problems of the reward functions of evaluation sets."""
     return [
-        replace(problem, where=re.sub(r"^reward\b", f"eval.sets.{name}", problem.where))
+        replace(found, where=re.sub(r"^reward\b", f"eval.sets.{name}", found.where))
         for name, reward in own_rewards(recipe).items()
-        for problem in reward_problems(reward, sandbox=sandbox)
+        for found in reward_problems(reward, sandbox=sandbox)
     ]
-
-
-def _absent_sandboxes(recipe: Recipe) -> list[str]:
-    rewards = [recipe.reward, *own_rewards(recipe).values()]
-    absent = [f"the sandbox of programs: {problem.given}" for reward in rewards for problem in sandbox_problems(reward)]
-    return list(dict.fromkeys(absent))
 
 
 def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -239,11 +274,9 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
         source, slash, _ = of_set.rpartition("/")
         sources = sorted(sources_of(files[name])) if slash and name in files else []
         if sources and source not in sources:
-            needed = f"one of {', '.join(sources)}, as in eval.sets.{name}.files"
-            yield Problem(asking, given=f"the data source {source}", needed=needed)
+            yield problem("metric_of_no_source", field=asking, source=source, sources=sources, set=name)
         elif len(sources) == 1:
-            given = f"{source}, the only data source of eval.sets.{name}.files"
-            yield Problem(asking, given, needed="a metric without a source")
+            yield problem("metric_of_the_only_source", field=asking, source=source, set=name)
 
 
 # --- megagrpo eval --------------------------------------------------------------------------------------------------
@@ -252,43 +285,35 @@ def _metric_problems(recipe: Recipe) -> Iterator[Problem]:
 def check_sets(loaded: LoadedRecipe[Recipe]) -> None:
     """Checks rules, evaluation sets, their data and rewards. Raises PreflightError with every problem found."""
     recipe = loaded.recipe
-    problems = [*broken_rules(recipe)]
-    if not recipe.eval.sets:
-        fix = "add eval: {sets: {NAME: {files: [{path: ...}]}}}"
-        problems.append(Problem("eval.sets", "none", "at least one set of prompts to evaluate on", fix))
     data = recipe.data.model_copy(update={"train": []})
-    problems += data_problems(replace(loaded, recipe=recipe.model_copy(update={"data": data})), ())
-    if any(not one.functions for one in recipe.eval.sets.values()):
-        problems += attempt(problems, reward_problems, recipe.reward) or []
-    problems += attempt(problems, own_reward_problems, recipe) or []
-    problems += machine.address_problems(recipe, plan_only=False)
-    if problems:
-        raise PreflightError(_located(loaded, problems))
+    checking = Checking(recipe.model_copy(update={"data": data}), problems=broken_rules(recipe))
+    checking.problems += [] if recipe.eval.sets else [problem("no_sets")]
+    scored = any(not one.functions for one in recipe.eval.sets.values())
+    names = ("data", *(["reward functions"] if scored else []), "evaluation", "the cluster's address")
+    checking.run({name: CHECKS[name] for name in names})
+    if checking.problems:
+        raise PreflightError(_located(loaded, checking.problems))
 
 
 def check_model(recipe: Recipe) -> Preflight[Recipe]:
     """Checks the model at model.path, its tokenizer, engines, reward models and their devices. If others run the
     servers, the weight files are not checked. Raises PreflightError with every problem found."""
-    problems: list[Problem] = []
-    served = not recipe.rollout.kind.started_by_us
-    model = attempt(problems, model_directory, recipe, False)
-    architecture = attempt(problems, read_architecture, model) if model else None
-    tokenizer = attempt(problems, tokenizer_directory, recipe, model)
-    if tokenizer:
-        wrong = tokenizer_problems(tokenizer, recipe, architecture.vocab if architecture else None)
-        problems += wrong or check_agent(recipe, tokenizer, plan_only=False).problems
-    if model and architecture:
-        if not served:
-            attempt(problems, manifests, model)
-            problems += served_problems(recipe, model)
-        problems += token_problems(recipe, architecture)
-    scoring = attempt(problems, reward_model_directories, recipe, False) or {}
-    problems += server_problems(recipe, plan_only=False)
-    problems += machine.engine_problems(recipe, architecture, plan_only=False)
-    if not machine.joins_cluster(recipe) and device_here(recipe) == "cuda":
-        smaller = "rollout.engines=1, a smaller rollout.layout"
-        needed = plan_engines(recipe, "cuda").bundles
-        problems += machine.gpu_problems(needed, "engines and reward models", smaller)
-    if problems or not (model and architecture and tokenizer):
-        raise PreflightError(problems)
-    return Preflight(recipe, architecture, model.absolute(), tokenizer.absolute(), reward_models=scoring)
+    names = ("model", "tokenizer", "agent", "model class", "reward models", "servers of reward models", "engines")
+    checking = Checking(recipe, weights_too=recipe.rollout.kind.started_by_us)
+    checking.run({name: CHECKS[name] for name in names} | EVALUATION_CHECKS)
+    ready = checking.result()
+    model, tokenizer = ready.model_directory.absolute(), ready.tokenizer_directory.absolute()
+    return replace(ready, model_directory=model, tokenizer_directory=tokenizer)
+
+
+def _device_problems(checking: Checking) -> Iterator[Problem]:
+    if not machine.joins_cluster(checking.recipe) and device_here(checking.recipe) == "cuda":
+        needed, smaller = plan_engines(checking.recipe, "cuda").bundles, "rollout.engines=1, a smaller rollout.layout"
+        yield from machine.gpu_problems(needed, "engines and reward models", smaller)
+
+
+EVALUATION_CHECKS: dict[str, Check] = {
+    "lengths": (lambda c: c.architecture, lambda c: token_problems(c.recipe, c.architecture)),
+    "devices of engines": (lambda c: True, _device_problems),
+}
+"""The checks of a model to evaluate that no run has."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from megagrpo.algorithm.policy_losses import OwnLossConfig
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe, RewardConfig, SftRecipe, TrainConfig
-from megagrpo.section import Section
+from megagrpo.section import Section, problem
 
 CPU_CACHE_TOKENS = 65536
 SectionOf = TypeVar("SectionOf", bound=Section)
@@ -209,9 +209,7 @@ def allocator_problem(recipe: AnyRecipe, environment: Mapping[str, str]) -> Prob
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if re.search(r"expandable_segments\s*:\s*True", given := environment.get(name, "")) and maps_gpu_memory(recipe):
-            needed = "no expandable_segments: engines map the memory of training ranks by CUDA IPC"
-            reason = "megagrpo sets it by itself where weights travel in another way"
-            return Problem(name, given, needed, f"unset {name}, or take expandable_segments out of it: {reason}")
+            return problem("expandable_segments", name=name, given=given)
     return None
 
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 
 from megagrpo.errors import Problem
 from megagrpo.recipe.schema import AnyRecipe, TrainConfig
+from megagrpo.section import problem
 from megagrpo.weights.families.architecture import Architecture
 
 LayerSpec = Literal["local", "transformer_engine"]
@@ -95,9 +96,7 @@ def auto_problems(recipe: AnyRecipe, fused: bool) -> Iterator[Problem]:
     train = recipe.train
     auto = train.layer_spec == "auto" and train.lora is None and recipe.cluster.device != "cpu"
     if auto and not fused and "moe_act" in train.recomputed.modules:
-        needed = "transformer_engine's grouped experts, which auto takes on other cards or with flash-attn 2"
-        given = "moe_act with layer_spec: auto, which takes local layers there"
-        yield Problem("train.recompute.modules", given, needed, "moe in its place")
+        yield problem("moe_act_of_auto_layers")
 
 
 def fused_kernel(card: Capability, here: Installed, model: Attention) -> str | None:

@@ -5,7 +5,6 @@ Relative paths in a recipe are relative to the current working directory, not to
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,9 +47,12 @@ class Places:
         return f"{self.source}:{self.lines[at]} {path}" if at else f"{self.source} {path}"
 
     def located(self, problem: Problem) -> Problem:
-        """Returns the problem, with its place if `where` is a recipe's field (items as .0 or [0]), else unchanged."""
-        path = ITEM.sub(r".\1", problem.where)
-        return replace(problem, where=self.where(path)) if is_field(path, self.recipe_class) else problem
+        """Returns the problem with its place, if `where` is a recipe's field (items as .0 or [0]) or `FIELD: ...`."""
+        field, colon, rest = problem.where.partition(": ")
+        path = ITEM.sub(r".\1", field)
+        if not is_field(path, self.recipe_class):
+            return problem
+        return replace(problem, where=f"{self.where(path)}{colon}{rest}")
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ def dump(recipe: AnyRecipe) -> str:
 def apply_overrides(
     tree: dict[str, Any], places: Places, overrides: Sequence[str]
 ) -> tuple[dict[str, Any], Places, list[Problem]]:
-    """Returns a copy of `tree` with each `PATH=VALUE` applied in order, its places, and the problems of overrides.
+    """Returns `tree` with each `PATH=VALUE` applied in order, its places, and the problems of overrides.
 
     Values are YAML; the last of several for one path wins. Absent or null sections are created; list items must
     exist.
     """
-    tree, lines, written = copy.deepcopy(tree), dict(places.lines), dict(places.overrides)
+    lines, written = dict(places.lines), dict(places.overrides)
     problems: list[Problem] = []
     for text in overrides:
         where = f"override {_shortened(text)}"
@@ -103,12 +105,13 @@ def apply_overrides(
             continue
         try:
             value = parse(value_text, lambda line, where=where: where)  # type: ignore[misc]
+            problems += [problem for _, problem in value.problems]
+            tree = _put(tree, path.split("."), value.tree, Expected(places.recipe_class), places.recipe_class)
         except RecipeError as error:
-            problems += error.problems
+            problems += [replace(problem, where=where) for problem in error.problems]
             continue
-        problems += [problem for _, problem in value.problems]
-        if problem := _put(tree, path, value.tree, places.recipe_class):
-            problems.append(replace(problem, where=where))
+        except RecursionError:
+            problems.append(Problem(where, "keys nested too deeply", "a key of a recipe"))
             continue
         for at in [at for at in (*lines, *written) if f"{at}.".startswith(f"{path}.")]:  # what it replaces
             lines.pop(at, None)
@@ -163,38 +166,32 @@ def _read(path: Path) -> Document:
     return parse(text, lambda line: f"{path}:{line}")
 
 
-def _put(tree: dict[str, Any], path: str, value: Any, recipe_class: type[AnyRecipe]) -> Problem | None:
-    """Sets `path` in `tree`; returns a problem if the schema or a list has no such place."""
-    keys = path.split(".")
-    above = [Expected(recipe_class)]  # what the schema expects around each key
-    for depth, key in enumerate(keys):
-        inner = above[-1].below(key)
-        if inner is None:
-            parent, at = ".".join(keys[:depth]), ".".join(keys[: depth + 1])
-            if above[-1].sections:
-                return unknown_key(at, key, value, above[-1], recipe_class)
-            given, needed = f"`{key}` below {parent}", f"{parent} is {above[-1].words()}"
-            return Problem(at, given, needed, f"set {parent} itself")
-        above.append(inner)
-    container: Any = tree
-    for depth, (key, expected) in enumerate(zip(keys, above, strict=False)):
-        slot: Any = key
-        if isinstance(container, list) or (expected.is_list and key.isdecimal()):
-            items = len(container) if isinstance(container, list) else 0
-            if not key.isdecimal() or len(key) > 9 or int(key) >= items:  # Python refuses to read very long numbers
-                needed = f"an item from 0 to {items - 1}" if items else f"{'.'.join(keys[:depth])} to have items"
-                return Problem(_shortened(path), given=f"item {_shortened(key)}", needed=needed)
-            slot = int(key)
-        if depth == len(keys) - 1:
-            container[slot] = value
-            break
-        inside = container[slot] if isinstance(container, list) else container.get(slot)
-        if not isinstance(inside, list | dict):
-            choice = above[depth + 1].choice
-            inside = {choice[0].key: inside} if choice and isinstance(inside, str) else {}
-            container[slot] = inside
-        container = inside
-    return None
+def _put(
+    inside: Any, keys: Sequence[str], value: Any, expected: Expected, recipe_class: type[AnyRecipe], above: str = ""
+) -> Any:
+    """Returns `inside`, which is at the path `above`, with the value at these keys below it; `inside` stays as it is.
+
+    Raises RecipeError if the schema or a list has no such place.
+    """
+    if not keys:
+        return value
+    key, *rest = keys
+    at, inner = f"{above}.{key}" if above else key, expected.below(key)
+    if inner is None and expected.sections:
+        raise RecipeError(unknown_key(at, key, value, expected, recipe_class))
+    if inner is None:
+        given, needed = f"`{key}` below {above}", f"{above} is {expected.words()}"
+        raise RecipeError(Problem(at, given, needed, f"set {above} itself"))
+    if isinstance(inside, list) or (expected.is_list and key.isdecimal()):
+        items = inside if isinstance(inside, list) else []
+        if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):  # Python refuses to read very long numbers
+            needed = f"an item from 0 to {len(items) - 1}" if items else f"{above} to have items"
+            raise RecipeError(Problem(at, f"item {_shortened(key)}", needed))
+        put = _put(items[int(key)], rest, value, inner, recipe_class, at)
+        return [*items[: int(key)], put, *items[int(key) + 1 :]]
+    if not isinstance(inside, dict):
+        inside = {expected.choice[0].key: inside} if expected.choice and isinstance(inside, str) else {}
+    return {**inside, key: _put(inside.get(key), rest, value, inner, recipe_class, at)}
 
 
 def _shortened(text: str) -> str:

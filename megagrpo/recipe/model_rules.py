@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from megagrpo.errors import Problem, listed
 from megagrpo.layout.parallel import ParallelLayout, layers_of_chunk, stage_problems
-from megagrpo.recipe.schema import AnyRecipe, SftRecipe
+from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe, TrainConfig
 from megagrpo.recipe.schema.train import ALL_LAYERS
+from megagrpo.section import Rules, broken
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.sides.megatron_rank import divided_sizes
 
-POSITIONS = "at most {}, the model's max_position_embeddings"
+Values = Iterator[Mapping[str, object]]
+"""The values of a rule's problems."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A recipe beside its model."""
+
+    recipe: AnyRecipe
+    model: Architecture
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.recipe.train
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        return self.train.layout.parallel()
+
+    @property
+    def tensor_sizes(self) -> str:
+        """Returns the tensor sizes that fit the model, in words."""
+        groups, sizes = (
+            self.model.query_groups,
+            [size for axis, _, size in divided_sizes(self.model) if axis == "tensor"],
+        )
+        fitting = (tensor for tensor in divisors(self.model.heads) if not any(size % tensor for size in sizes))
+        return either([tensor for tensor in fitting if groups % tensor == 0 or tensor % groups == 0])
+
+    @property
+    def expert_tensor_differs(self) -> bool:
+        return self.train.layout.expert_tensor not in (None, self.layout.tensor)
 
 
 def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Problem]:
@@ -20,15 +54,7 @@ def model_problems(recipe: AnyRecipe, architecture: Architecture) -> list[Proble
 
     Any tensor size fits the vocabulary: its rows are padded up to a multiple of it (Architecture.padded_vocab).
     """
-    return [
-        *_pipeline(recipe, architecture),
-        *_divided(recipe, architecture),
-        *_experts(recipe, architecture),
-        *_adapters(recipe, architecture),
-        *_muon(recipe, architecture),
-        *_recomputed(recipe, architecture),
-        *token_problems(recipe, architecture),
-    ]
+    return [*broken(MODEL_RULES, Fit(recipe, architecture))]
 
 
 def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
@@ -37,23 +63,28 @@ def critic_problems(recipe: AnyRecipe, critic: Architecture) -> list[Problem]:
     return model_problems(recipe.model_copy(update={"train": whole}), critic)
 
 
-def _pipeline(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    layout, layers = recipe.train.layout.parallel(), architecture.layers
+def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
+    """Yields problems of examples, or prompts and responses, longer than the model takes, and of stop tokens that it
+    lacks."""
+    return broken(TOKEN_RULES, Fit(recipe, architecture))
+
+
+def _stages(fit: Fit) -> Values:
+    layout, layers = fit.layout, fit.model.layers
     if layout.problems() or not (problems := stage_problems(layers, layout)):  # the former are rules of LayoutConfig
         return
     chunks = f" x virtual_pipeline {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else ""
-    lengths = dict(layout.stage_lengths())
-    given = f"pipeline {layout.pipeline}{chunks}{''.join(f', {name} {length}' for name, length in lengths.items())}"
+    lengths, uneven = dict(layout.stage_lengths()), _uneven(layers, layout)
     needed = f"the same number of layers in each of the {layout.pipeline * layout.virtual_pipeline} pieces"
     if lengths:
         field, needed = next(iter(lengths)), "; ".join(problems)
-        fix = _uneven(layers, layout) or ("virtual_pipeline: 1" if layout.virtual_pipeline > 1 else "fewer stages")
+        fix = uneven or ("virtual_pipeline: 1" if layout.virtual_pipeline > 1 else "fewer stages")
     elif layers % layout.pipeline:
-        uneven = _uneven(layers, layout)
         field, fix = "pipeline", f"pipeline of {either(divisors(layers))}{f'; or {uneven}' if uneven else ''}"
     else:
         field, fix = "virtual_pipeline", f"virtual_pipeline of {either(divisors(layers // layout.pipeline))}"
-    yield Problem(f"train.layout.{field}", f"{given}, and the model has {layers} layers", needed, fix)
+    chunks += "".join(f", {name} {length}" for name, length in lengths.items())
+    yield {"field": field, "chunks": chunks, "needed": needed, "fix": fix}
 
 
 def _uneven(layers: int, layout: ParallelLayout) -> str | None:
@@ -69,135 +100,114 @@ def _uneven(layers: int, layout: ParallelLayout) -> str | None:
     return f"last_stage_layers: {last} only, which leaves {length * chunks} on each other stage"
 
 
-def _divided(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    layout, groups = recipe.train.layout.parallel(), architecture.query_groups
-    ranks = {"tensor": layout.tensor, "expert": layout.expert, "expert_tensor": layout.expert_tensor}
-    divided = divided_sizes(architecture)
-    broken = [(axis, name, size) for axis, name, size in divided if size % ranks[axis]]
-    repeated = groups % layout.tensor and layout.tensor % groups
-    if not broken and not repeated:
-        return
-    fitting = [
-        tensor
-        for tensor in divisors(architecture.heads)
-        if all(size % tensor == 0 for axis, _, size in divided if axis == "tensor")
-        and (groups % tensor == 0 or tensor % groups == 0)
-    ]
-    fixes = {"tensor": f"tensor of {either(fitting)}", "expert_tensor": "expert_tensor: 1, with expert above 1"}
-    if architecture.experts is not None:
-        fixes["expert"] = f"expert of {either(divisors(architecture.experts.count))}"
-    for axis, name, size in broken:
-        given = f"{ranks[axis]}, and the model has {size} {name}"
-        yield Problem(f"train.layout.{axis}", given, f"a size that divides {size}", fixes[axis])
-    if repeated:
-        given = f"{layout.tensor}, and the model has {groups} query groups (num_key_value_heads)"
-        needed = f"a size that divides {groups}, or a multiple of it (the groups are then held more than once)"
-        yield Problem("train.layout.tensor", given, needed, fixes["tensor"])
+def _undivided(fit: Fit) -> Values:
+    for axis, name, size in divided_sizes(fit.model):
+        ranks = getattr(fit.layout, axis)
+        if size % ranks:
+            fix = f"tensor of {fit.tensor_sizes}" if axis == "tensor" else "expert_tensor: 1, with expert above 1"
+            if axis == "expert":
+                fix = f"expert of {either(divisors(size))}"
+            yield {"axis": axis, "ranks": ranks, "name": name, "size": size, "fix": fix}
 
 
-def _experts(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    layout = recipe.train.layout
-    if architecture.experts is None:
-        if layout.expert > 1:
-            given = f"{layout.expert}, and the model ({architecture.family}) has no experts"
-            yield Problem("train.layout.expert", given, "1", "expert: 1, and train.layout.data to use more ranks")
-        if layout.expert_tensor not in (None, layout.tensor):
-            given = f"{layout.expert_tensor}, and the model ({architecture.family}) has no experts"
-            yield Problem("train.layout.expert_tensor", given, "nothing", "remove it")
-    elif layout.expert == 1 and layout.expert_tensor not in (None, layout.tensor) and recipe.train.lora is None:
-        # Megatron then sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
-        # layers.py: allreduce). Adapters are marked by lora.py.
-        given = f"{layout.expert_tensor} with expert 1 and tensor {layout.tensor}"
-        needed = "the same as tensor where expert is 1: Megatron sums the experts' gradients over the wrong ranks"
-        yield Problem("train.layout.expert_tensor", given, needed, "remove it, or raise expert")
-
-
-def _adapters(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    if recipe.train.lora is None:
-        return
-    if architecture.latent is not None:
-        given = f"adapters on {architecture.family}, which has latent attention"
-        needed = "a model with q_proj, k_proj and v_proj"
-        yield Problem("train.lora", given, needed, "remove train.lora, or choose another model")
-        return
-    most = max(architecture.hidden, architecture.ffn, architecture.heads * architecture.head_dim)
-    if recipe.train.lora.rank > most:
-        given, needed = str(recipe.train.lora.rank), f"at most {most}, the longest side of the model's matrices"
-        yield Problem("train.lora.rank", given, needed, "a rank of 8 to 64 is usual")
-    layout = recipe.train.layout.parallel()
-    if architecture.experts is not None and layout.expert_tensor > 1:
-        default = "" if recipe.train.layout.expert_tensor else " (the default: as tensor)"
-        given = f"{layout.expert_tensor}{default} with train.lora"
-        fix = "expert_tensor: 1, and train.layout.expert to share the experts"
-        yield Problem("train.layout.expert_tensor", given, "1: adapters are on whole experts", fix)
-
-
-def _muon(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Yields Muon's problems: tensor ranks without whole query groups, which Megatron-Core needs to separate q, k and
-    v; and no data ranks to deal matrices out to."""
-    if recipe.train.optimizer.kind != "muon":
-        return
-    layout, groups = recipe.train.layout.parallel(), architecture.query_groups
-    if architecture.latent is None and layout.tensor > groups:
-        given = f"{layout.tensor} with train.optimizer.kind: muon, and the model has {groups} query groups"
-        fix = f"tensor of {either(divisors(groups))}, or train.optimizer.kind: adam"
-        yield Problem("train.layout.tensor", given, f"at most {groups}: q, k and v are orthogonalised apart", fix)
-    shared = layout.data * layout.context == 1 and architecture.experts is not None and layout.expert_data > 1
-    if recipe.train.distributed_optimizer and shared:
-        given = f"1 data rank, and {layout.expert_data} ranks with the same experts, with train.optimizer.kind: muon"
-        needed = "as many of both: Megatron-Core deals no matrices out to these ranks, and each would train its own"
-        yield Problem("train.layout", given, needed, "distributed_optimizer: false, or expert_tensor as tensor")
-
-
-def _recomputed(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Yields problems of recomputed modules that the model lacks, and of more layers than a stage has."""
-    recomputed, layout, experts = recipe.train.recomputed, recipe.train.layout.parallel(), architecture.experts
-    sparse = 0 if experts is None else architecture.layers - experts.dense_layers
+def _modules_of_other_models(fit: Fit) -> Values:
+    model, experts = fit.model, fit.model.experts
+    sparse = experts is not None and model.layers > experts.dense_layers
     missing = {
-        "mla_up_proj": "latent attention" if architecture.latent is None else "",
-        "mlp": "" if architecture.has_dense_layers else "a layer without experts",
+        "mla_up_proj": "latent attention" if model.latent is None else "",
+        "mlp": "" if model.has_dense_layers else "a layer without experts",
         "moe": "" if sparse else "experts",
         "moe_act": "" if sparse else "experts",
         "shared_experts": "" if experts and experts.shared_ffn else "shared experts",
     }
-    for module in sorted(recomputed.modules):
-        if what := missing.get(module):
-            given = f"{module}, and the model ({architecture.family}) does not have {what}"
-            yield Problem("train.recompute.modules", given, "modules of this model", f"remove {module}")
-    if not 0 < recomputed.layers < ALL_LAYERS or layout.problems() or stage_problems(architecture.layers, layout):
-        return
-    chunks = product(range(layout.pipeline), range(layout.virtual_pipeline))
-    longest = max(len(layers_of_chunk(architecture.layers, layout, *chunk)) for chunk in chunks)
-    if recomputed.layers > longest:
-        where = "chunk of a stage" if layout.virtual_pipeline > 1 else "stage"
-        given = f"{recomputed.layers}, and the longest {where} has {longest} layers"
-        yield Problem("train.recompute.layers", given, f"at most {longest}", "recompute: full")
+    for module in sorted(fit.train.recomputed.modules):
+        if missing.get(module):
+            yield {"module": module, "missing": missing[module]}
 
 
-def token_problems(recipe: AnyRecipe, architecture: Architecture) -> Iterator[Problem]:
-    """Yields problems of examples, or prompts and responses, longer than the model takes, and of stop tokens that it
-    lacks."""
-    most = architecture.max_positions
+def _recomputed_layers(fit: Fit) -> Values:
+    layout, layers = fit.layout, fit.train.recomputed.layers
+    if 0 < layers < ALL_LAYERS and not layout.problems() and not stage_problems(fit.model.layers, layout):
+        chunks = product(range(layout.pipeline), range(layout.virtual_pipeline))
+        longest = max(len(layers_of_chunk(fit.model.layers, layout, *chunk)) for chunk in chunks)
+        if layers > longest:
+            yield {"piece": "chunk of a stage" if layout.virtual_pipeline > 1 else "stage", "longest": longest}
+
+
+def _long_responses(fit: Fit) -> Values:
+    recipe = fit.recipe
     if isinstance(recipe, SftRecipe):
-        if recipe.data.tokens_max > most:
-            yield Problem("data.tokens_max", f"{recipe.data.tokens_max}", POSITIONS.format(most), "lower it")
         return
-    prompt = recipe.data.prompt_tokens_max
     lengths = {"rollout": recipe.rollout.response_tokens_max}
     for name, held_out in recipe.eval.of_sets().items():
         if held_out.response_tokens_max is not None:
             of_set = recipe.eval.sets[name].response_tokens_max is not None
             lengths[f"eval.sets.{name}" if of_set else "eval"] = held_out.response_tokens_max
+    prompt = recipe.data.prompt_tokens_max
     for section, response in lengths.items():
-        if prompt + response > most:
-            given = f"prompt + response of up to {prompt} + {response} = {prompt + response} tokens"
-            fix = f"lower {section}.response_tokens_max or data.prompt_tokens_max"
-            yield Problem(f"{section}.response_tokens_max", given, POSITIONS.format(most), fix)
-    if recipe.agent and recipe.sequence_tokens_max > most:
-        yield Problem("agent.tokens_max", f"{recipe.sequence_tokens_max}", POSITIONS.format(most), "lower it")
-    if outside := [token for token in recipe.rollout.stop_token_ids if token >= architecture.vocab]:
-        needed = f"token ids below {architecture.vocab}, the size of the vocabulary"
-        yield Problem("rollout.stop_token_ids", ", ".join(map(str, outside)), needed, "remove them")
+        if prompt + response > fit.model.max_positions:
+            yield {"section": section, "prompt": prompt, "response": response, "sum": prompt + response}
+
+
+TOKEN_RULES: Rules[Fit] = {
+    "example_beyond_positions": lambda f: (
+        isinstance(f.recipe, SftRecipe) and f.recipe.data.tokens_max > f.model.max_positions
+    ),
+    "response_beyond_positions": _long_responses,
+    "conversation_beyond_positions": lambda f: (
+        isinstance(f.recipe, Recipe) and f.recipe.agent and f.recipe.sequence_tokens_max > f.model.max_positions
+    ),
+    "stop_tokens_of_no_vocabulary": lambda f: (
+        isinstance(f.recipe, Recipe)
+        and (tokens := [token for token in f.recipe.rollout.stop_token_ids if token >= f.model.vocab])
+        and {"tokens": tokens}
+    ),
+}
+MODEL_RULES: Rules[Fit] = {
+    "stages_of_a_model": _stages,
+    "undivided_size": _undivided,
+    "undivided_query_groups": lambda f: (
+        f.model.query_groups % f.layout.tensor and f.layout.tensor % f.model.query_groups
+    ),
+    "expert_of_a_dense_model": lambda f: f.model.experts is None and f.layout.expert > 1,
+    "expert_tensor_of_a_dense_model": lambda f: f.model.experts is None and f.expert_tensor_differs,
+    # Megatron sums the experts' gradients over the ranks that share dense weights, silently (tensor_parallel/
+    # layers.py: allreduce). Adapters are marked by lora.py.
+    "expert_tensor_of_one_expert_rank": lambda f: (
+        f.model.experts is not None and f.layout.expert == 1 and f.expert_tensor_differs and f.train.lora is None
+    ),
+    "adapters_of_latent_attention": lambda f: f.train.lora and f.model.latent,
+    "rank_of_adapters": lambda f: (
+        f.train.lora
+        and not f.model.latent
+        and f.train.lora.rank > (most := max(f.model.hidden, f.model.ffn, f.model.heads * f.model.head_dim))
+        and {"most": most}
+    ),
+    "adapters_of_split_experts": lambda f: (
+        f.train.lora
+        and not f.model.latent
+        and f.model.experts
+        and f.layout.expert_tensor > 1
+        and {"default": "" if f.train.layout.expert_tensor else " (the default: as tensor)"}
+    ),
+    # Megatron-Core separates q, k and v by whole query groups.
+    "muon_on_parts_of_query_groups": lambda f: (
+        f.train.optimizer.kind == "muon"
+        and not f.model.latent
+        and f.layout.tensor > f.model.query_groups
+        and {"sizes": either(divisors(f.model.query_groups))}
+    ),
+    "muon_on_one_data_rank": lambda f: (
+        f.train.optimizer.kind == "muon"
+        and f.train.distributed_optimizer
+        and f.model.experts is not None
+        and f.layout.data * f.layout.context == 1 < f.layout.expert_data
+    ),
+    "recomputed_module_of_another_model": _modules_of_other_models,
+    "recomputed_layers_of_no_stage": _recomputed_layers,
+    **TOKEN_RULES,
+}
+"""Rules between a recipe and its policy, or its critic."""
 
 
 def divisors(number: int) -> list[int]:

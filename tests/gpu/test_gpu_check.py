@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.doctor.doctor import Finding
+from megagrpo.doctor import Finding
 from tools.gpu_check import training
 from tools.gpu_check.__main__ import REPOSITORY, TITLES, run_check
 from tools.gpu_check.figures import Figure

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from megagrpo.doctor.doctor import fit_findings, installed_version, package_findings
+from megagrpo.doctor import fit_findings, installed_version, package_findings
 
 ROOT = Path(__file__).parents[2]
 PINS = dict(

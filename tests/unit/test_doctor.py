@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megagrpo import doctor
 from megagrpo.cli import main
-from megagrpo.doctor import doctor
-from megagrpo.doctor.doctor import WITHOUT, Finding, fit_findings, package_findings
+from megagrpo.doctor import Finding, fit_findings, package_findings, purposes
 from megagrpo.plan.parameters import known_models
 from megagrpo.preflight.machine import device_problems, package_problems
 from megagrpo.recipe.kernels import Installed
@@ -45,7 +45,7 @@ def test_optional_packages_may_be_absent_but_not_of_a_wrong_version_and_develope
     found = packages({"torch": "2.14.1", "megatron-core": "0.19.2", "sglang": "0.4.0"})
     assert found["torch"].state == found["megatron-core"].state == "ok"
     assert found["transformer-engine"].state == "absent"
-    assert found["transformer-engine"].remedy == WITHOUT["te"]
+    assert found["transformer-engine"].remedy == purposes()["te"]
     assert found["sglang"].state == "wrong"
     assert "pytest" not in found
     assert found["emerging_optimizers"].state == "absent"
@@ -81,7 +81,7 @@ def test_what_torch_needs_to_compile_is_named_if_it_is_missing(monkeypatch: pyte
 
 def test_every_optional_extra_says_what_it_is_for() -> None:
     extras = set(metadata.metadata("megagrpo").get_all("Provides-Extra") or [])
-    assert extras - {"dev", "docs"} == set(WITHOUT)
+    assert extras - {"dev", "docs"} == set(purposes())
 
 
 def test_a_network_variable_that_names_no_interface_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +140,7 @@ def test_the_command_prints_every_chapter_and_fails_if_something_is_wrong(
 
 def test_a_recipe_is_refused_for_wrong_versions_of_what_it_uses_only(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.8.1", "sglang": "0.4.0", "transformer-engine": "1.0"}
-    monkeypatch.setattr(
-        "megagrpo.doctor.doctor.installed_version", lambda name: versions.get(name) or metadata.version(name)
-    )
+    monkeypatch.setattr("megagrpo.doctor.installed_version", lambda name: versions.get(name) or metadata.version(name))
     problems = {problem.where: problem for problem in package_problems(recipe_with("rollout.engine=sglang"))}
     assert set(problems) == {"package torch", "package sglang"}
     assert "pip install 'torch>=2.9'" in problems["package torch"].fix
@@ -164,7 +162,7 @@ def test_a_machines_layers_are_those_that_auto_takes_on_its_card(monkeypatch: py
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name)
     monkeypatch.setattr("megagrpo.megatron.config.installed", lambda: Installed(transformer_engine=True))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("megagrpo.doctor.doctor.installed_version", lambda name: "1.0")
+    monkeypatch.setattr("megagrpo.doctor.installed_version", lambda name: "1.0")
     model = read_architecture(known_models()["Qwen/Qwen3-30B-A3B"])
     recipe = recipe_with("cluster.device=cuda", "model.dtype=bfloat16", "train.recompute={modules: [moe_act]}")
     for card, fused in (((9, 0), True), ((8, 0), False)):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from megagrpo.doctor.doctor import layers_finding
+from megagrpo.doctor import layers_finding
 from megagrpo.recipe.kernels import Attention, Installed, layers_on
 
 ALONE = Installed(transformer_engine=True)

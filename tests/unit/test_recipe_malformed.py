@@ -151,7 +151,7 @@ def test_a_wrong_function_of_an_evaluation_set_is_named_with_its_place(tmp_path:
         ("model/special_tokens_map.json", b"[]", "special_tokens_map.json"),
         ("model/config.json", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
         ("train.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        ("train.jsonl", b"", "data.train.0.path"),
+        ("train.jsonl", b"", "recipe.yaml:6 data.train.0.path: "),
         ("train.jsonl", b'{"question": "1+1", "answer": "2"}\n', "'data_source'"),
         ("train.jsonl", b'{"prompt": "\xe9"}\n', "line 1"),
     ],

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from megagrpo.batching.rank_batches import TrainSequence, make_rank_batches
-from megagrpo.doctor.doctor import CHAPTERS
+from megagrpo.doctor import CHAPTERS
 from megagrpo.megatron.heads import VocabularyShard, vocabulary_logprobs
 from megagrpo.megatron.model import named_tensors
 from megagrpo.megatron.rank import TrainRank
