@@ -33,7 +33,7 @@ from megagrpo.weights.transport.shared_memory import DIRECTORY, FileArea, Shared
 from tests.weight_streams import Case, StandstillClock, at_once, empty, sync, unlike_sent
 from tests.weights_oracle import Tensors, architecture, moe_architecture, random_checkpoint
 
-TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP, TransportName.TWO_HOPS]
+EXACT = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP, TransportName.TWO_HOPS]
 SMALL = Case(architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, pipeline=2), tensor=2, engines=2)
 CAST = Case(moe_architecture(heads=4, query_groups=2), ParallelLayout(tensor=2, data=2, expert=2), 2, 1, 2, "bfloat16")
 
@@ -195,14 +195,14 @@ def ends(request: pytest.FixtureRequest, host: RendezvousHost) -> Iterator[Ends]
     made.close()
 
 
-each_transport = pytest.mark.parametrize("ends", [(name, SMALL) for name in TRANSPORTS], ids=TRANSPORTS, indirect=True)
+each_transport = pytest.mark.parametrize("ends", [(name, SMALL) for name in EXACT], ids=EXACT, indirect=True)
 
 
 @pytest.mark.parametrize(
     "ends",
     [
         pytest.param((transport, case), id=f"{transport}-{name}")
-        for transport in TRANSPORTS
+        for transport in EXACT
         for name, case in (("relays", SMALL), ("experts_cast", CAST))
     ],
     indirect=True,
@@ -244,7 +244,7 @@ def test_after_an_aborted_sync_the_same_ends_go_on(ends: Ends) -> None:
     assert not ends.wrong(checkpoint)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+@pytest.mark.parametrize("transport", EXACT[:2])
 def test_a_missing_peer_is_named_with_the_bucket(
     transport: TransportName, host: RendezvousHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,15 +19,13 @@ import torch
 
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.coverage import few
-from megagrpo.weights.digest import sent_digests
+from megagrpo.weights.digest import combine, digests, sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import (
     Bucket,
     Key,
     Peer,
     destination_peer,
-    digests_by_bucket,
-    forwarded,
     incoming,
     label_of,
     name_of,
@@ -59,6 +57,10 @@ Ticket = int | tuple[str | dict[str, Any], int]
 
 Message = tuple[Literal["sent"], Key, int, Ticket] | tuple[Literal["received"], int]
 """Key, slot and ticket of a bucket; or the slot of one that has been unpacked."""
+
+
+Way = Callable[[WeightPlan, Peer, frozenset[int], int], Iterator[Bucket]]
+"""`outgoing` or `incoming` of buckets.py."""
 
 
 class Transport(Protocol):
@@ -123,8 +125,25 @@ class _BucketEnd:
                 raise
             failing.pop_all()
 
-    def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
-        return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
+    def _buckets(self, way: Way, active: frozenset[int]) -> list[Bucket]:
+        return list(way(self._plan, self._peer, active, self._bucket_bytes))
+
+    def _run(self, sync: Sync, storages: Mapping[str, torch.Tensor]) -> None:
+        ways = (self._buckets(way, sync.destinations) for way in (outgoing, incoming))
+        _Flow(self, sync, storages).run(*ways)
+
+    def _digests(
+        self, way: Way, storages: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
+    ) -> dict[str, int]:
+        """Returns partial digests, at this end, of one checkpoint tensor in each bucket, by the bucket's label."""
+        sums = {}
+        for bucket in self._buckets(way, active):
+            pieces = [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]
+            at = ((piece.source if way is outgoing else piece.destination, piece.dtype) for piece in pieces)
+            if pieces:
+                total = combine(digests(storages, [placement], dtype) for placement, dtype in at)
+                sums[label_of(self._plan, bucket)] = total[tensor]
+        return sums
 
 
 class BucketSender(_BucketEnd):
@@ -142,9 +161,7 @@ class BucketSender(_BucketEnd):
         Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
         """
         with self._taking_part(version) as sync:
-            storages = stored_tensors(self._plan.sources[self._peer], tensors)
-            forwarding = list(forwarded(self._plan, self._peer, sync.destinations, self._bucket_bytes))
-            _Flow(self, sync, storages).run(self._outgoing(sync.destinations), forwarding)
+            self._run(sync, stored_tensors(self._plan.sources[self._peer], tensors))
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """Returns this rank's part of the digests expected at each of the `active` destinations."""
@@ -154,7 +171,7 @@ class BucketSender(_BucketEnd):
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
         """Returns partial digests of one checkpoint tensor in each bucket that this rank sends, by bucket label."""
-        return digests_by_bucket(self._plan, self._outgoing(active), tensors, tensor, lambda piece: piece.source)
+        return self._digests(outgoing, tensors, tensor, active)
 
 
 class BucketReceiver(_BucketEnd):
@@ -182,21 +199,14 @@ class BucketReceiver(_BucketEnd):
             if self._destination not in sync.destinations:
                 where = f"{self._member.name}: weight sync to version {version}"
                 raise WeightSyncError(Problem(where, "it takes no part"))
-            flow = _Flow(self, sync, self._storages)
-            flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
+            self._run(sync, self._storages)
             fill_padding(self._plan.destinations[self._destination], self._storages)
 
     def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
         """Returns partial digests of one checkpoint tensor by bucket label: "arrived", of the values here that each
         bucket brought, and "sent", of the buckets that this rank passes on."""
-        plan, storages, relayed, arriving = self._plan, self._storages, self._outgoing(active), self._incoming(active)
-        return {
-            "sent": digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
-            "arrived": digests_by_bucket(plan, arriving, storages, tensor, lambda piece: piece.destination),
-        }
-
-    def _incoming(self, active: frozenset[int]) -> list[Bucket]:
-        return list(incoming(self._plan, self._destination, active, self._bucket_bytes))
+        ways: dict[str, Way] = {"sent": outgoing, "arrived": incoming}
+        return {name: self._digests(way, self._storages, tensor, active) for name, way in ways.items()}
 
 
 class _Flow:
