@@ -48,7 +48,7 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=340),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=339),
     "tests": Limits(lines=51_763, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Experts
-from megagrpo.weights.families.decoder import decoder_tensors, feed_forward
+from megagrpo.weights.families.architecture import Architecture, Experts, decoder_tensors, feed_forward
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 

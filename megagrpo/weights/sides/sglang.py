@@ -6,8 +6,8 @@ the CPU, feed-forward sizes are padded with zeros to a multiple of 32 x tensor: 
 by part. With more ranks than key-value heads, each rank holds one head, and several ranks hold the same. Everything
 has the model's dtype, the router too.
 
-A dense decoder needs no entry here: SGLang's classes for them share these names. If one does not, the engine's check of
-parameter names refuses it when the run starts.
+SGLang's classes for dense decoders share these names. If one does not, the engine's check of parameter names refuses it
+when the run starts. A class's other differences stand in the family's row (SglangClass in weights/families).
 
 Latent attention: the projections down are whole on every rank, those of queries and keys fused; the projections up are
 cut by heads. SGLang derives further weights (w_kc, w_vc) from kv_b_proj; they are not parameters and are not described
@@ -33,7 +33,7 @@ from typing import Protocol
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.blocks import in_blocks
 from megagrpo.weights.boxes import Fill, Manifest, Storage
-from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families import FAMILIES, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
 from megagrpo.weights.sides.assembly import (
     LayerTensors,
@@ -61,11 +61,6 @@ HELD: frozenset[Role] = frozenset([
 """The kinds of tensors that this side places."""
 
 
-CUTS_ATTENTION_IN_GROUPS = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""Families whose classes in SGLang support attention data parallelism. The others would mix the groups up."""
-HEAD_ON_EVERY_STAGE = ("llama", "mistral", "mixtral", "qwen3_moe")
-
-
 class EngineSizes(Protocol):
     """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. In a stage, groups of tensor / expert
     ranks share each expert, and groups of tensor / attention_data share the attention."""
@@ -90,9 +85,6 @@ QUANTIZED: frozenset[Role] = frozenset([
     "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
 ])  # fmt: skip
 """The roles in blocks of float8 in a quantised model of SGLang: all linear layers but the router and the head."""
-
-ATTENTIONS = {"qwen3": (), "qwen3_moe": (), "deepseek_v3": ("attn_mqa", "attn_mha")}
-"""Attention modules of a layer that get scales of float8 keys and values in a quantised model; "attn" in others."""
 
 
 def manifest(
@@ -125,14 +117,14 @@ def manifest(
     if arch.tied_embeddings:
         if last and not first:
             holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
-    elif last or arch.family in HEAD_ON_EVERY_STAGE:
+    elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
         holder.add_vocabulary(model.roles["head"])
     if quantization is None:
         return builder.build()
     # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
     blocks = in_blocks(builder.build(), quantized_shapes(arch))
     layers = [name.removesuffix("o_proj.weight") for name in blocks.storages if name.endswith("o_proj.weight")]
-    modules = ATTENTIONS.get(arch.family, ("attn",))
+    modules = FAMILIES[arch.family].sglang.attentions
     scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
     storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
     return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
@@ -175,7 +167,9 @@ def split_problems(
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
-    if problems := role_problems(arch, HELD, "SGLang") + _mixtral_problems(arch):
+    of_class = FAMILIES[arch.family].sglang
+    problems = role_problems(arch, HELD, "SGLang") + (_variants(arch) if of_class.ignores_variants else [])
+    if problems:
         return problems
     tensor, expert = layout.tensor, layout.expert
     sizes = {"expert": expert, "attention_data": layout.attention_data, "pipeline": layout.pipeline}
@@ -189,11 +183,12 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         return problems
     if layout.pipeline > arch.layers:
         problems.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
-    if layout.pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
+    if layout.pipeline > 1 and arch.tied_embeddings and of_class.head_on_every_stage:
         needed = "pipeline = 1: SGLang's last stage has no head for this family"
         problems.append(Problem(where, "tied embeddings", needed))
-    if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
-        needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
+    if layout.attention_data > 1 and not of_class.attention_groups:
+        having = [name for name, family in FAMILIES.items() if family.sglang.attention_groups]
+        needed = f"1: SGLang has it for {', '.join(having)}"
         problems.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
     group = tensor // layout.attention_data
     rules = [("attention heads", arch.heads, tensor if device == "cpu" else group)]
@@ -204,9 +199,9 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         shards = tensor // expert
         rules.append(("expert ffn", arch.experts.ffn, shards))
         rules.append(("shared experts' ffn", _padded_shared_ffn(arch.experts, tensor, device), tensor))
-        most = {"deepseek_v3": tensor, "qwen3_moe": shards}.get(arch.family, 1)
-        if most > arch.experts.count:
-            problems.append(Problem(where, f"experts: {arch.experts.count}", f"at least {most}, as SGLang demands"))
+        least = {"one": 1, "tensor": tensor, "tensor / expert": shards}[of_class.least_experts]
+        if least > arch.experts.count:
+            problems.append(Problem(where, f"experts: {arch.experts.count}", f"at least {least}, as SGLang demands"))
     problems += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
@@ -221,16 +216,14 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     return problems
 
 
-def _mixtral_problems(arch: Architecture) -> list[Problem]:
-    """Returns problems of config values that sglang/srt/models/mixtral.py ignores, unlike other families' classes."""
-    if arch.family != "mixtral":
-        return []
+def _variants(arch: Architecture) -> list[Problem]:
+    """Returns a problem for each config value that some of SGLang's classes ignore."""
     rules = [
         ("tied embeddings", arch.tied_embeddings, "embeddings that are not tied"),
         ("scaled rotary embedding", arch.rope.factor is not None, "a rotary embedding without scaling"),
         ("head_dim", arch.head_dim * arch.heads != arch.hidden, "hidden_size / num_attention_heads"),
     ]
-    return [Problem(f"mixtral on SGLang: {what}", "", needed) for what, wrong, needed in rules if wrong]
+    return [Problem(f"{arch.family} on SGLang: {what}", "", needed) for what, wrong, needed in rules if wrong]
 
 
 def _padded(size: int, multiple: int) -> int:
