@@ -36,7 +36,8 @@ from megagrpo.weights.families.architecture import (
 )
 from megagrpo.weights.families.reading import ConfigReader
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import sglang, transformers
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.safetensors_files import assert_same_files
 from tests.tiny_run import make_run
@@ -207,7 +208,7 @@ def test_a_dense_family_is_one_function_and_one_line(
             assert_equal(tensors, expected)
         for rank, tensors in enumerate(carry_out(make_plan(held, engines), ranks)):
             assert_equal(tensors, engine_tensors(arch, EngineLayoutConfig(tensor=2), rank, "cpu", checkpoint))
-        (whole,) = carry_out(make_plan(held, [transformers.manifest(arch, "float32")]), ranks)
+        (whole,) = carry_out(make_plan(held, [transformers_manifest(arch, "float32")]), ranks)
         assert_equal(whole, checkpoint)
     to_megatron(model, tmp_path / "megatron")
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
