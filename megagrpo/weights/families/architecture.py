@@ -158,8 +158,6 @@ class Tensor:
 
 # --- tensors that families have in common -----------------------------------------------------------------------------
 
-LayerTensors = Callable[[Architecture, int], Iterator[Tensor]]
-
 
 def attention(arch: Architecture, layer: int) -> Iterator[Tensor]:
     prefix = f"model.layers.{layer}.self_attn."
@@ -223,7 +221,9 @@ def feed_forward(
         yield Tensor(f"{prefix}shared_experts.{down}.weight", (arch.hidden, ffn), "shared_down", layer)
 
 
-def decoder_tensors(arch: Architecture, mlp: LayerTensors = feed_forward) -> tuple[Tensor, ...]:
+def decoder_tensors(
+    arch: Architecture, mlp: Callable[[Architecture, int], Iterator[Tensor]] = feed_forward
+) -> tuple[Tensor, ...]:
     """Returns a decoder's tensors in the order of the forward pass; `mlp` lists a layer's feed-forward tensors."""
     tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "embedding")]
     for layer in range(arch.layers):

@@ -251,10 +251,6 @@ class _Rank:
     builder: ManifestBuilder
 
     @property
-    def tensor(self) -> int:
-        return self.layout.tensor
-
-    @property
     def group(self) -> int:
         """Returns the number of ranks over which attention and the vocabulary are cut."""
         return self.layout.tensor // self.layout.attention_data
@@ -279,12 +275,12 @@ class _Rank:
         else:
             self.add_attention(layer.roles)
         if not layer.experts:
-            padded = _padded_ffn(self.arch.ffn, self.tensor, self.device)
+            padded = _padded_ffn(self.arch.ffn, self.layout.tensor, self.device)
             self.add_mlp(layer.roles["gate"], layer.roles["up"], layer.roles["down"], padded)
             return
         self.add_experts(layer)
         if "shared_gate" in layer.roles and self.arch.experts is not None:
-            padded = _padded_shared_ffn(self.arch.experts, self.tensor, self.device)
+            padded = _padded_shared_ffn(self.arch.experts, self.layout.tensor, self.device)
             self.add_mlp(layer.roles["shared_gate"], layer.roles["shared_up"], layer.roles["shared_down"], padded)
 
     def add_attention(self, layer: Roles) -> None:
@@ -316,9 +312,9 @@ class _Rank:
 
     def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
         """Adds this rank's part of an MLP. `padded` is the size of the whole MLP with padding."""
-        rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.tensor)]
+        rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.layout.tensor)]
         self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
-        self.builder.columns(down.name, down, self.rank, self.tensor, padded)
+        self.builder.columns(down.name, down, self.rank, self.layout.tensor, padded)
 
     def add_experts(self, layer: LayerTensors) -> None:
         """Adds the whole router, and a run of consecutive experts, each cut over the ranks that share the run."""
@@ -326,12 +322,12 @@ class _Rank:
         self.builder.whole(router.name, router)
         if "router_bias" in layer.roles:
             self.builder.whole(layer.roles["router_bias"].name, layer.roles["router_bias"])
-        shards = self.tensor // self.layout.expert
+        shards = self.layout.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
         here = len(layer.experts) // self.layout.expert
         held = layer.experts[run * here : (run + 1) * here]
         ffn = held[0]["expert_gate"].shape[0]
-        width = _padded_ffn(ffn, self.tensor, self.device) // shards
+        width = _padded_ffn(ffn, self.layout.tensor, self.device) // shards
         gate_up = [
             [part for role in ("expert_gate", "expert_up") for part in shard_padded(roles[role], index, shards, width)]
             for roles in held
