@@ -29,7 +29,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_202,
+    ("weights",): 6_190,
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_429,
@@ -49,7 +49,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=338),
-    "tests": Limits(lines=51_746, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_747, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (15, 6), "A metric's walk": (5, 3)}

@@ -36,8 +36,14 @@ class ListedTransfers:
         self, source: int | None = None, destination: int | None = None, via: int | None = None
     ) -> tuple[Transfer, ...]:
         """Returns the transfers with these ends; None: any."""
-        to_one = (its for its in self._all if source in (None, its.source) and destination in (None, its.destination))
-        return tuple(its for its in to_one if via in (None, its.via))
+        chosen: Iterable[Transfer] = self._all
+        if source is not None:
+            chosen = (its for its in chosen if its.source == source)
+        if destination is not None:
+            chosen = (its for its in chosen if its.destination == destination)
+        if via is not None:
+            chosen = (its for its in chosen if its.via == via)
+        return tuple(chosen)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem, brief
-from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.blocks import SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
@@ -23,8 +23,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
-SCALE_SUFFIX = "_scale_inv"
-"""A weight in fp8 has a factor for each block of 128 x 128, float32, in a tensor of its name with this suffix."""
 FP8_STANDS_FOR = "bfloat16"
 LARGEST_HEADER_BYTES = 100_000_000
 INNER = "model."
@@ -140,11 +138,6 @@ def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) 
         given, fix = f"names without {INNER}: an AutoModel's", "load it with AutoModelForCausalLM, and save_pretrained"
         return Problem(str(directory), given, f"names such as {missing[0]}", fix)
     return None
-
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the scales of a matrix in fp8: one for each block."""
-    return tuple(-(-size // BLOCK) for size in shape)
 
 
 def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:

@@ -232,12 +232,15 @@ class _Rank:
             held = model.layers[layer]
             parameters = ATTENTION if arch.latent is None else LATENT_ATTENTION
             for name, way, roles in (*parameters, *(EXPERTS if held.experts else MLP)):
-                self.add(in_layer + name.format_map(vars(self.spec)), way, [held.roles.get(role) for role in roles])
+                if fused := [held.roles[role] for role in roles if role in held.roles]:
+                    storage = in_layer + name.format_map(vars(self.spec))
+                    self.add(storage, way, fused, self.where.tensor, layout.tensor)
             here = len(held.experts) // layout.expert
             for local, expert in enumerate(held.experts[self.where.expert * here :][:here]):
                 for linear, way, roles in EXPERT:
-                    name = in_layer + self.spec.expert.format(expert=local, linear=linear)
-                    self.add(name, way, [expert[role] for role in roles], "expert_tensor")
+                    storage = in_layer + self.spec.expert.format(expert=local, linear=linear)
+                    fused = [expert[role] for role in roles]
+                    self.add(storage, way, fused, self.where.expert_tensor, layout.expert_tensor)
         if last:
             self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
             if arch.value_head:
@@ -251,18 +254,14 @@ class _Rank:
         padded, shards = self.arch.padded_vocab(self.layout.tensor), self.layout.tensor
         self.builder.rows(storage, padded_shard(tensor, padded, self.where.tensor, shards), (self.arch.hidden,))
 
-    def add(self, storage: str, way: Cut, tensors: Sequence[Tensor | None], axis: Axis = "tensor") -> None:
-        """Adds this rank's part of a parameter, unless the model lacks its tensors."""
-        fused = [tensor for tensor in tensors if tensor is not None]
-        index, shards = getattr(self.where, axis), getattr(self.layout, axis)
-        if not fused:
-            return
+    def add(self, storage: str, way: Cut, fused: Sequence[Tensor], index: int, shards: int) -> None:
+        """Adds the `index`-th of `shards` parts of a parameter."""
         if way == "whole" or (way == "latents" and not self.spec.cuts_latents):
             self.builder.whole(storage, fused[0])
         elif way == "columns":
             self.builder.columns(storage, fused[0], index, shards)
         else:
-            rows = self.qkv(*fused) if way == "groups" else (shard(tensor, index, shards) for tensor in fused)
+            rows = self.qkv(*fused) if way == "groups" else [shard(tensor, index, shards) for tensor in fused]
             self.builder.rows(storage, rows, fused[0].shape[1:])
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:

@@ -65,17 +65,10 @@ class EngineSizes(Protocol):
     """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. In a stage, groups of tensor / expert
     ranks share each expert, and groups of tensor / attention_data share the attention."""
 
-    @property
-    def tensor(self) -> int: ...
-
-    @property
-    def expert(self) -> int: ...
-
-    @property
-    def pipeline(self) -> int: ...
-
-    @property
-    def attention_data(self) -> int: ...
+    tensor: int
+    expert: int
+    pipeline: int
+    attention_data: int
 
     def __hash__(self) -> int: ...
 
