@@ -9,7 +9,7 @@ is a few numbers for each cut; a rank's own transfers are written out when it as
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -405,12 +405,11 @@ class _Line:
 
     def take(self, size: int) -> list[tuple[int, int]]:
         """Returns the holders of the next `size` bytes, each with the offset at which its part ends."""
-        begin, pieces = self._at, []
+        begin, first = self._at, self._index
         self._at += size
-        while self._edges[self._index] < self._at:
-            pieces.append((self._edges[self._index] - begin, self._holders[self._index]))
-            self._index += 1
-        return [*pieces, (size, self._holders[self._index])]
+        self._index = bisect_left(self._edges, self._at, first)  # the holder of the last byte
+        ends = [*(edge - begin for edge in self._edges[first : self._index]), size]
+        return list(zip(ends, self._holders[first:], strict=False))
 
 
 def _lines(demands: Iterable[tuple[Holders, int]]) -> dict[Holders, _Line]:

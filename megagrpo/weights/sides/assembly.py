@@ -154,12 +154,12 @@ class ManifestBuilder:
     def _rows(self, storage: str, expert: tuple[int, ...], parts: Iterable[Rows], rest: tuple[int, ...]) -> int:
         """Adds rows one after another and returns their number; `expert` is their index in a stack."""
         row, zeros = 0, (0,) * len(rest)
+        axes = (*[None] * len(expert), *range(1 + len(rest)))
         for part in parts:
             at, shape = (*expert, row, *zeros), (part.count, *rest)
             if part.tensor is None:
                 self._fills.append(Fill(storage, at, (*(1 for _ in expert), *shape)))
             else:
-                axes = (*(None for _ in expert), *range(len(shape)))
                 box = Box(part.tensor.name, (part.start, *zeros), shape)
                 self._placements.append(Placement(storage, at, axes, box))
             row += part.count

@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory, described by their headers, and what transformers makes of them."""
+"""The safetensors files of a model directory by their headers, and the model that transformers loads, without torch."""
 
 from __future__ import annotations
 

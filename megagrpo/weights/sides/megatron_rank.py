@@ -226,15 +226,18 @@ class _Rank:
         last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         if first:
             self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model.roles["embedding"])
+        attention = ATTENTION if arch.latent is None else LATENT_ATTENTION
+        tables = [
+            [(name.format_map(vars(self.spec)), way, roles) for name, way, roles in (*attention, *of_kind)]
+            for of_kind in (MLP, EXPERTS)
+        ]
         chunk_layers = layers_of_chunk(arch.layers, layout, stage, chunk)
         for number, layer in enumerate(chunk_layers):
             in_layer = f"{prefix}decoder.layers.{number}."
             held = model.layers[layer]
-            parameters = ATTENTION if arch.latent is None else LATENT_ATTENTION
-            for name, way, roles in (*parameters, *(EXPERTS if held.experts else MLP)):
+            for name, way, roles in tables[bool(held.experts)]:
                 if fused := [held.roles[role] for role in roles if role in held.roles]:
-                    storage = in_layer + name.format_map(vars(self.spec))
-                    self.add(storage, way, fused, self.where.tensor, layout.tensor)
+                    self.add(in_layer + name, way, fused, self.where.tensor, layout.tensor)
             here = len(held.experts) // layout.expert
             for local, expert in enumerate(held.experts[self.where.expert * here :][:here]):
                 for linear, way, roles in EXPERT:
@@ -256,13 +259,14 @@ class _Rank:
 
     def add(self, storage: str, way: Cut, fused: Sequence[Tensor], index: int, shards: int) -> None:
         """Adds the `index`-th of `shards` parts of a parameter."""
-        if way == "whole" or (way == "latents" and not self.spec.cuts_latents):
-            self.builder.whole(storage, fused[0])
-        elif way == "columns":
+        if way == "columns":
             self.builder.columns(storage, fused[0], index, shards)
+        elif way == "rows" or (way == "latents" and self.spec.cuts_latents):
+            self.builder.rows(storage, [shard(tensor, index, shards) for tensor in fused], fused[0].shape[1:])
+        elif way == "groups":
+            self.builder.rows(storage, self.qkv(*fused), fused[0].shape[1:])
         else:
-            rows = self.qkv(*fused) if way == "groups" else [shard(tensor, index, shards) for tensor in fused]
-            self.builder.rows(storage, rows, fused[0].shape[1:])
+            self.builder.whole(storage, fused[0])
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
         """Returns this rank's rows of the fused projection: for each query group its queries, its key and its value.

@@ -218,7 +218,8 @@ class _Flow:
         self._unacknowledged: dict[int, Bucket] = {}  # by slot
         self._awaited = {bucket.key: bucket for bucket in self._incoming}
         kept = (bucket for bucket in self._incoming if bucket.receiver == self._peer)
-        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in kept)  # that are not unpacked
+        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in kept)
+        """The number of buckets from sources that have not been unpacked."""
         self._announced: deque[tuple[Bucket, int, Ticket]] = deque()  # with the slot that they are in, and their ticket
         self._arriving: deque[tuple[Bucket, int, int, Callable[[], torch.Tensor]]] = deque()  # and their slot here
 
