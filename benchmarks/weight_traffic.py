@@ -15,7 +15,7 @@ import numpy as np
 
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Link, Place, Topology, classes_of
 from megagrpo.weights.plan import WeightPlan
-from megagrpo.weights.planning.routes import Routes
+from megagrpo.weights.planning import Routes
 
 STRAIGHT = -1
 """In place of the destination that passes bytes on: they come from the source itself."""

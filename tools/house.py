@@ -30,7 +30,7 @@ class Limits:
 
 # Folders of megagrpo/ ("": its own files): most lines of them together. Who needs more lowers another in that commit.
 BUDGETS = {
-    ("weights",): 6_243,
+    ("weights",): 6_189,
     ("megatron",): 3_732,
     ("layout", "batching", "algorithm"): 2_758,
     ("checkpoint", "convert"): 2_242,
@@ -49,8 +49,8 @@ BUDGETS = {
 LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
-    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=311),
-    "tests": Limits(lines=51_540, lines_of_file=600, files=None),
+    "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=306),
+    "tests": Limits(lines=51_517, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (17, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

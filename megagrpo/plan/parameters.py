@@ -18,7 +18,7 @@ from megagrpo.plan.units import spans
 from megagrpo.recipe.schema import EngineLayoutConfig, LoraConfig
 from megagrpo.weights.blocks import BLOCK, lacking_manifest
 from megagrpo.weights.boxes import Manifest
-from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families import FAMILIES, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Tensor
 from megagrpo.weights.sides import sglang
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
@@ -264,7 +264,7 @@ def engine_rank_parameters(arch: Architecture, layout: EngineLayoutConfig, devic
         held += outside["model.norm.weight"] if last else 0
         if arch.tied_embeddings:
             held += outside["model.embed_tokens.weight"] if last and not first else 0
-        elif last or arch.family in sglang.HEAD_ON_EVERY_STAGE:
+        elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
             held += outside["lm_head.weight"]
         of_stages.append(held)
     return tuple(of_stages)

@@ -28,8 +28,8 @@ from megagrpo.recipe.schema import AnyRecipe, Recipe, SftRecipe
 from megagrpo.recipe.schema.schedule import ScheduleConfig, SyncConfig
 from megagrpo.recipe.schema.train import RecomputeConfig, RecomputeModule
 from megagrpo.section import Section, broken_rules, tree_of
+from megagrpo.weights.families import FAMILIES
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides.sglang import CUTS_ATTENTION_IN_GROUPS
 
 LAYOUTS_KEPT, SAVINGS_KEPT, SHOWN = 24, 6, 5
 SPARE = 0.05  # of a card, for what estimates do not see
@@ -434,7 +434,7 @@ def engines(case: Case, gpus: int, *, colocated: bool) -> list[Values]:
         # Ranks of a node share the attention; experts are dealt out over all nodes, other models' layers.
         for nodes in ENGINE_NODES:
             tensor = per_node * nodes if architecture.experts else per_node
-            groups = nodes if tensor > per_node and architecture.family in CUTS_ATTENTION_IN_GROUPS else 1
+            groups = nodes if tensor > per_node and FAMILIES[architecture.family].sglang.attention_groups else 1
             size = {"expert": tensor if architecture.experts else 1, "attention_data": groups}
             size |= {"tensor": tensor, "pipeline": per_node * nodes // tensor}
             sizes.append({f"{layout}.{name}": parts for name, parts in size.items()})

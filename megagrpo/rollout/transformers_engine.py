@@ -28,7 +28,7 @@ from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.digest import digests
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.plan import WeightPlan, require_own
-from megagrpo.weights.sides import transformers as transformers_side
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.transport.choice import Channel, open_receiver
 from megagrpo.weights.transport.ends import BucketReceiver
 from megagrpo.weights.views import model_tensors, torch_dtype
@@ -49,7 +49,7 @@ class TransformersEngine(Engine):
     def __init__(self, spec: EngineSpec) -> None:
         torch.set_num_threads(spec.threads)
         architecture, dtype = read_architecture(spec.model_directory), spec.dtype
-        self._manifest = transformers_side.manifest(architecture, dtype, holder=f"{spec.name} rank 0")
+        self._manifest = transformers_manifest(architecture, dtype, holder=f"{spec.name} rank 0")
         self._model: Any = _load_model(spec.model_directory, spec.device, dtype)
         self._tokenizer: Any = load_tokenizer(spec.tokenizer_directory)
         self._requests_at_once = spec.recipe.rollout.kind.requests_at_once(spec.recipe)

@@ -26,6 +26,8 @@ from megagrpo.weights.plan import WeightPlan, make_plan
 
 BLOCK = 128
 FLOAT8 = "float8_e4m3fn"
+SCALE_SUFFIX = "_scale_inv"
+"""The suffix of a tensor's scales, float32: one for each block."""
 Shapes = Mapping[str, tuple[int, ...]]
 """[rows, columns] of the tensors that are quantised, by name."""
 
@@ -35,7 +37,12 @@ def float8_name(tensor: str) -> str:
 
 
 def scale_name(tensor: str) -> str:
-    return f"{tensor}_scale_inv"
+    return tensor + SCALE_SUFFIX
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix."""
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 # --- an engine rank ---------------------------------------------------------------------------------------------------
@@ -65,10 +72,9 @@ def in_blocks(manifest: Manifest, shapes: Shapes) -> Manifest:
     storages = {}
     for name, storage in manifest.storages.items():
         if name in quantized:
-            *stack, rows, columns = storage.shape
             storages[name] = replace(storage, dtype=FLOAT8)
             name = scale_name(name)
-            storage = Storage(name, (*stack, -(-rows // BLOCK), -(-columns // BLOCK)), "float32")
+            storage = Storage(name, (*storage.shape[:-2], *scale_shape(storage.shape[-2:])), "float32")
         storages[name] = storage
     return replace(manifest, storages=storages, placements=tuple(placements))
 
@@ -92,7 +98,7 @@ def values_of(blocks: Box) -> Box:
 def scales_of(blocks: Box) -> Box:
     """Returns the box of the scales of these whole blocks: one element for each block."""
     start = tuple(low // BLOCK for low in blocks.start)
-    return Box(scale_name(blocks.tensor), start, tuple(-(-size // BLOCK) for size in blocks.shape))
+    return Box(scale_name(blocks.tensor), start, scale_shape(blocks.shape))
 
 
 # --- the training ranks -----------------------------------------------------------------------------------------------

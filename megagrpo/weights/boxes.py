@@ -224,6 +224,10 @@ class Topology:
         return tuple(nearby)
 
     @property
+    def nodes(self) -> set[str]:
+        return {place.node for place in (*self.sources, *self.destinations)}
+
+    @property
     def shared_devices(self) -> set[Place]:
         """Returns the devices that several sources or destinations share."""
         counts = Counter(place for place in (*self.sources, *self.destinations) if place.device is not None)

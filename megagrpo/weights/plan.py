@@ -20,7 +20,7 @@ from megagrpo.weights.boxes import (
     classes_of,
 )
 from megagrpo.weights.coverage import Located, as_slice, storage_problems, tiling_error
-from megagrpo.weights.planning.routes import Routes, routes_between
+from megagrpo.weights.planning import Routes, routes_between
 
 CHECKED_PLACEMENTS = 100_000
 """Placements that are checked when a plan is made, which takes about five seconds."""
@@ -32,14 +32,18 @@ class ListedTransfers:
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self._all = tuple(transfers)
 
-    def outgoing(self, source: int, destination: int | None = None) -> tuple[Transfer, ...]:
-        return tuple(its for its in self._all if its.source == source and destination in (None, its.destination))
-
-    def incoming(self, destination: int) -> tuple[Transfer, ...]:
-        return tuple(its for its in self._all if its.destination == destination)
-
-    def passed_on(self, via: int) -> tuple[Transfer, ...]:
-        return tuple(its for its in self._all if its.via == via)
+    def select(
+        self, source: int | None = None, destination: int | None = None, via: int | None = None
+    ) -> tuple[Transfer, ...]:
+        """Returns the transfers with these ends; None: any."""
+        chosen: Iterable[Transfer] = self._all
+        if source is not None:
+            chosen = (its for its in chosen if its.source == source)
+        if destination is not None:
+            chosen = (its for its in chosen if its.destination == destination)
+        if via is not None:
+            chosen = (its for its in chosen if its.via == via)
+        return tuple(chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,19 +61,19 @@ class WeightPlan:
 
     def incoming(self, destination: int) -> tuple[Transfer, ...]:
         """Returns the transfers to a destination: first those from sources, then those that destinations pass on."""
-        return self.transfers.incoming(destination)
+        return self.transfers.select(destination=destination)
 
     def outgoing(self, source: int) -> tuple[Transfer, ...]:
         """Returns the transfers of a source's bytes, with those that a destination passes on."""
-        return self.transfers.outgoing(source)
+        return self.transfers.select(source)
 
     def passed_on(self, via: int) -> tuple[Transfer, ...]:
         """Returns the transfers that a destination passes on. It receives their boxes from the source itself."""
-        return self.transfers.passed_on(via)
+        return self.transfers.select(via=via)
 
     def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
         """Returns the transfers that a source itself sends to a destination."""
-        return tuple(transfer for transfer in self.transfers.outgoing(source, destination) if transfer.via is None)
+        return tuple(transfer for transfer in self.transfers.select(source, destination) if transfer.via is None)
 
     def destinations_of(self, source: int) -> list[int]:
         """Returns the destinations to which a source itself sends, in order."""

@@ -6,8 +6,8 @@ to float8 loses anything, every machine gets the same bits, and quantising what 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from megagrpo.weights.blocks import (
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.coverage import few
 from megagrpo.weights.plan import WeightPlan, require_own
-from megagrpo.weights.transport.rendezvous import Member
+from megagrpo.weights.transport.rendezvous import Member, in_thread
 from megagrpo.weights.views import box_view, torch_dtype
 
 LAST_SECONDS = 10.0
@@ -168,17 +168,8 @@ def _begin_together(member: Member, key: str, plan: WeightPlan, rank: int) -> No
 def _in_bounded_time(
     member: Member, exchange: Callable[[], dict[str, torch.Tensor]], awaited: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Returns the result of an exchange, run in a thread because torch waits for its peers, aborted or not. Raises
-    RankError if it fails, or if it does not end, which leaves the group of the training ranks unusable."""
-    where = f"{member.name}: rows of cut blocks"
-    results: list[dict[str, torch.Tensor]] = []
-    failed: list[str] = []
-
-    def run() -> None:
-        try:
-            results.append(exchange())
-        except (RuntimeError, OSError) as error:
-            failed.append(str(error).partition("\n")[0])
+    """Returns the result of an exchange. Raises RankError if it fails, or if it does not end, which leaves the group of
+    the training ranks unusable."""
 
     def missing() -> Problem:
         late = (
@@ -186,19 +177,20 @@ def _in_bounded_time(
         )
         return member.late(where, late)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    where, exchanged = f"{member.name}: rows of cut blocks", in_thread(exchange)
     try:
-        member.wait(lambda: None if thread.is_alive() else True, missing)
+        member.wait(lambda: exchanged.done() or None, missing)
     except WeightSyncError as error:
-        thread.join(min(LAST_SECONDS, member.seconds_left()))
-        if thread.is_alive():
+        wait([exchanged], min(LAST_SECONDS, member.seconds_left()))
+        if not exchanged.done():
             raise RankError(error.problems) from error
         raise
-    if failed:
-        given = f"{failed[0]}, while {few(sorted(set(awaited))) or 'others'} should have sent them"
-        raise RankError(Problem(where, given, "all training ranks alive and connected"))
-    return results[0]
+    try:
+        return exchanged.result()
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        given = f"{reason}, while {few(sorted(set(awaited))) or 'others'} should have sent them"
+        raise RankError(Problem(where, given, "all training ranks alive and connected")) from error
 
 
 def _assembled(share: Share, held: Mapping[str, torch.Tensor], fetched: Mapping[str, torch.Tensor]) -> torch.Tensor:

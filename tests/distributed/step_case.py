@@ -18,7 +18,7 @@ from megagrpo.recipe.schema import OptimizerConfig, Recipe, SftRecipe
 from megagrpo.weights.boxes import Box
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture
-from megagrpo.weights.sides import transformers as transformers_side
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.views import box_view
 from tests.tiny_models import DIMENSIONS
 
@@ -242,7 +242,7 @@ def clip_and_step(parameters: list[torch.nn.Parameter], settings: OptimizerConfi
 
 def _in_checkpoint(architecture: Architecture) -> Callable[[dict[str, torch.Tensor]], dict[str, np.ndarray]]:
     """Turns tensors by their names in transformers into arrays by their names in the checkpoint."""
-    manifest = transformers_side.manifest(architecture, "float64")
+    manifest = transformers_manifest(architecture, "float64")
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
         held = [placement for placement in manifest.placements if placement.storage in tensors]

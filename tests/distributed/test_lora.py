@@ -23,7 +23,7 @@ from megagrpo.megatron.rank import TrainRank
 from megagrpo.recipe.schema import Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.adapters import adapted_matrices, initial_a, key_a, key_b
-from megagrpo.weights.sides import transformers as transformers_side
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.views import box_view
 from tests.distributed.conftest import CaseOf, Tiny
 from tests.distributed.layouts import ROWS, soak
@@ -141,7 +141,7 @@ def torch_step(case: Case, values: dict[str, np.ndarray], recipe: Recipe) -> Ste
 
 def in_transformers(checkpoint: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors as transformers holds them in memory: experts stacked."""
-    manifest = transformers_side.manifest(read_architecture(directory), "float64")
+    manifest = transformers_manifest(read_architecture(directory), "float64")
     state = {name: torch.empty(storage.shape, dtype=torch.float64) for name, storage in manifest.storages.items()}
     for p in manifest.placements:
         box_view(state[p.storage], p).copy_(checkpoint[p.box.tensor])

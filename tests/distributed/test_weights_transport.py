@@ -21,12 +21,10 @@ from megagrpo.weights.families import read_architecture
 from megagrpo.weights.files.loading import load_files
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import Peer, destination_peer
-from megagrpo.weights.transport.choice import Channel, TransportName, open_receiver, open_sender
+from megagrpo.weights.transport.choice import TRANSPORTS, Channel, TransportName, open_receiver, open_sender
 from megagrpo.weights.transport.ends import BucketReceiver, BucketSender, Transport
-from megagrpo.weights.transport.process_group import ProcessGroup
 from megagrpo.weights.transport.rendezvous import Rendezvous, RendezvousHost
 from megagrpo.weights.transport.shared_memory import DIRECTORY, SharedMemory, remove_left_over
-from megagrpo.weights.transport.two_hops import TwoHops
 from megagrpo.weights.views import fill_padding
 from tests.distributed.conftest import Tiny
 from tests.distributed.layouts import ROWS
@@ -35,7 +33,7 @@ from tests.rank_group import CALL_SECONDS, RankGroupError, run_ranks
 from tests.weight_streams import Case, at_once, empty
 from tests.weights_oracle import Tensors, architecture, random_checkpoint
 
-TRANSPORTS = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP, TransportName.TWO_HOPS]
+EXACT = [TransportName.SHARED_MEMORY, TransportName.PROCESS_GROUP, TransportName.TWO_HOPS]
 BUCKET_BYTES = 20_000
 
 
@@ -63,7 +61,7 @@ def test_megatron_ranks_fill_engine_ranks_by_each_transport(
     errors: list[MegagrpoError | None] = []
 
     def receive() -> None:
-        for version, transport in enumerate(TRANSPORTS):
+        for version, transport in enumerate(EXACT):
             for tensors in arrived:
                 for storage in tensors.values():
                     storage.fill_(torch.nan)
@@ -102,7 +100,7 @@ def test_megatron_ranks_fill_engine_ranks_by_each_transport(
 CASE = Case(architecture(), ParallelLayout(tensor=2), tensor=1)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EXACT)
 def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName) -> None:
     case = CASE.on_two_nodes() if transport is TransportName.TWO_HOPS else CASE
     plan, held = case.plan(), case.held(random_checkpoint(case.arch))
@@ -129,7 +127,7 @@ def test_a_sender_that_is_killed_ends_all_with_its_name(transport: TransportName
     receiver.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[:2])
+@pytest.mark.parametrize("transport", EXACT[:2])
 def test_an_acknowledgement_that_never_comes_ends_at_the_deadline(transport: TransportName) -> None:
     for seconds in (3, 30):  # a busy machine may not even begin in time
         error = sent_to_one_that_stops(transport, seconds)
@@ -169,7 +167,7 @@ def send_model(
     process.start_parallel(layout, seed=1)
     tensors = load_model(directory, layout).tensors()
     member = rendezvous.join(f"rank {source}")
-    for version, transport in enumerate(TRANSPORTS):
+    for version, transport in enumerate(EXACT):
         member.wait(lambda key=f"go {version}": member.read(key, bool), lambda: Problem("the test does not go on"))
         for tensor in tensors.values():
             tensor.mul_(2)
@@ -184,7 +182,7 @@ def send_and_die(
 ) -> None:
     """Rank 1 is killed with its third bucket; in a process group once it was announced, before any byte has left."""
     source = torch.distributed.get_rank()
-    transport = _transport(name, source, rendezvous)
+    transport = _opened(name, plan, source, rendezvous)
     if source == 1:
         transport = Dying(transport, bucket=2)
     BucketSender(plan, source, rendezvous, bucket_bytes, transport).send(0, held[source])
@@ -192,19 +190,14 @@ def send_and_die(
 
 def receive_and_stop(plan: WeightPlan, rendezvous: Rendezvous, name: TransportName, bucket_bytes: int) -> None:
     """Stops, as if it hung, when its first bucket arrives."""
-    transport = Stopping(_transport(name, destination_peer(plan, 0), rendezvous))
+    transport = Stopping(_opened(name, plan, destination_peer(plan, 0), rendezvous))
     BucketReceiver(plan, 0, empty(plan.destinations[0]), rendezvous, bucket_bytes, transport).receive(0)
 
 
-def _transport(name: TransportName, peer: Peer, rendezvous: Rendezvous) -> Any:
-    match name:
-        case TransportName.SHARED_MEMORY:
-            return SharedMemory(rendezvous.run)
-        case TransportName.PROCESS_GROUP:
-            return ProcessGroup(peer)
-        case TransportName.TWO_HOPS:
-            return TwoHops(peer, len(CASE.plan().sources), rendezvous.run)
-    raise ValueError(f"{name} has no case here")
+def _opened(name: TransportName, plan: WeightPlan, peer: Peer, rendezvous: Rendezvous) -> Any:
+    opened = TRANSPORTS[name].opened
+    assert opened is not None
+    return opened(Channel(name, rendezvous, BUCKET_BYTES), plan, peer)
 
 
 class Dying:

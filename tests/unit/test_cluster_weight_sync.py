@@ -110,7 +110,7 @@ def test_each_engine_sees_the_gpus_of_its_node_from_which_weights_come_its_own_f
         own = [place.device for place in own_places[index // case.tensor]]
         assert list(visible[index][: len(own)]) == own
         assert len(set(visible[index])) == len(visible[index])
-        for bucket in incoming(plan, index, active, 1 << 20):
+        for bucket in incoming(plan, sources + index, active, 1 << 20):
             peer = bucket.before(sources + index)
             sender = run[peer]
             if sender.node == place.node:

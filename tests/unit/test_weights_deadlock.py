@@ -17,7 +17,7 @@ from benchmarks.weight_traffic import topology_of
 from megagrpo.errors import Problem
 from megagrpo.layout.parallel import ParallelLayout
 from megagrpo.weights.boxes import Place, Topology
-from megagrpo.weights.transport import choice, shared_memory, two_hops
+from megagrpo.weights.transport import choice, process_group, shared_memory
 from megagrpo.weights.transport.buckets import Bucket
 from megagrpo.weights.transport.choice import Channel, TransportName, choose_transport, open_receiver, open_sender
 from megagrpo.weights.transport.ends import SLOTS, Part, _Flow
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def _within_one_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "ProcessGroup", BlockingProcessGroup)
-        patch.setattr(two_hops, "ProcessGroup", BlockingProcessGroup)
+        patch.setattr(process_group, "ProcessGroup", BlockingProcessGroup)
         patch.setattr(shared_memory, "FileArea", Memory)
         patch.setattr(shared_memory, "map_file", Memory.map)
         yield

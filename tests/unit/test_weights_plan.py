@@ -19,7 +19,7 @@ from megagrpo.weights.digest import digests
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
-from megagrpo.weights.sides import transformers
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from megagrpo.weights.views import box_view, stored_tensors
 from tests.safetensors_files import stack_experts
@@ -122,7 +122,7 @@ def test_any_layout_to_any_layout_moves_every_element_to_its_place(
 @pytest.mark.parametrize("arch", [architecture(tied_embeddings=True), moe_architecture()], ids=["tied", "moe"])
 def test_transformers_gets_stacked_experts_cast_with_the_digests_of_the_checkpoint(arch: Architecture) -> None:
     layout = ParallelLayout(tensor=2, pipeline=2, data=2, expert=2)
-    checkpoint, manifest = random_checkpoint(arch), transformers.manifest(arch, "bfloat16")
+    checkpoint, manifest = random_checkpoint(arch), transformers_manifest(arch, "bfloat16")
     plan = make_plan(manifests(arch, layout), [manifest])
     [model] = carry_out(plan, held_by_ranks(arch, layout, checkpoint), bucket_bytes=2000)
     cast = {name: tensor.bfloat16() for name, tensor in checkpoint.items()}
@@ -183,7 +183,7 @@ def test_overlapping_and_transposed_boxes(data: st.DataObject, rows: int, column
 def small_plan() -> tuple[WeightPlan, list[Tensors], Tensors]:
     arch, layout = architecture(), ParallelLayout(tensor=2, data=2)
     checkpoint = random_checkpoint(arch)
-    plan = make_plan(manifests(arch, layout), [transformers.manifest(arch, "float32")])
+    plan = make_plan(manifests(arch, layout), [transformers_manifest(arch, "float32")])
     return plan, held_by_ranks(arch, layout, checkpoint), checkpoint
 
 
@@ -213,7 +213,7 @@ def test_elements_that_no_source_holds_are_named_with_the_holders_of_the_rest() 
     arch = architecture()
     first, second = manifests(arch, ParallelLayout(tensor=2))
     with pytest.raises(WeightPlanError) as caught:
-        make_plan([first], [transformers.manifest(arch, "float32")])
+        make_plan([first], [transformers_manifest(arch, "float32")])
     for words in ("model.layers.3.mlp.down_proj.weight", "[0:20, 14:28] for transformers", "held by: train rank 0"):
         assert words in str(caught.value)
     assert not any("layernorm" in problem.where for problem in caught.value.problems)

@@ -24,7 +24,7 @@ from megagrpo.weights.coverage import Located
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts
 from megagrpo.weights.plan import ListedTransfers, WeightPlan, make_plan, plan_problems
-from megagrpo.weights.planning.routes import Holders, even_shares, least_load
+from megagrpo.weights.planning import Holders, even_shares, least_load
 from megagrpo.weights.transport.buckets import Bucket, destination_peer, incoming, label_of, outgoing
 from megagrpo.weights.views import torch_dtype
 from tests.unit.test_weights_plan import architectures, inside, layouts
@@ -449,7 +449,7 @@ def test_both_ends_see_the_same_buckets_and_every_element_travels_once(
     for index in active:
         peer = destination_peer(plan, index)
         part = plan.part_for_destination(index)
-        awaited = {(b.sender, b.number): b for b in incoming(part, index, active, bucket_bytes)}
+        awaited = {(b.sender, b.number): b for b in incoming(part, peer, active, bucket_bytes)}
         assert awaited.keys() == sent[peer].keys()
         written = 0
         for key, bucket in awaited.items():

@@ -21,7 +21,7 @@ from megagrpo.layout.parallel import ParallelLayout, rank_grid
 from megagrpo.recipe.schema import EngineLayoutConfig
 from megagrpo.weights.boxes import Box, Placement
 from megagrpo.weights.coverage import storage_problems, tiling_error
-from megagrpo.weights.families import FAMILIES, Family, read_architecture, tensors_of
+from megagrpo.weights.families import FAMILIES, Family, SglangClass, read_architecture, tensors_of
 from megagrpo.weights.families.architecture import (
     Architecture,
     Experts,
@@ -29,11 +29,12 @@ from megagrpo.weights.families.architecture import (
     SigmoidRouter,
     Tensor,
     critic_of,
+    decoder_tensors,
 )
-from megagrpo.weights.families.decoder import decoder_tensors
 from megagrpo.weights.families.reading import ConfigReader
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides import sglang, transformers
+from megagrpo.weights.sides import sglang
+from megagrpo.weights.sides.checkpoint import transformers_manifest
 from megagrpo.weights.sides.megatron_rank import LOCAL_SPEC, TE_SPEC
 from tests.safetensors_files import assert_same_files
 from tests.tiny_run import make_run
@@ -111,7 +112,7 @@ NINE_ROWS = moe_architecture(experts=Experts(4, 2, 9, True))
         (architecture(heads=12, query_groups=4), {"tensor": 6}, "cuda", ["key-value heads: 4"]),
         (moe_architecture(), {"tensor": 4, "expert": 3}, "cuda", ["a divisor of tensor = 4"]),
         (moe_architecture(), {"tensor": 4, "attention_data": 3}, "cuda", ["a divisor of tensor = 4"]),
-        (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["qwen2", "SGLang has it for qwen3, qwen3_moe"]),
+        (architecture(), {"tensor": 2, "attention_data": 2}, "cuda", ["SGLang has it for", "qwen3, qwen3_moe"]),
         (architecture(layers=2), {"pipeline": 3}, "cuda", ["2 layers", "a layer for each stage"]),
         (architecture(family="llama", tied_embeddings=True), {"pipeline": 2}, "cuda", ["tied", "has no head"]),
         (latent_architecture(heads=8), {"tensor": 8, "expert": 4}, "cuda", ["experts: 4", "at least 8"]),
@@ -189,13 +190,14 @@ def toy_with_sinks(arch: Architecture) -> tuple[Tensor, ...]:
 def test_a_dense_family_is_one_function_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "toy", Family(toy))
+    monkeypatch.setitem(FAMILIES, "toy", Family(toy, sglang=SglangClass(attention_groups=True)))
     recipe = make_run(tmp_path, model_type="toy", head_dim=6, tie_word_embeddings=False)
     model = tmp_path / "model"
     arch, layout = read_architecture(model), ParallelLayout(tensor=2, pipeline=2)
     checkpoint = random_checkpoint(arch)
     save_file(checkpoint, model / "model.safetensors", {"format": "pt"})
-    engines = [sglang.manifest(arch, EngineLayoutConfig(tensor=2), rank, "float32", "cpu") for rank in range(2)]
+    sizes = EngineLayoutConfig(tensor=2, attention_data=2)
+    engines = [sglang.manifest(arch, sizes, rank, "float32", "cpu") for rank in range(2)]
     for spec in (LOCAL_SPEC, TE_SPEC):
         out = tmp_path / ("te" if spec is TE_SPEC else "local")
         held, ranks = manifests(arch, layout, spec=spec), through_ranks(model, out, layout, spec=spec)
@@ -203,8 +205,8 @@ def test_a_dense_family_is_one_function_and_one_line(
         for tensors, expected in zip(ranks, held_by_ranks(arch, layout, checkpoint, spec is TE_SPEC), strict=True):
             assert_equal(tensors, expected)
         for rank, tensors in enumerate(carry_out(make_plan(held, engines), ranks)):
-            assert_equal(tensors, engine_tensors(arch, EngineLayoutConfig(tensor=2), rank, "cpu", checkpoint))
-        (whole,) = carry_out(make_plan(held, [transformers.manifest(arch, "float32")]), ranks)
+            assert_equal(tensors, engine_tensors(arch, sizes, rank, "cpu", checkpoint))
+        (whole,) = carry_out(make_plan(held, [transformers_manifest(arch, "float32")]), ranks)
         assert_equal(whole, checkpoint)
     to_megatron(model, tmp_path / "megatron")
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")

@@ -9,13 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.families import deepseek_v3, llama_like
-from megagrpo.weights.families.architecture import Architecture, Tensor
-from megagrpo.weights.families.decoder import decoder_tensors
+from megagrpo.weights.families.architecture import Architecture, Tensor, decoder_tensors
 from megagrpo.weights.families.reading import read_json
+
+
+@dataclass(frozen=True)
+class SglangClass:
+    """A family's class in sglang/srt/models (0.5.23), where it differs from the other families' classes."""
+
+    attention_groups: bool = False
+    """Support of attention data parallelism. A class without it would mix the groups up."""
+    head_on_every_stage: bool = False
+    """Unused heads on the pipeline stages before the last one."""
+    attentions: tuple[str, ...] = ("attn",)
+    """The attention modules of a layer that get scales of float8 keys and values in a quantised model."""
+    least_experts: Literal["one", "tensor", "tensor / expert"] = "one"
+    """The parallel sizes that give the least number of experts."""
+    ignores_variants: bool = False
+    """No support of tied embeddings, of a scaled rotary embedding, or of a head_dim other than hidden / heads."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +39,27 @@ class Family:
 
     architecture_of: Callable[[Mapping[str, Any]], Architecture]
     tensors_of: Callable[[Architecture], tuple[Tensor, ...]] = decoder_tensors
+    sglang: SglangClass = SglangClass()
 
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(deepseek_v3.architecture_of),
-    "llama": Family(llama_like.llama),
-    "mistral": Family(llama_like.mistral),
-    "mixtral": Family(llama_like.mixtral, llama_like.mixtral_tensors),
+    "deepseek_v3": Family(
+        deepseek_v3.architecture_of,
+        sglang=SglangClass(attention_groups=True, attentions=("attn_mqa", "attn_mha"), least_experts="tensor"),
+    ),
+    "llama": Family(llama_like.llama, sglang=SglangClass(head_on_every_stage=True)),
+    "mistral": Family(llama_like.mistral, sglang=SglangClass(head_on_every_stage=True)),
+    "mixtral": Family(
+        llama_like.mixtral, llama_like.mixtral_tensors, SglangClass(head_on_every_stage=True, ignores_variants=True)
+    ),
     "qwen2": Family(llama_like.qwen2),
-    "qwen3": Family(llama_like.qwen3),
-    "qwen3_moe": Family(llama_like.qwen3_moe),
+    "qwen3": Family(llama_like.qwen3, sglang=SglangClass(attention_groups=True, attentions=())),
+    "qwen3_moe": Family(
+        llama_like.qwen3_moe,
+        sglang=SglangClass(
+            attention_groups=True, head_on_every_stage=True, attentions=(), least_experts="tensor / expert"
+        ),
+    ),
 }
 """By model_type in config.json."""
 

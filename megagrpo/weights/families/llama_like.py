@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen and Mixtral: attention by query groups, and in every layer an MLP or the same number of experts.
 
-transformers 5 stacks experts in memory, under names of its own (sides/transformers.py). It saves them one by one,
+transformers 5 stacks experts in memory, under names of its own (sides/checkpoint.py). It saves them one by one,
 under the names of published checkpoints. This module uses the published names.
 """
 
@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megagrpo.weights.families.architecture import Architecture, Experts
-from megagrpo.weights.families.decoder import decoder_tensors, feed_forward
+from megagrpo.weights.families.architecture import Architecture, Experts, decoder_tensors, feed_forward
 from megagrpo.weights.families.reading import EXPERTS_MAX, ConfigReader
 
 

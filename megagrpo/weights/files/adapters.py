@@ -23,11 +23,7 @@ FUSED: tuple[tuple[Role, ...], ...] = (
 )  # fmt: skip
 """The matrices that Megatron fuses into one linear layer, in its order."""
 
-TARGETS: Mapping[Role, str] = {
-    "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj",
-    "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
-    "expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj",
-}  # fmt: skip
+TARGETS: Mapping[Role, str] = {role: f"{role.removeprefix('expert_')}_proj" for fused in FUSED for role in fused}
 """The names of these matrices in recipes, for every family."""
 
 PREFIX, SUFFIX_A, SUFFIX_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -16,21 +16,12 @@ from typing import IO
 import torch
 
 from megagrpo.errors import CheckpointError, ModelError, Problem, WeightPlanError
-from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.blocks import BLOCK, SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import Box, Fill, Manifest, Placement
 from megagrpo.weights.families import tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.plan import make_plan
-from megagrpo.weights.sides.checkpoint import (
-    DTYPES,
-    FP8,
-    SCALE_SUFFIX,
-    Entry,
-    manifests,
-    read_header,
-    scale_shape,
-    weight_files,
-)
+from megagrpo.weights.sides.checkpoint import DTYPES, FP8, Entry, manifests, read_header, weight_files
 from megagrpo.weights.views import box_view, fill_padding, stored_tensors, torch_dtype
 
 

@@ -114,15 +114,14 @@ class ManifestBuilder:
         self._placements: list[Placement] = []
         self._fills: list[Fill] = []
 
-    def rows(self, storage: str, parts: Iterable[Rows], rest: tuple[int, ...]) -> None:
+    def rows(self, storage: str, parts: Iterable[Rows], rest: tuple[int, ...], dtype: str = "") -> None:
         """Adds a storage of these rows one after another. `rest` is its shape after axis 0."""
         count = self._rows(storage, (), parts, rest)
-        self._storages[storage] = Storage(storage, (count, *rest), self._dtype)
+        self._storages[storage] = Storage(storage, (count, *rest), dtype or self._dtype)
 
     def whole(self, storage: str, tensor: Tensor) -> None:
         """Adds a storage of a whole checkpoint tensor, in the dtype that it has on every side (Tensor.stored_as)."""
-        self._rows(storage, (), [all_rows(tensor)], tensor.shape[1:])
-        self._storages[storage] = Storage(storage, tensor.shape, tensor.stored_as(self._dtype))
+        self.rows(storage, [all_rows(tensor)], tensor.shape[1:], tensor.stored_as(self._dtype))
 
     def columns(self, storage: str, tensor: Tensor, index: int, shards: int, padded: int | None = None) -> None:
         """Adds a storage of the `index`-th of `shards` equal runs of columns (axis 1) of a matrix.
@@ -155,12 +154,12 @@ class ManifestBuilder:
     def _rows(self, storage: str, expert: tuple[int, ...], parts: Iterable[Rows], rest: tuple[int, ...]) -> int:
         """Adds rows one after another and returns their number; `expert` is their index in a stack."""
         row, zeros = 0, (0,) * len(rest)
+        axes = (*[None] * len(expert), *range(1 + len(rest)))
         for part in parts:
             at, shape = (*expert, row, *zeros), (part.count, *rest)
             if part.tensor is None:
                 self._fills.append(Fill(storage, at, (*(1 for _ in expert), *shape)))
             else:
-                axes = (*(None for _ in expert), *range(len(shape)))
                 box = Box(part.tensor.name, (part.start, *zeros), shape)
                 self._placements.append(Placement(storage, at, axes, box))
             row += part.count

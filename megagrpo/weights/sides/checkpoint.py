@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory, described by their headers, without torch."""
+"""The safetensors files of a model directory by their headers, and the model that transformers loads, without torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.errors import ModelError, Problem, brief
-from megagrpo.weights.blocks import BLOCK
+from megagrpo.weights.blocks import SCALE_SUFFIX, scale_shape
 from megagrpo.weights.boxes import ITEM_BYTES, Box, Manifest, Placement, Storage, in_groups
 from megagrpo.weights.families import read_architecture, tensors_of
 from megagrpo.weights.families.architecture import Architecture
 from megagrpo.weights.families.reading import json_object, read_json, refuse_pointer
-from megagrpo.weights.sides import transformers
+from megagrpo.weights.sides.assembly import ManifestBuilder, all_rows, tensors_by_role
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
-SCALE_SUFFIX = "_scale_inv"
-"""A weight in fp8 has a factor for each block of 128 x 128, float32, in a tensor of its name with this suffix."""
 FP8_STANDS_FOR = "bfloat16"
 LARGEST_HEADER_BYTES = 100_000_000
 INNER = "model."
@@ -142,14 +140,9 @@ def _renamed(directory: Path, missing: Sequence[str], unknown: Collection[str]) 
     return None
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the scales of a matrix in fp8: one for each block."""
-    return tuple(-(-size // BLOCK) for size in shape)
-
-
 def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tuple[int, ...]]]:
     """Returns, by every name that a file may use, the parts of the model in that tensor, and its shape."""
-    stacked = transformers.manifest(arch, "float32")
+    stacked = transformers_manifest(arch, "float32")
     parts: dict[str, list[Placement]] = {name: [] for name in stacked.storages}
     for placement in stacked.placements:
         parts[placement.storage].append(placement)
@@ -158,6 +151,31 @@ def _known(arch: Architecture) -> tuple[dict[str, list[Placement]], dict[str, tu
         parts[tensor.name] = [Placement.whole(tensor.box)]
         shapes[tensor.name] = tensor.shape
     return parts, shapes
+
+
+def transformers_manifest(arch: Architecture, dtype: str, holder: str = "transformers") -> Manifest:
+    """Returns the manifest of a model that transformers has loaded: whole tensors, with the names of its
+    `named_parameters()` as storages. A tied head is not among them.
+
+    Experts are stacked as in transformers 5, whatever the family calls them: `mlp.gate.weight` [experts, hidden],
+    `mlp.experts.gate_up_proj` [experts, 2 ffn, hidden] and `mlp.experts.down_proj` [experts, hidden, ffn].
+    """
+    builder = ManifestBuilder(holder, dtype)
+    model = tensors_by_role(arch)
+    for tensor in model.roles.values():
+        builder.whole(tensor.name, tensor)
+    for index, layer in enumerate(model.layers):
+        module = f"model.layers.{index}.mlp."
+        for role, tensor in layer.roles.items():
+            builder.whole(module + "gate.weight" if role == "router" else tensor.name, tensor)
+        if not layer.experts:
+            continue
+        prefix = module + "experts."
+        gate_up = [[all_rows(roles["expert_gate"]), all_rows(roles["expert_up"])] for roles in layer.experts]
+        builder.stacked(prefix + "gate_up_proj", gate_up, arch.hidden)
+        down = [[all_rows(roles["expert_down"])] for roles in layer.experts]
+        builder.stacked(prefix + "down_proj", down, layer.experts[0]["expert_down"].shape[1])
+    return builder.build()
 
 
 def _entry_problem(entry: Entry, shape: tuple[int, ...], scale: Entry | None) -> tuple[str, str] | None:

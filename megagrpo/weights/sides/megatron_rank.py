@@ -6,7 +6,7 @@ Every rank holds the norms and the router. Experts are dealt out over `expert`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +15,7 @@ from megagrpo.layout.parallel import ParallelLayout, RankCoordinates, layers_of_
 from megagrpo.weights.boxes import Manifest
 from megagrpo.weights.families.architecture import Architecture, Role, Tensor
 from megagrpo.weights.sides.assembly import (
-    LayerTensors,
     ManifestBuilder,
-    Roles,
     Rows,
     cut,
     padded_shard,
@@ -26,16 +24,53 @@ from megagrpo.weights.sides.assembly import (
     tensors_by_role,
 )
 
-HELD: frozenset[Role] = frozenset([
-    "embedding", "head", "value_head", "final_norm", "input_norm", "post_attention_norm",
-    "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o",
-    "q_down", "q_down_norm", "q_up", "kv_down", "kv_down_norm", "kv_up",
-    "gate", "up", "down", "router", "router_bias", "expert_gate", "expert_up", "expert_down",
-    "shared_gate", "shared_up", "shared_down",
-])  # fmt: skip
-"""The kinds of tensors that this side places."""
-
 Axis = Literal["tensor", "expert", "expert_tensor"]
+
+
+Cut = Literal["whole", "rows", "columns", "groups", "latents"]
+"""The way in which ranks cut a parameter: not at all, by rows or columns, or by the rows of query groups. Latents are
+cut by rows or not at all: MegatronSpec.cuts_latents."""
+Parameters = tuple[tuple[str, Cut, tuple[Role, ...]], ...]
+"""A layer's parameters, in order: the name (in braces: a name of MegatronSpec), the cut, and the roles of the tensors
+that it fuses. A model may lack them."""
+
+ATTENTION: Parameters = (
+    ("{input_norm}", "whole", ("input_norm",)),
+    ("self_attention.linear_qkv.weight", "groups", ("q", "k", "v")),
+    ("self_attention.linear_qkv.bias", "groups", ("q_bias", "k_bias", "v_bias")),
+    ("self_attention.q_layernorm.weight", "whole", ("q_norm",)),
+    ("self_attention.k_layernorm.weight", "whole", ("k_norm",)),
+    ("self_attention.linear_proj.weight", "columns", ("o",)),
+)
+LATENT_ATTENTION: Parameters = (
+    ("input_layernorm.weight", "whole", ("input_norm",)),
+    ("self_attention.linear_q_proj.weight", "rows", ("q",)),
+    ("self_attention.linear_q_down_proj.weight", "latents", ("q_down",)),
+    ("self_attention.{query_latent_norm}", "whole", ("q_down_norm",)),
+    ("self_attention.linear_q_up_proj.weight", "rows", ("q_up",)),
+    ("self_attention.linear_kv_down_proj.weight", "latents", ("kv_down",)),
+    ("self_attention.{key_value_latent_norm}", "whole", ("kv_down_norm",)),
+    ("self_attention.linear_kv_up_proj.weight", "rows", ("kv_up",)),
+    ("self_attention.linear_proj.weight", "columns", ("o",)),
+)
+MLP: Parameters = (
+    ("{post_attention_norm}", "whole", ("post_attention_norm",)),
+    ("mlp.linear_fc1.weight", "rows", ("gate", "up")),
+    ("mlp.linear_fc2.weight", "columns", ("down",)),
+)
+EXPERTS: Parameters = (
+    ("pre_mlp_layernorm.weight", "whole", ("post_attention_norm",)),
+    ("mlp.router.weight", "whole", ("router",)),
+    ("mlp.router.expert_bias", "whole", ("router_bias",)),
+    ("mlp.shared_experts.linear_fc1.weight", "rows", ("shared_gate", "shared_up")),
+    ("mlp.shared_experts.linear_fc2.weight", "columns", ("shared_down",)),
+)
+EXPERT: Parameters = (("linear_fc1", "rows", ("expert_gate", "expert_up")), ("linear_fc2", "columns", ("expert_down",)))
+IN_LAYERS = (*ATTENTION, *LATENT_ATTENTION, *MLP, *EXPERTS, *EXPERT)
+HELD: frozenset[Role] = frozenset(role for *_, roles in IN_LAYERS for role in roles) | {
+    "embedding", "head", "value_head", "final_norm"
+}  # fmt: skip
+"""The kinds of tensors that this side places."""
 
 
 @dataclass(frozen=True)
@@ -191,19 +226,24 @@ class _Rank:
         last = stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1
         if first:
             self.add_vocabulary(prefix + "embedding.word_embeddings.weight", model.roles["embedding"])
+        attention = ATTENTION if arch.latent is None else LATENT_ATTENTION
+        tables = [
+            [(name.format_map(vars(self.spec)), way, roles) for name, way, roles in (*attention, *of_kind)]
+            for of_kind in (MLP, EXPERTS)
+        ]
         chunk_layers = layers_of_chunk(arch.layers, layout, stage, chunk)
-        for local, layer in enumerate(chunk_layers):
-            in_layer = f"{prefix}decoder.layers.{local}."
+        for number, layer in enumerate(chunk_layers):
+            in_layer = f"{prefix}decoder.layers.{number}."
             held = model.layers[layer]
-            if arch.latent is None:
-                self.add_attention(in_layer, held.roles)
-            else:
-                self.add_latent_attention(in_layer, held.roles)
-            if held.experts:
-                self.add_experts(in_layer, held)
-            else:
-                self.builder.whole(in_layer + self.spec.post_attention_norm, held.roles["post_attention_norm"])
-                self.add_gated(in_layer + "mlp.", held.roles["gate"], held.roles["up"], held.roles["down"])
+            for name, way, roles in tables[bool(held.experts)]:
+                if fused := [held.roles[role] for role in roles if role in held.roles]:
+                    self.add(in_layer + name, way, fused, self.where.tensor, layout.tensor)
+            here = len(held.experts) // layout.expert
+            for local, expert in enumerate(held.experts[self.where.expert * here :][:here]):
+                for linear, way, roles in EXPERT:
+                    storage = in_layer + self.spec.expert.format(expert=local, linear=linear)
+                    fused = [expert[role] for role in roles]
+                    self.add(storage, way, fused, self.where.expert_tensor, layout.expert_tensor)
         if last:
             self.builder.whole(prefix + "decoder.final_layernorm.weight", model.roles["final_norm"])
             if arch.value_head:
@@ -217,42 +257,16 @@ class _Rank:
         padded, shards = self.arch.padded_vocab(self.layout.tensor), self.layout.tensor
         self.builder.rows(storage, padded_shard(tensor, padded, self.where.tensor, shards), (self.arch.hidden,))
 
-    def add_attention(self, prefix: str, layer: Roles) -> None:
-        build = self.builder
-        build.whole(prefix + self.spec.input_norm, layer["input_norm"])
-        attention = prefix + "self_attention."
-        build.rows(attention + "linear_qkv.weight", self.qkv(layer["q"], layer["k"], layer["v"]), (self.arch.hidden,))
-        if self.arch.qkv_bias:
-            biases = self.qkv(layer["q_bias"], layer["k_bias"], layer["v_bias"])
-            build.rows(attention + "linear_qkv.bias", biases, ())
-        if self.arch.qk_norm:
-            build.whole(attention + "q_layernorm.weight", layer["q_norm"])
-            build.whole(attention + "k_layernorm.weight", layer["k_norm"])
-        build.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
-
-    def add_latent_attention(self, prefix: str, layer: Roles) -> None:
-        self.builder.whole(prefix + "input_layernorm.weight", layer["input_norm"])
-        attention = prefix + "self_attention."
-        if "q" in layer:
-            self.add_rows(attention + "linear_q_proj.weight", layer["q"])
+    def add(self, storage: str, way: Cut, fused: Sequence[Tensor], index: int, shards: int) -> None:
+        """Adds the `index`-th of `shards` parts of a parameter."""
+        if way == "columns":
+            self.builder.columns(storage, fused[0], index, shards)
+        elif way == "rows" or (way == "latents" and self.spec.cuts_latents):
+            self.builder.rows(storage, [shard(tensor, index, shards) for tensor in fused], fused[0].shape[1:])
+        elif way == "groups":
+            self.builder.rows(storage, self.qkv(*fused), fused[0].shape[1:])
         else:
-            self.add_latent(attention + "linear_q_down_proj.weight", layer["q_down"])
-            self.builder.whole(attention + self.spec.query_latent_norm, layer["q_down_norm"])
-            self.add_rows(attention + "linear_q_up_proj.weight", layer["q_up"])
-        self.add_latent(attention + "linear_kv_down_proj.weight", layer["kv_down"])
-        self.builder.whole(attention + self.spec.key_value_latent_norm, layer["kv_down_norm"])
-        self.add_rows(attention + "linear_kv_up_proj.weight", layer["kv_up"])
-        self.builder.columns(attention + "linear_proj.weight", layer["o"], self.where.tensor, self.layout.tensor)
-
-    def add_latent(self, storage: str, tensor: Tensor) -> None:
-        if self.spec.cuts_latents:
-            self.add_rows(storage, tensor)
-        else:
-            self.builder.whole(storage, tensor)
-
-    def add_rows(self, storage: str, tensor: Tensor) -> None:
-        """Adds this tensor rank's run of rows."""
-        self.builder.rows(storage, [shard(tensor, self.where.tensor, self.layout.tensor)], tensor.shape[1:])
+            self.builder.whole(storage, fused[0])
 
     def qkv(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Rows]:
         """Returns this rank's rows of the fused projection: for each query group its queries, its key and its value.
@@ -269,27 +283,3 @@ class _Rank:
             fused.append(Rows(v, group * arch.head_dim, arch.head_dim))
         count = arch.query_groups * (queries + 2 * arch.head_dim) // self.layout.tensor
         return cut(fused, self.where.tensor * count, count)
-
-    def add_gated(self, prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        index, shards = self.where.tensor, self.layout.tensor
-        fc1 = [shard(gate, index, shards), shard(up, index, shards)]
-        self.builder.rows(prefix + "linear_fc1.weight", fc1, (self.arch.hidden,))
-        self.builder.columns(prefix + "linear_fc2.weight", down, index, shards)
-
-    def add_experts(self, prefix: str, layer: LayerTensors) -> None:
-        index, shards = self.where.expert_tensor, self.layout.expert_tensor
-        here = len(layer.experts) // self.layout.expert
-        self.builder.whole(prefix + "pre_mlp_layernorm.weight", layer.roles["post_attention_norm"])
-        self.builder.whole(prefix + "mlp.router.weight", layer.roles["router"])
-        if "router_bias" in layer.roles:
-            self.builder.whole(prefix + "mlp.router.expert_bias", layer.roles["router_bias"])
-        if "shared_gate" in layer.roles:
-            shared = (layer.roles["shared_gate"], layer.roles["shared_up"], layer.roles["shared_down"])
-            self.add_gated(prefix + "mlp.shared_experts.", *shared)
-        for local in range(here):
-            expert = layer.experts[self.where.expert * here + local]
-            fc1 = [shard(expert["expert_gate"], index, shards), shard(expert["expert_up"], index, shards)]
-            name = prefix + self.spec.expert
-            self.builder.rows(name.format(expert=local, linear="linear_fc1"), fc1, (self.arch.hidden,))
-            fc2 = name.format(expert=local, linear="linear_fc2")
-            self.builder.columns(fc2, expert["expert_down"], index, shards)

@@ -6,8 +6,8 @@ the CPU, feed-forward sizes are padded with zeros to a multiple of 32 x tensor: 
 by part. With more ranks than key-value heads, each rank holds one head, and several ranks hold the same. Everything
 has the model's dtype, the router too.
 
-A dense decoder needs no entry here: SGLang's classes for them share these names. If one does not, the engine's check of
-parameter names refuses it when the run starts.
+SGLang's classes for dense decoders share these names. If one does not, the engine's check of parameter names refuses it
+when the run starts. A class's other differences stand in the family's row (SglangClass in weights/families).
 
 Latent attention: the projections down are whole on every rank, those of queries and keys fused; the projections up are
 cut by heads. SGLang derives further weights (w_kc, w_vc) from kv_b_proj; they are not parameters and are not described
@@ -33,7 +33,7 @@ from typing import Protocol
 from megagrpo.errors import ModelError, Problem
 from megagrpo.weights.blocks import in_blocks
 from megagrpo.weights.boxes import Fill, Manifest, Storage
-from megagrpo.weights.families import tensors_of
+from megagrpo.weights.families import FAMILIES, tensors_of
 from megagrpo.weights.families.architecture import Architecture, Experts, Role, Tensor
 from megagrpo.weights.sides.assembly import (
     LayerTensors,
@@ -61,26 +61,14 @@ HELD: frozenset[Role] = frozenset([
 """The kinds of tensors that this side places."""
 
 
-CUTS_ATTENTION_IN_GROUPS = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""Families whose classes in SGLang support attention data parallelism. The others would mix the groups up."""
-HEAD_ON_EVERY_STAGE = ("llama", "mistral", "mixtral", "qwen3_moe")
-
-
 class EngineSizes(Protocol):
     """Parallel sizes of one engine: `pipeline` stages of `tensor` ranks. In a stage, groups of tensor / expert
     ranks share each expert, and groups of tensor / attention_data share the attention."""
 
-    @property
-    def tensor(self) -> int: ...
-
-    @property
-    def expert(self) -> int: ...
-
-    @property
-    def pipeline(self) -> int: ...
-
-    @property
-    def attention_data(self) -> int: ...
+    tensor: int
+    expert: int
+    pipeline: int
+    attention_data: int
 
     def __hash__(self) -> int: ...
 
@@ -90,9 +78,6 @@ QUANTIZED: frozenset[Role] = frozenset([
     "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down",
 ])  # fmt: skip
 """The roles in blocks of float8 in a quantised model of SGLang: all linear layers but the router and the head."""
-
-ATTENTIONS = {"qwen3": (), "qwen3_moe": (), "deepseek_v3": ("attn_mqa", "attn_mha")}
-"""Attention modules of a layer that get scales of float8 keys and values in a quantised model; "attn" in others."""
 
 
 def manifest(
@@ -125,14 +110,14 @@ def manifest(
     if arch.tied_embeddings:
         if last and not first:
             holder.add_vocabulary(model.roles["embedding"], "lm_head.weight")
-    elif last or arch.family in HEAD_ON_EVERY_STAGE:
+    elif last or FAMILIES[arch.family].sglang.head_on_every_stage:
         holder.add_vocabulary(model.roles["head"])
     if quantization is None:
         return builder.build()
     # In blocks, with scales of float8 keys and values, always 1: the cache has its own dtype.
     blocks = in_blocks(builder.build(), quantized_shapes(arch))
     layers = [name.removesuffix("o_proj.weight") for name in blocks.storages if name.endswith("o_proj.weight")]
-    modules = ATTENTIONS.get(arch.family, ("attn",))
+    modules = FAMILIES[arch.family].sglang.attentions
     scales = [f"{layer}{module}.{of}_scale" for layer in layers for module in modules for of in "kv"]
     storages = {**blocks.storages, **{name: Storage(name, (), "float32") for name in scales}}
     return replace(blocks, storages=storages, fills=blocks.fills + tuple(Fill(name, (), (), 1.0) for name in scales))
@@ -175,7 +160,9 @@ def split_problems(
 
 
 def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list[Problem]:
-    if problems := role_problems(arch, HELD, "SGLang") + _mixtral_problems(arch):
+    of_class = FAMILIES[arch.family].sglang
+    problems = role_problems(arch, HELD, "SGLang") + (_variants(arch) if of_class.ignores_variants else [])
+    if problems:
         return problems
     tensor, expert = layout.tensor, layout.expert
     sizes = {"expert": expert, "attention_data": layout.attention_data, "pipeline": layout.pipeline}
@@ -189,11 +176,12 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         return problems
     if layout.pipeline > arch.layers:
         problems.append(Problem(where, f"{arch.layers} layers", "a layer for each stage"))
-    if layout.pipeline > 1 and arch.tied_embeddings and arch.family in HEAD_ON_EVERY_STAGE:
+    if layout.pipeline > 1 and arch.tied_embeddings and of_class.head_on_every_stage:
         needed = "pipeline = 1: SGLang's last stage has no head for this family"
         problems.append(Problem(where, "tied embeddings", needed))
-    if layout.attention_data > 1 and arch.family not in CUTS_ATTENTION_IN_GROUPS:
-        needed = f"1: SGLang has it for {', '.join(CUTS_ATTENTION_IN_GROUPS)}"
+    if layout.attention_data > 1 and not of_class.attention_groups:
+        having = [name for name, family in FAMILIES.items() if family.sglang.attention_groups]
+        needed = f"1: SGLang has it for {', '.join(having)}"
         problems.append(Problem(where, f"attention_data = {layout.attention_data}", needed))
     group = tensor // layout.attention_data
     rules = [("attention heads", arch.heads, tensor if device == "cpu" else group)]
@@ -204,9 +192,9 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
         shards = tensor // expert
         rules.append(("expert ffn", arch.experts.ffn, shards))
         rules.append(("shared experts' ffn", _padded_shared_ffn(arch.experts, tensor, device), tensor))
-        most = {"deepseek_v3": tensor, "qwen3_moe": shards}.get(arch.family, 1)
-        if most > arch.experts.count:
-            problems.append(Problem(where, f"experts: {arch.experts.count}", f"at least {most}, as SGLang demands"))
+        least = {"one": 1, "tensor": tensor, "tensor / expert": shards}[of_class.least_experts]
+        if least > arch.experts.count:
+            problems.append(Problem(where, f"experts: {arch.experts.count}", f"at least {least}, as SGLang demands"))
     problems += [
         Problem(where, f"{what}: {given}", f"a multiple of {size}") for what, given, size in rules if given % size
     ]
@@ -221,16 +209,14 @@ def _size_problems(arch: Architecture, layout: EngineSizes, device: str) -> list
     return problems
 
 
-def _mixtral_problems(arch: Architecture) -> list[Problem]:
-    """Returns problems of config values that sglang/srt/models/mixtral.py ignores, unlike other families' classes."""
-    if arch.family != "mixtral":
-        return []
+def _variants(arch: Architecture) -> list[Problem]:
+    """Returns a problem for each config value that some of SGLang's classes ignore."""
     rules = [
         ("tied embeddings", arch.tied_embeddings, "embeddings that are not tied"),
         ("scaled rotary embedding", arch.rope.factor is not None, "a rotary embedding without scaling"),
         ("head_dim", arch.head_dim * arch.heads != arch.hidden, "hidden_size / num_attention_heads"),
     ]
-    return [Problem(f"mixtral on SGLang: {what}", "", needed) for what, wrong, needed in rules if wrong]
+    return [Problem(f"{arch.family} on SGLang: {what}", "", needed) for what, wrong, needed in rules if wrong]
 
 
 def _padded(size: int, multiple: int) -> int:
@@ -258,10 +244,6 @@ class _Rank:
     builder: ManifestBuilder
 
     @property
-    def tensor(self) -> int:
-        return self.layout.tensor
-
-    @property
     def group(self) -> int:
         """Returns the number of ranks over which attention and the vocabulary are cut."""
         return self.layout.tensor // self.layout.attention_data
@@ -286,12 +268,12 @@ class _Rank:
         else:
             self.add_attention(layer.roles)
         if not layer.experts:
-            padded = _padded_ffn(self.arch.ffn, self.tensor, self.device)
+            padded = _padded_ffn(self.arch.ffn, self.layout.tensor, self.device)
             self.add_mlp(layer.roles["gate"], layer.roles["up"], layer.roles["down"], padded)
             return
         self.add_experts(layer)
         if "shared_gate" in layer.roles and self.arch.experts is not None:
-            padded = _padded_shared_ffn(self.arch.experts, self.tensor, self.device)
+            padded = _padded_shared_ffn(self.arch.experts, self.layout.tensor, self.device)
             self.add_mlp(layer.roles["shared_gate"], layer.roles["shared_up"], layer.roles["shared_down"], padded)
 
     def add_attention(self, layer: Roles) -> None:
@@ -323,9 +305,9 @@ class _Rank:
 
     def add_mlp(self, gate: Tensor, up: Tensor, down: Tensor, padded: int) -> None:
         """Adds this rank's part of an MLP. `padded` is the size of the whole MLP with padding."""
-        rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.tensor)]
+        rows = [part for tensor in (gate, up) for part in padded_shard(tensor, padded, self.rank, self.layout.tensor)]
         self.builder.rows(gate.name.replace("gate_proj", "gate_up_proj"), rows, (self.arch.hidden,))
-        self.builder.columns(down.name, down, self.rank, self.tensor, padded)
+        self.builder.columns(down.name, down, self.rank, self.layout.tensor, padded)
 
     def add_experts(self, layer: LayerTensors) -> None:
         """Adds the whole router, and a run of consecutive experts, each cut over the ranks that share the run."""
@@ -333,12 +315,12 @@ class _Rank:
         self.builder.whole(router.name, router)
         if "router_bias" in layer.roles:
             self.builder.whole(layer.roles["router_bias"].name, layer.roles["router_bias"])
-        shards = self.tensor // self.layout.expert
+        shards = self.layout.tensor // self.layout.expert
         run, index = divmod(self.rank, shards)
         here = len(layer.experts) // self.layout.expert
         held = layer.experts[run * here : (run + 1) * here]
         ffn = held[0]["expert_gate"].shape[0]
-        width = _padded_ffn(ffn, self.tensor, self.device) // shards
+        width = _padded_ffn(ffn, self.layout.tensor, self.device) // shards
         gate_up = [
             [part for role in ("expert_gate", "expert_up") for part in shard_padded(roles[role], index, shards, width)]
             for roles in held

@@ -3,7 +3,7 @@ that a message has a bucket's key, not its contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -13,7 +13,6 @@ import torch
 from megagrpo.errors import Problem, WeightPlanError
 from megagrpo.weights.boxes import ITEM_BYTES, Placement, Transfer
 from megagrpo.weights.coverage import Located
-from megagrpo.weights.digest import MODULUS, digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.views import box_view, torch_dtype
 
@@ -31,12 +30,12 @@ class Piece:
 
     source: Placement
     destination: Placement
-    dtype: torch.dtype
+    dtype: str
     begin: int
     end: int
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.begin : self.end].view(self.dtype).view(self.source.box.shape)
+        return flat[self.begin : self.end].view(torch_dtype(self.dtype)).view(self.source.box.shape)
 
 
 @dataclass(frozen=True)
@@ -123,18 +122,15 @@ def outgoing(plan: WeightPlan, peer: Peer, active: frozenset[int], bucket_bytes:
                 yield bucket if via < 0 else _passed_on(plan, via, bucket)
 
 
-def incoming(plan: WeightPlan, destination: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """Yields the buckets that arrive at an active destination, from all peers."""
-    senders = {_sender(plan, transfer, active) for transfer in plan.incoming(destination)}
-    for sender in sorted(senders):
-        yield from buckets_between(plan, sender, destination, active, bucket_bytes)
-
-
-def forwarded(plan: WeightPlan, source: int, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """Yields the buckets that a source receives for active destinations, and forwards to them."""
-    for destination in sorted(active & set(plan.topology.forwards_to(source))):
-        buckets = incoming(plan, destination, active, bucket_bytes)
-        yield from (bucket for bucket in buckets if source in bucket.path[1:])
+def incoming(plan: WeightPlan, peer: Peer, active: frozenset[int], bucket_bytes: int) -> Iterator[Bucket]:
+    """Yields the buckets that arrive at an active destination, or at a source that forwards them to active ones."""
+    destination = peer - len(plan.sources)
+    receivers = [destination] if destination >= 0 else sorted(active & set(plan.topology.forwards_to(peer)))
+    for receiver in receivers:
+        senders = {_sender(plan, transfer, active) for transfer in plan.incoming(receiver)}
+        for sender in sorted(senders):
+            buckets = buckets_between(plan, sender, receiver, active, bucket_bytes)
+            yield from (bucket for bucket in buckets if peer in bucket.path[1:])
 
 
 @lru_cache(maxsize=1024)
@@ -163,15 +159,15 @@ def _cut_into_buckets(plan: WeightPlan, transfers: Iterable[Transfer], bucket_by
     buckets: list[list[Piece]] = []
     begin = bucket_bytes
     for transfer in transfers:
-        storage = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage]
-        item_bytes = ITEM_BYTES[storage.dtype]
+        dtype = plan.destinations[transfer.destination].storages[transfer.destination_placement.storage].dtype
+        item_bytes = ITEM_BYTES[dtype]
         for box in transfer.box.pieces(bucket_bytes // item_bytes):
             end = begin + box.elements * item_bytes
             if end > bucket_bytes:
                 buckets.append([])
                 begin, end = 0, box.elements * item_bytes
             come, go = transfer.source_placement.part(box), transfer.destination_placement.part(box)
-            buckets[-1].append(Piece(come, go, torch_dtype(storage.dtype), begin, end))
+            buckets[-1].append(Piece(come, go, dtype, begin, end))
             begin = -(-end // ALIGNMENT) * ALIGNMENT
     return buckets
 
@@ -181,7 +177,7 @@ def _passed_on(plan: WeightPlan, via: int, bucket: Bucket) -> Bucket:
     pieces = []
     for piece in bucket.pieces:
         box = piece.destination.box
-        held = _located(plan, via).around(box, str(piece.dtype).removeprefix("torch."))
+        held = _located(plan, via).around(box, piece.dtype)
         if not held:
             raise WeightPlanError(
                 Problem(label_of(plan, bucket), f"{box} is not there", "a relay that holds what it passes on")
@@ -210,19 +206,3 @@ def bucket_problems(tensor: str, sent: Mapping[str, int], arrived: Mapping[str, 
         for label, digest in arrived.items()
         if sent.get(label) != digest
     ]
-
-
-def digests_by_bucket(
-    plan: WeightPlan,
-    buckets: Iterable[Bucket],
-    tensors: Mapping[str, torch.Tensor],
-    tensor: str,
-    end: Callable[[Piece], Placement],
-) -> dict[str, int]:
-    """Returns the digests, at one end, of the pieces of one checkpoint tensor, by their bucket's label."""
-    sums = {}
-    for bucket in buckets:
-        if pieces := [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]:
-            parts = [digests(tensors, [end(piece)], str(piece.dtype).removeprefix("torch.")) for piece in pieces]
-            sums[label_of(plan, bucket)] = sum(part[tensor] for part in parts) % MODULUS
-    return sums

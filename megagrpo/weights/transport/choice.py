@@ -14,13 +14,13 @@
 Both ends control the flow themselves: the driver only starts them and waits. An error at either end ends the attempt;
 the next attempt begins with `host.open`, with the same senders and receivers.
 
-To add a transport: a class that implements Transport (ends.py), its name and its case here, its name in the recipe;
-docs/architecture.md lists all files.
+To add a transport: a class that implements Transport (ends.py), its name and its row in TRANSPORTS, its name in the
+recipe; docs/extending.md lists all files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,27 +32,18 @@ from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import Peer, destination_peer
 from megagrpo.weights.transport.disk import DiskFiles, DiskSender
 from megagrpo.weights.transport.ends import BucketReceiver, BucketSender, Transport
-from megagrpo.weights.transport.process_group import ProcessGroup
+from megagrpo.weights.transport.process_group import ProcessGroup, TwoHops
 from megagrpo.weights.transport.rendezvous import Rendezvous
 from megagrpo.weights.transport.shared_memory import SharedMemory
-from megagrpo.weights.transport.two_hops import TwoHops
 
 
 class TransportName(StrEnum):
-    """The values of the recipe's weights.transfer, besides auto."""
+    """The values of the recipe's weights.transfer, besides auto. TRANSPORTS has a row for each."""
 
     SHARED_MEMORY = "shared_memory"
-    """Exact shards within one node: files in /dev/shm, CUDA IPC buffers on GPUs."""
-
     TWO_HOPS = "two_hops"
-    """Exact shards, between nodes on which training ranks share devices with engines: through a process group of
-    training ranks, and through shared memory on each node."""
-
     PROCESS_GROUP = "process_group"
-    """Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs, which no two ranks may share."""
-
     DISK = "disk"
-    """A checkpoint on a file system that both ends reach."""
 
 
 @dataclass(frozen=True)
@@ -68,41 +59,73 @@ Sender = BucketSender | DiskSender
 """The end of one training rank. It lasts from sync to sync."""
 
 
+@dataclass(frozen=True)
+class TransportKind:
+    """A transport: how its ends are opened, and the places for which it works."""
+
+    opened: Callable[[Channel, WeightPlan, Peer], Transport] | None
+    """Opens the end of a peer. None: the engine's server reads files."""
+    works: Callable[[Topology], bool] = lambda topology: True
+    given: str = ""
+    """The reason, with `needed` and `fix`, why it does not work elsewhere."""
+    needed: str = ""
+    fix: str = "transfer: auto"
+
+
+TRANSPORTS: dict[TransportName, TransportKind] = {
+    # Exact shards within one node: files in /dev/shm, CUDA IPC buffers on GPUs.
+    TransportName.SHARED_MEMORY: TransportKind(
+        lambda channel, plan, peer: SharedMemory(channel.rendezvous.run),
+        lambda topology: len(topology.nodes) == 1,
+        " between {nodes} nodes",
+        "training ranks and engines on one node: the bytes go through that node's memory",
+        "transfer: auto, process_group or disk",
+    ),
+    # Exact shards, between nodes on which training ranks share devices with engines.
+    TransportName.TWO_HOPS: TransportKind(
+        lambda channel, plan, peer: TwoHops(peer, len(plan.sources), channel.rendezvous.run),
+        lambda topology: None not in topology.beside,
+        ", and engines away from training ranks",
+        "a training rank beside every engine rank",
+    ),
+    # Exact shards, point to point between any nodes: gloo on CPUs, NCCL on GPUs, which no two ranks may share.
+    TransportName.PROCESS_GROUP: TransportKind(
+        lambda channel, plan, peer: ProcessGroup(peer),
+        lambda topology: not topology.shared_devices,
+        " between several processes on one GPU",
+        "one process on each GPU, for NCCL",
+        "transfer: auto; engines on GPUs of their own, or on all those of the training ranks",
+    ),
+    # A checkpoint on a file system that both ends reach.
+    TransportName.DISK: TransportKind(None),
+}
+"""In the order in which auto tries them; the last one must be named."""
+
+
 def choose_transport(wanted: str, topology: Topology) -> TransportName:
     """Returns the transport for `wanted`: the recipe's weights.transfer, or disk for auto with external servers.
 
     Raises RecipeError if the recipe names a transport that cannot work here.
     """
-    nodes = {place.node for place in (*topology.sources, *topology.destinations)}
-    beside = None not in topology.beside
     if wanted == "auto":
-        between = TransportName.TWO_HOPS if beside else TransportName.PROCESS_GROUP
-        transport = TransportName.SHARED_MEMORY if len(nodes) == 1 else between
+        *tried, last = (name for name, kind in TRANSPORTS.items() if kind.opened)
+        transport = next((name for name in tried if TRANSPORTS[name].works(topology)), last)
     else:
         transport = TransportName(wanted)
-    needed, fix = "", "transfer: auto"
-    if len(nodes) > 1 and transport is TransportName.SHARED_MEMORY:
-        given = f"{transport} between {len(nodes)} nodes"
-        needed = "training ranks and engines on one node: the bytes go through that node's memory"
-        fix = "transfer: auto, process_group or disk"
-    elif transport is TransportName.TWO_HOPS and not beside:
-        given, needed = f"{transport}, and engines away from training ranks", "a training rank beside every engine rank"
-    elif transport is TransportName.PROCESS_GROUP and topology.shared_devices:
-        given, needed = f"{transport} between several processes on one GPU", "one process on each GPU, for NCCL"
-        fix = "transfer: auto; engines on GPUs of their own, or on all those of the training ranks"
-    if needed:
-        raise RecipeError(Problem("weights.transfer", given, needed, fix))
+    kind = TRANSPORTS[transport]
+    if not kind.works(topology):
+        given = f"{transport}{kind.given}"
+        raise RecipeError(Problem("weights.transfer", given.format(nodes=len(topology.nodes)), kind.needed, kind.fix))
     return transport
 
 
 def open_sender(channel: Channel, plan: WeightPlan, source: int, files: DiskFiles | None = None) -> Sender:
     """Returns the end of the `source`-th training rank. DISK writes to `files`; the other transports do not need it."""
-    rendezvous = channel.rendezvous
-    if channel.transport is not TransportName.DISK:
-        return BucketSender(plan, source, rendezvous, channel.bucket_bytes, _transport(channel, plan, source))
+    if opened := TRANSPORTS[channel.transport].opened:
+        return BucketSender(plan, source, channel.rendezvous, channel.bucket_bytes, opened(channel, plan, source))
     if files is None:
         raise ValueError("disk needs DiskFiles, which say where to write")
-    return DiskSender(plan, source, rendezvous, files)
+    return DiskSender(plan, source, channel.rendezvous, files)
 
 
 def open_receiver(
@@ -112,17 +135,7 @@ def open_receiver(
 
     `plan` may be the rank's part of the whole. Raises ModelError if `tensors` are not those of the manifest.
     """
-    transport = _transport(channel, plan, destination_peer(plan, destination))
+    if (opened := TRANSPORTS[channel.transport].opened) is None:
+        raise ValueError("disk has no end in an engine rank: the engine's server reads the files")
+    transport = opened(channel, plan, destination_peer(plan, destination))
     return BucketReceiver(plan, destination, tensors, channel.rendezvous, channel.bucket_bytes, transport)
-
-
-def _transport(channel: Channel, plan: WeightPlan, peer: Peer) -> Transport:
-    match channel.transport:
-        case TransportName.SHARED_MEMORY:
-            return SharedMemory(channel.rendezvous.run)
-        case TransportName.PROCESS_GROUP:
-            return ProcessGroup(peer)
-        case TransportName.TWO_HOPS:
-            return TwoHops(peer, len(plan.sources), channel.rendezvous.run)
-        case TransportName.DISK:
-            raise ValueError("disk has no end in an engine rank: the engine's server reads the files")

@@ -19,15 +19,13 @@ import torch
 
 from megagrpo.errors import Problem, WeightSyncError
 from megagrpo.weights.coverage import few
-from megagrpo.weights.digest import sent_digests
+from megagrpo.weights.digest import combine, digests, sent_digests
 from megagrpo.weights.plan import WeightPlan
 from megagrpo.weights.transport.buckets import (
     Bucket,
     Key,
     Peer,
     destination_peer,
-    digests_by_bucket,
-    forwarded,
     incoming,
     label_of,
     name_of,
@@ -59,6 +57,10 @@ Ticket = int | tuple[str | dict[str, Any], int]
 
 Message = tuple[Literal["sent"], Key, int, Ticket] | tuple[Literal["received"], int]
 """Key, slot and ticket of a bucket; or the slot of one that has been unpacked."""
+
+
+Way = Callable[[WeightPlan, Peer, frozenset[int], int], Iterator[Bucket]]
+"""`outgoing` or `incoming` of buckets.py."""
 
 
 class Transport(Protocol):
@@ -123,8 +125,21 @@ class _BucketEnd:
                 raise
             failing.pop_all()
 
-    def _outgoing(self, active: frozenset[int]) -> list[Bucket]:
-        return list(outgoing(self._plan, self._peer, active, self._bucket_bytes))
+    def _buckets(self, way: Way, active: frozenset[int]) -> list[Bucket]:
+        return list(way(self._plan, self._peer, active, self._bucket_bytes))
+
+    def _digests(
+        self, way: Way, storages: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
+    ) -> dict[str, int]:
+        """Returns partial digests, at this end, of one checkpoint tensor in each bucket, by the bucket's label."""
+        sums = {}
+        for bucket in self._buckets(way, active):
+            pieces = [piece for piece in bucket.pieces if piece.source.box.tensor == tensor]
+            at = ((piece.source if way is outgoing else piece.destination, piece.dtype) for piece in pieces)
+            if pieces:
+                total = combine(digests(storages, [placement], dtype) for placement, dtype in at)
+                sums[label_of(self._plan, bucket)] = total[tensor]
+        return sums
 
 
 class BucketSender(_BucketEnd):
@@ -142,9 +157,7 @@ class BucketSender(_BucketEnd):
         Raises WeightSyncError, naming the missing peer and the bucket, or ModelError.
         """
         with self._taking_part(version) as sync:
-            storages = stored_tensors(self._plan.sources[self._peer], tensors)
-            forwarding = list(forwarded(self._plan, self._peer, sync.destinations, self._bucket_bytes))
-            _Flow(self, sync, storages).run(self._outgoing(sync.destinations), forwarding)
+            _Flow(self, sync, stored_tensors(self._plan.sources[self._peer], tensors)).run()
 
     def digests(self, tensors: Mapping[str, torch.Tensor], active: Sequence[int]) -> dict[int, dict[str, int]]:
         """Returns this rank's part of the digests expected at each of the `active` destinations."""
@@ -154,7 +167,7 @@ class BucketSender(_BucketEnd):
         self, tensors: Mapping[str, torch.Tensor], tensor: str, active: frozenset[int]
     ) -> dict[str, int]:
         """Returns partial digests of one checkpoint tensor in each bucket that this rank sends, by bucket label."""
-        return digests_by_bucket(self._plan, self._outgoing(active), tensors, tensor, lambda piece: piece.source)
+        return self._digests(outgoing, tensors, tensor, active)
 
 
 class BucketReceiver(_BucketEnd):
@@ -182,21 +195,14 @@ class BucketReceiver(_BucketEnd):
             if self._destination not in sync.destinations:
                 where = f"{self._member.name}: weight sync to version {version}"
                 raise WeightSyncError(Problem(where, "it takes no part"))
-            flow = _Flow(self, sync, self._storages)
-            flow.run(self._outgoing(sync.destinations), self._incoming(sync.destinations))
+            _Flow(self, sync, self._storages).run()
             fill_padding(self._plan.destinations[self._destination], self._storages)
 
     def bucket_digests(self, tensor: str, active: frozenset[int]) -> dict[str, dict[str, int]]:
         """Returns partial digests of one checkpoint tensor by bucket label: "arrived", of the values here that each
         bucket brought, and "sent", of the buckets that this rank passes on."""
-        plan, storages, relayed, arriving = self._plan, self._storages, self._outgoing(active), self._incoming(active)
-        return {
-            "sent": digests_by_bucket(plan, relayed, storages, tensor, lambda piece: piece.source),
-            "arrived": digests_by_bucket(plan, arriving, storages, tensor, lambda piece: piece.destination),
-        }
-
-    def _incoming(self, active: frozenset[int]) -> list[Bucket]:
-        return list(incoming(self._plan, self._destination, active, self._bucket_bytes))
+        ways: dict[str, Way] = {"sent": outgoing, "arrived": incoming}
+        return {name: self._digests(way, self._storages, tensor, active) for name, way in ways.items()}
 
 
 class _Flow:
@@ -205,24 +211,23 @@ class _Flow:
     def __init__(self, end: _BucketEnd, sync: Sync, storages: Mapping[str, torch.Tensor]) -> None:
         self._plan, self._peer, self._member, self._transport = end._plan, end._peer, end._member, end._transport
         self._sync, self._storages = sync, storages
-        self._unsent: deque[Bucket] = deque()
+        self._outgoing, self._incoming = (end._buckets(way, sync.destinations) for way in (outgoing, incoming))
+        self._unsent = deque(self._outgoing)
         self._free = list(range(SLOTS))
         self._free_to_receive = list(range(SLOTS, 2 * SLOTS))
         self._unacknowledged: dict[int, Bucket] = {}  # by slot
-        self._awaited: dict[Key, Bucket] = {}
-        self._from_sources = 0  # buckets from sources that have not been unpacked
+        self._awaited = {bucket.key: bucket for bucket in self._incoming}
+        kept = (bucket for bucket in self._incoming if bucket.receiver == self._peer)
+        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in kept)
+        """The number of buckets from sources that have not been unpacked."""
         self._announced: deque[tuple[Bucket, int, Ticket]] = deque()  # with the slot that they are in, and their ticket
         self._arriving: deque[tuple[Bucket, int, int, Callable[[], torch.Tensor]]] = deque()  # and their slot here
 
-    def run(self, outgoing: list[Bucket], incoming: list[Bucket]) -> None:
-        """Sends all of `outgoing`, receives all of `incoming`, and forwards others' buckets. A destination passes
-        buckets on once all buckets from sources have arrived."""
-        self._unsent.extend(outgoing)
-        self._awaited = {bucket.key: bucket for bucket in incoming}
-        kept = (bucket for bucket in incoming if bucket.receiver == self._peer)
-        self._from_sources = sum(bucket.sender < len(self._plan.sources) for bucket in kept)
+    def run(self) -> None:
+        """Sends and receives all buckets of this peer, and forwards others'. A destination passes buckets on once all
+        buckets from sources have arrived."""
         device = next(iter(self._storages.values())).device if self._storages else torch.device("cpu")
-        self._transport.connect(self._sync, self._member, self._part(outgoing, incoming), device)
+        self._transport.connect(self._sync, self._member, self._part(), device)
         queue = str(self._peer)
         while self._unsent or self._unacknowledged or self._awaited or self._announced or self._arriving:
             while self._free and self._may_send():
@@ -235,12 +240,13 @@ class _Flow:
                 continue
             self._handle(message or self._member.wait(lambda: self._member.pop(queue, Message), self._missing))
 
-    def _part(self, outgoing: list[Bucket], incoming: list[Bucket]) -> Part:
+    def _part(self) -> Part:
         plan, peer = self._plan, self._peer
         peers = [*range(len(plan.sources)), *(destination_peer(plan, i) for i in sorted(self._sync.destinations))]
-        hops = {(peer, bucket.after(peer)) for bucket in outgoing} | {(b.before(peer), peer) for b in incoming}
-        hops |= {(peer, bucket.receiver) for bucket in incoming if bucket.receiver != peer}
-        sent, received = (max((bucket.bytes for bucket in of), default=0) for of in (outgoing, incoming))
+        hops = {(peer, bucket.after(peer)) for bucket in self._outgoing}
+        hops |= {(bucket.before(peer), peer) for bucket in self._incoming}
+        hops |= {(peer, bucket.receiver) for bucket in self._incoming if bucket.receiver != peer}
+        sent, received = (max((its.bytes for its in of), default=0) for of in (self._outgoing, self._incoming))
         return Part({its: name_of(plan, its) for its in peers}, tuple(sorted(hops)), sent, received)
 
     def _may_send(self) -> bool:

@@ -13,9 +13,9 @@ direction has a group of its own, and a peer is sent one bucket at a time: no op
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from megagrpo.errors import Problem, WeightSyncError, brief
 from megagrpo.processes.ports import own_address
 from megagrpo.weights.transport.buckets import Peer
 from megagrpo.weights.transport.ends import SLOTS, Part, Ticket
-from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync
+from megagrpo.weights.transport.rendezvous import Member, Rendezvous, Sync, in_thread
+from megagrpo.weights.transport.shared_memory import SharedMemory
 
 GREETING = 2 * SLOTS
 """The tag of the byte with which a pair connects; buckets have the numbers of their slots."""
@@ -124,34 +125,25 @@ class ProcessGroup:
         return f"{member.name}: process group of {len(self._rank_of)} ranks"
 
     def _connected(self, sync: Sync, member: Member, part: Part) -> tuple[Any, ...]:
-        """Returns the new groups, with all pairs connected. A thread makes them, because torch and NCCL wait for all
-        the others, aborted or not."""
+        """Returns the new groups, with all pairs connected."""
         where = self._where(member)
-        made: list[tuple[Any, ...]] = []
-        failed: list[Exception] = []
 
-        def make() -> None:
-            try:
-                with _errors(where):
-                    if self.device.type == "cuda":
-                        torch.cuda.set_device(self.device)  # a new thread begins on the first
-                    # A connection of its own: a wait in one connection holds up all others that use it.
-                    store = member.rendezvous.join(where).store
-                    groups = self._new_groups(dist.PrefixStore(f"group/{sync.generation}", store), member.rendezvous)
-                    self._greet(groups, part)
-                    made.append(groups)
-            except (WeightSyncError, ValueError, TypeError) as error:
-                failed.append(error)
+        def make() -> tuple[Any, ...]:
+            with _errors(where):
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # a new thread begins on the first
+                # A connection of its own: a wait in one connection holds up all others that use it.
+                store = member.rendezvous.join(where).store
+                groups = self._new_groups(dist.PrefixStore(f"group/{sync.generation}", store), member.rendezvous)
+                self._greet(groups, part)
+                return groups
 
-        thread = threading.Thread(target=make, daemon=True)
-        thread.start()
+        made = in_thread(make)
         given = f"not connected within {member.rendezvous.timeout_seconds:g} s, though all were there"
         fix = "look for what ended or stopped one of them; nodes must reach each other on any port"
         overdue = Problem(where, given, fix=fix)
-        member.wait(lambda: None if thread.is_alive() else True, lambda: overdue)
-        if failed:
-            raise failed[0]
-        return made.pop()  # its new owner alone ends it
+        member.wait(lambda: made.done() or None, lambda: overdue)
+        return made.result()
 
     def _new_groups(self, store: dist.Store, rendezvous: Rendezvous) -> tuple[Any, ...]:
         rank, ranks = self._rank_of[self._peer], len(self._rank_of)
@@ -194,3 +186,60 @@ def _errors(where: str) -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "look for what ended or stopped that process"
         raise WeightSyncError(Problem(where, reason, "both ends alive and connected", fix)) from error
+
+
+class TwoHops:
+    """A Transport (ends.py) for one peer, where engines share GPUs with training ranks on several nodes: NCCL allows no
+    two processes on one GPU. The first `sources` peers are training ranks.
+
+    Between nodes a bucket goes to the training rank beside its receiver, in a process group of training ranks alone,
+    and lands in that rank's shared memory, which the receiver maps. Within a node it goes through shared memory.
+    """
+
+    def __init__(self, peer: Peer, sources: int, run: str) -> None:
+        self._peer, self._sources = peer, sources
+        self._near = SharedMemory(run)
+        self._far = ProcessGroup(peer, self._near.slot)
+        self._on_the_way: set[int] = set()  # slots whose bucket goes to another node
+
+    def connect(self, sync: Sync, member: Member, part: Part, device: torch.device) -> None:
+        far = tuple(pair for pair in part.pairs if max(pair) < self._sources)
+        arrives = any(receiver == self._peer for _, receiver in far)
+        if arrives:
+            self._near.make_slots(2 * SLOTS, max(part.sent_bytes, part.received_bytes), device)
+        else:
+            self._near.connect(sync, member, part, device)
+        if self._peer < self._sources:
+            ranks = {peer: name for peer, name in part.peers.items() if peer < self._sources}
+            self._far.connect(sync, member, replace(part, peers=ranks, pairs=far), device)
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._near.slot(index)
+
+    def may_send(self, receiver: Peer) -> bool:
+        return receiver >= self._sources or self._far.may_send(receiver)
+
+    def ticket(self, index: int, receiver: Peer) -> Ticket:
+        return index if receiver < self._sources else self._near.ticket(index, receiver)
+
+    def send(self, index: int, bucket_bytes: int, receiver: Peer) -> None:
+        if receiver < self._sources:
+            self._on_the_way.add(index)
+            self._far.send(index, bucket_bytes, receiver)
+
+    def sent(self, index: int, label: str) -> None:
+        if index in self._on_the_way:
+            self._on_the_way.remove(index)
+            self._far.sent(index, label)
+
+    def receive(
+        self, sender: Peer, bucket_bytes: int, ticket: Ticket, index: int, label: str
+    ) -> Callable[[], torch.Tensor]:
+        if self._peer < self._sources:
+            return self._far.receive(sender, bucket_bytes, ticket, index, label)
+        return self._near.receive(sender, bucket_bytes, ticket, index, label)
+
+    def close(self) -> None:
+        self._on_the_way.clear()
+        self._far.close()
+        self._near.close()

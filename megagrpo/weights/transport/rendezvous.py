@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 import torch.distributed as dist
@@ -29,6 +31,7 @@ BYTES_MAX = 2**26
 PROBLEMS = list[tuple[str, str, str, str]]
 """The four parts of each problem, as a value holds them."""
 _adapter = lru_cache(pydantic.TypeAdapter)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,20 @@ class Member:
         except (dist.DistError, OSError) as error:
             given, needed = str(error).splitlines()[0], "a driver that runs and is reachable from here"
             raise WeightSyncError(Problem(self._where(), given, needed)) from error
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a thread, because torch waits for its peers, aborted or not."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001  (it is the caller's)
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 def _abort(store: dist.Store, attempt: int, problems: Iterable[Problem]) -> None:

@@ -102,15 +102,11 @@ class ServerWeights:
         check_verifiable(self._info, self._name, channel.transport)
         self._bucket_bytes, self._member = channel.bucket_bytes, channel.rendezvous.join(f"actor of {self._name}")
         if has_our_loader(self._info):
-            parts = [pickle.dumps(plan.part_for_destination(destination)) for destination in destinations]
-            common = {"transport": channel.transport, "bucket_bytes": channel.bucket_bytes}
-            self._ask(
-                "plan",
-                [
-                    common | {"plan": base64.b64encode(part).decode(), "destination": destination}
-                    for destination, part in zip(destinations, parts, strict=True)
-                ],
-            )
+            parts = [
+                {"plan": base64.b64encode(pickle.dumps(plan.part_for_destination(its))).decode(), "destination": its}
+                for its in destinations
+            ]
+            self._ask("plan", parts, transport=channel.transport, bucket_bytes=channel.bucket_bytes)
         if channel.transport is TransportName.DISK:
             self._disk = DiskReceiver(destinations, channel.rendezvous, self._post, self._name)
 
@@ -119,12 +115,12 @@ class ServerWeights:
         if self._disk is not None:
             self._disk.receive(version)
         else:
-            self._ask_all("receive", version=version)
+            self._ask("receive", version=version)
 
     def digests(self) -> list[Mapping[str, int]]:
         """Returns the digests of the server's weights, by rank and checkpoint tensor."""
         if has_our_loader(self._info):
-            return self._ask_all("digest")
+            return self._ask("digest")
         if self._disk is None or self._disk.loaded is None:
             raise EngineError(Problem(f"{self._name}: digests", given="no weights have come", needed="receive first"))
         return list(checked_digests(self._post, self._disk.loaded, self._manifests, self._bucket_bytes))
@@ -133,35 +129,32 @@ class ServerWeights:
         """Returns, by rank, "sent" and "arrived" digests of one checkpoint tensor by bucket; empty without buckets."""
         if self._disk is not None or self._member is None:
             return []
-        return self._ask_all("bucket_digests", tensor=tensor, active=list(active))
+        return self._ask("bucket_digests", tensor=tensor, active=list(active))
 
     def close(self) -> None:
         """Drops this process's end. May be called twice."""
         self._member = self._disk = None
 
-    def _ask_all(self, action: str, **fields: Any) -> list[Any]:
-        return self._ask(action, [fields] * len(self._manifests))
-
-    def _ask(self, action: str, fields: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Returns the ranks' answers to a command, in order; `fields` are each rank's own part of it."""
+    def _ask(self, action: str, parts: Sequence[Mapping[str, Any]] = (), **fields: Any) -> list[Any]:
+        """Returns the ranks' answers to a command, in order. `parts` has the fields that differ between ranks."""
         member = self._member
         if member is None:
             raise EngineError(Problem(f"{self._name}: {action}", given="no connection", needed="connect first"))
-        ranks = [(manifest.holder, f"answer/{secrets.token_hex(8)}") for manifest in self._manifests]
+        fields |= {"action": action, "rendezvous": asdict(member.rendezvous)}
         commands = [
-            {"action": action, "name": holder, "rendezvous": asdict(member.rendezvous), "answer": key, **more}
-            for (holder, key), more in zip(ranks, fields, strict=True)
+            {"name": manifest.holder, "answer": f"answer/{secrets.token_hex(8)}", **fields, **part}
+            for manifest, part in zip(self._manifests, parts or [{}] * len(self._manifests), strict=True)
         ]
         tensor = len(commands) // int(self._info.get("pp_size") or 1)
         body = {"serialized_named_tensors": [serialize(commands[rank::tensor]) for rank in range(tensor)]}
         self._post("/update_weights_from_tensor", body | {"load_format": LOAD_FORMAT, "flush_cache": False})
         member.start_clock()
         answers = []
-        for holder, key in ranks:
-            where, given = f"{holder}: {action}", "no answer, though its server answered"
+        for command in commands:
+            where, given = f"{command['name']}: {action}", "no answer, though its server answered"
             missing = partial(Problem, where, given, "the same megagrpo in the server as here")
-            answers.append(member.wait(partial(member.read, key, Answer), missing))
-            member.delete(key)
+            answers.append(member.wait(partial(member.read, command["answer"], Answer), missing))
+            member.delete(command["answer"])
         if problems := [Problem(*problem) for answer in answers for problem in answer.get("problems", ())]:
             raise WeightSyncError(problems)
         return [answer["value"] for answer in answers]
