@@ -28,7 +28,7 @@ from megagrpo.recipe.schema import ClassifierConfig, EngineLayoutConfig, Generat
 from megagrpo.reward.asking import Served
 from megagrpo.reward.judging.client import HttpEndpoint, Reply
 from megagrpo.reward.verifiers.reward_model import Conversation
-from megagrpo.rollout.sglang.arguments import judge_arguments, server_environment
+from megagrpo.rollout.engine import ServerSpec
 
 if TYPE_CHECKING:  # torch follows prepare_process
     from megagrpo.cluster.classifier import Classifier
@@ -96,7 +96,7 @@ class ClassifierActor:
 
 @ray.remote(max_restarts=RESTARTS_MAX, max_task_retries=1)
 class JudgeActor:
-    """An SGLang server on this node, and the requests to it: it listens on loopback alone."""
+    """A server on this node, and the requests to it: it listens on loopback alone."""
 
     def __init__(self, spec: ModelSpec[GenerativeConfig]) -> None:
         prepare_process(spec.device, spec.recipe, spec.gpus)
@@ -159,27 +159,25 @@ class JudgeActor:
         self._server = self._endpoint = None
 
     def _start(self) -> Server:
-        from megagrpo.rollout.sglang.server import Server
-
+        """Starts an engine's server, which keeps its weights and answers chats. Raises EngineError."""
         spec, config = self._spec, self._spec.config
         if self._closed.is_set():
             raise EngineError(Problem(f"reward model {spec.name}", "the run has ended"))
-        arguments = judge_arguments(
+        of_server = ServerSpec(
+            name=f"reward model {spec.name}",
+            log=(run_directory(spec.recipe) / "logs" / f"reward_model_{spec.name}.log").absolute(),
+            settings=config.sglang,
             model_directory=str(spec.directory),
             layout=EngineLayoutConfig(tensor=config.devices),
             dtype=spec.dtype,
             device=spec.device,
             requests_at_once=config.requests_at_once,
             tokens_per_request=config.tokens_max,
-            options=config.sglang.model_extra or {},
+            threads=max(1, (os.cpu_count() or 1) // 2),
+            keeps_weights=True,
+            answers_chats=True,
         )
-        server = Server(
-            arguments,
-            name=f"reward model {spec.name}",
-            log=(run_directory(spec.recipe) / "logs" / f"reward_model_{spec.name}.log").absolute(),
-            python=config.sglang.python,
-            environment=server_environment(spec.device, config.devices, max(1, (os.cpu_count() or 1) // 2)),
-        )
+        server: Server = config.sglang.engine_kind.server(of_server)
         try:
             server.wait_until_ready(spec.recipe.cluster.start_timeout_seconds)
         except EngineError:

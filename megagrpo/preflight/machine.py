@@ -25,7 +25,7 @@ from megagrpo.recipe.defaults import (
 )
 from megagrpo.recipe.kernels import LayerSpec, auto_problems
 from megagrpo.recipe.model_rules import divisors, either
-from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, Recipe
+from megagrpo.recipe.schema import AnyRecipe, EngineLayoutConfig, GenerativeConfig, Recipe
 from megagrpo.recipe.schema.train import COMPILED
 from megagrpo.track.trackers import trackers_of
 from megagrpo.weights.families.architecture import Architecture
@@ -41,7 +41,7 @@ MUON = (
 def package_problems(recipe: AnyRecipe, architecture: Architecture | None = None) -> Iterator[Problem]:
     """Yields problems of missing packages that the recipe switches on, and of wrong versions of all that the run uses.
 
-    A missing SGLang is reported by sglang_problems: the recipe may name another environment that has it.
+    A missing SGLang is reported by `engine_problems`: the recipe may name another environment that has it.
     """
     train, pip = recipe.train, "pip install megagrpo[{}]"
     rows: list[tuple[object, str, str, str, str]] = [
@@ -122,31 +122,36 @@ def megatron_problems(recipe: AnyRecipe, architecture: Architecture | None, plan
 
 
 def engine_problems(recipe: Recipe, architecture: Architecture | None, plan_only: bool) -> Iterator[Problem]:
-    """Yields problems of the engine's settings, of its servers' API key, and of splits that cannot hold the model."""
+    """Yields problems of settings of engines and of generative reward models, of the API key of servers, and of splits
+    that cannot hold the model."""
     rollout, kind = recipe.rollout, recipe.rollout.kind
-    yield from kind.problems(rollout, plan_only=plan_only)
+    yield from kind.problems(rollout, "rollout", "engine", plan_only=plan_only)
+    for name, model in recipe.reward.models.items():
+        if isinstance(model, GenerativeConfig):
+            where = f"reward.models.{name}"
+            yield from model.sglang.engine_kind.problems(model, where, "kind", plan_only=plan_only)
     variable = rollout.api_key_variable
     if variable is not None and not plan_only and not os.environ.get(variable):
         given, needed = f"{variable}, which is not set", "the API key of the servers in it"
         yield Problem("rollout.api_key_variable", given, needed, fix=f"export {variable}=...")
     if not kind.splits:
         return  # without torch, which takes a second to import
-    device = _device(recipe, plan_only)  # SGLang supports more splits on GPUs
+    device, side = _device(recipe, plan_only), kind.side  # on GPUs, more splits may be supported
     if architecture:
         layouts = (EngineLayoutConfig(tensor=size) for size in divisors(architecture.heads))
         on = device, rollout.quantization
-        sizes = [layout.tensor for layout in layouts if not kind.split_problems(architecture, layout, *on)]
+        sizes = [layout.tensor for layout in layouts if not side.split_problems(architecture, layout, *on)]
         otherwise = "rollout.quantization: null" if rollout.quantization else "rollout.engine: transformers"
-        for problem in kind.split_problems(architecture, rollout.layout, *on):
+        for problem in side.split_problems(architecture, rollout.layout, *on):
             fix = f"rollout.layout.tensor of {either(sizes)}, with expert: 1" if sizes else otherwise
             yield replace(problem, where=f"rollout.layout: {problem.where}", fix=fix)
     if device != "cpu" or recipe.cluster.device != "auto":
         return
     if rollout.quantization:
-        needed = "null: SGLang's kernels for float8 need GPUs"
+        needed = "null: kernels for float8 need GPUs"
         yield Problem("rollout.quantization", f"{rollout.quantization} on CPUs", needed, fix="quantization: null")
-    if rollout.layout.expert > 1:
-        needed = "1: SGLang's expert parallelism needs GPUs"
+    if kind.experts_need_gpus and rollout.layout.expert > 1:
+        needed = "1: expert parallelism of these engines needs GPUs"
         yield Problem("rollout.layout.expert", f"{rollout.layout.expert} on CPUs", needed, fix="expert: 1")
 
 

@@ -17,8 +17,7 @@ from megagrpo.errors import MegagrpoError, ModelError, PreflightError, Problem, 
 from megagrpo.plan.parameters import known_models
 from megagrpo.recipe.model_rules import critic_problems
 from megagrpo.recipe.problems import nearest
-from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, GenerativeConfig, Recipe
-from megagrpo.rollout.sglang.arguments import sglang_problems
+from megagrpo.recipe.schema import AnyRecipe, ClassifierConfig, Recipe
 from megagrpo.weights.families import read_architecture
 from megagrpo.weights.families.architecture import Architecture, critic_of
 from megagrpo.weights.families.reading import read_json
@@ -229,16 +228,6 @@ def _near(directory: Path) -> str:
     return f"train {directory.parent.name}, the run that exports it" if directory.name == "hugging_face" else ""
 
 
-def served_problems(recipe: Recipe, directory: Path) -> list[Problem]:
-    """Returns a problem if config.json lacks the model class, without which SGLang exits after its start."""
-    config, needed = directory / "config.json", 'the name of the model class, such as "Qwen2ForCausalLM", in a list'
-    architectures = read_json(config).get("architectures") or []
-    if not recipe.rollout.kind.starts_servers or any(str(name).endswith("ForCausalLM") for name in architectures):
-        return []
-    fix = "add it, or save the model by AutoModelForCausalLM (save_pretrained)"
-    return [Problem(f"{config}: architectures", brief(architectures), needed, fix)]
-
-
 def _vocabulary_problems(directory: Path, vocabulary: int | None) -> list[Problem]:
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -378,18 +367,6 @@ def reward_model_directories(recipe: Recipe, plan_only: bool) -> dict[str, Path]
     if problems:
         raise PreflightError(problems)
     return directories
-
-
-def server_problems(recipe: Recipe, plan_only: bool) -> Iterator[Problem]:
-    """Yields the problems of the arguments of generative models' servers, or of SGLang here."""
-    for name, config in recipe.reward.models.items():
-        if not isinstance(config, GenerativeConfig):
-            continue
-        for problem in sglang_problems(config.sglang, plan_only=plan_only):
-            where = problem.where.replace("rollout.sglang", f"reward.models.{name}.sglang")
-            where = where.replace("rollout.engine", f"reward.models.{name}.kind")
-            fix = problem.fix.replace("rollout.sglang", f"reward.models.{name}.sglang")
-            yield replace(problem, where=where, fix=fix)
 
 
 def _reward_model_problems(recipe: Recipe, name: str, directory: Path) -> Iterator[Problem]:

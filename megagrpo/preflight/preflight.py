@@ -22,8 +22,6 @@ from megagrpo.preflight.model import (
     critic_directory,
     model_directory,
     reward_model_directories,
-    served_problems,
-    server_problems,
     template_file_problems,
     template_problems,
     tokenizer_directory,
@@ -171,7 +169,7 @@ def _own_methods(checking: Checking) -> list[Problem]:
 
 CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Iterable[Problem]]]] = [
     ("sizes", lambda c: c.architecture, lambda c: model_problems(c.recipe, c.architecture)),
-    ("model class", lambda c: c.has_files and c.samples, lambda c: served_problems(c.recipe, c.model)),
+    ("model class", lambda c: c.has_files and c.samples, lambda c: c.recipe.rollout.kind.model_problems(c.model)),
     ("metrics", lambda c: c.grpo, lambda c: _metric_problems(c.recipe)),
     ("reward functions", lambda c: c.grpo, lambda c: reward_problems(c.recipe.reward, sandbox=not c.plan_only)),
     ("evaluation", lambda c: c.grpo, lambda c: own_reward_problems(c.recipe, sandbox=not c.plan_only)),
@@ -188,7 +186,6 @@ CHECKS: list[tuple[str, Callable[[Checking], object], Callable[[Checking], Itera
     ),
     ("packages", lambda c: True, lambda c: machine.package_problems(c.recipe, c.architecture)),
     ("engines", lambda c: c.samples, lambda c: machine.engine_problems(c.recipe, c.architecture, c.plan_only)),
-    ("servers of reward models", lambda c: c.samples, lambda c: server_problems(c.recipe, c.plan_only)),
     ("the cluster's address", lambda c: True, lambda c: machine.address_problems(c.recipe, c.plan_only)),
     ("directories", lambda c: True, lambda c: machine.directory_problems(c.recipe)),
     (
@@ -280,10 +277,9 @@ def check_model(recipe: Recipe) -> Preflight[Recipe]:
     if model and architecture:
         if not served:
             attempt(problems, manifests, model)
-            problems += served_problems(recipe, model)
+            problems += recipe.rollout.kind.model_problems(model)
         problems += token_problems(recipe, architecture)
     scoring = attempt(problems, reward_model_directories, recipe, False) or {}
-    problems += server_problems(recipe, plan_only=False)
     problems += machine.engine_problems(recipe, architecture, plan_only=False)
     if not machine.joins_cluster(recipe) and device_here(recipe) == "cuda":
         smaller = "rollout.engines=1, a smaller rollout.layout"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import urllib.request
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ ABORT_SECONDS = 30.0  # an aborted request is answered at the next token; this i
 ABORT_AGAIN_SECONDS = 5.0  # an abort that comes before its request does nothing
 CLOSE_SECONDS = 5.0
 LONGEST_MESSAGE = 500
+MODEL_INFO_SECONDS = 60.0
 EVENTS = "text/event-stream"
 TOKENS_PER_PART = 50
 """Tokens per part of a stream. SGLang's scheduler sends as many at once to its HTTP server if nothing is streamed."""
@@ -154,6 +156,20 @@ class Endpoint:
 
     url: str
     api_key: str | None = field(default=None, repr=False)
+
+
+def served_model(url: str, api_key: str) -> Mapping[str, Any]:
+    """Returns the /model_info of a server. Raises EngineError if none answers there."""
+    try:
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}/model_info", headers={"Authorization": f"Bearer {api_key}"}
+        )
+        with urllib.request.urlopen(request, timeout=MODEL_INFO_SECONDS) as answer:
+            info = json.load(answer)
+    except (OSError, ValueError) as error:
+        fix = "check the URL; --api-key-variable names the environment variable with the server's key"
+        raise EngineError(Problem(url, f"/model_info: {error}", "a running SGLang server", fix)) from None
+    return info if isinstance(info, dict) else {}
 
 
 class SglangClient:
