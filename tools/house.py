@@ -33,8 +33,8 @@ BUDGETS = {
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_429,
-    ("rollout",): 3_304,
-    ("cluster",): 3_355,
+    ("rollout",): 3_292,
+    ("cluster",): 3_340,
     ("trainer", "evaluation"): 4_271,
     ("recipe", "preflight", "doctor"): 5_491,
     ("plan",): 5_057,
@@ -49,7 +49,7 @@ LINES_OF_FUNCTION = 60
 # Merging lowers them; only a new capability may raise them, in the commit that adds it.
 FOLDERS = {
     "megagrpo": Limits(lines=sum(BUDGETS.values()), lines_of_file=500, files=344),
-    "tests": Limits(lines=51_821, lines_of_file=600, files=None),
+    "tests": Limits(lines=51_815, lines_of_file=600, files=None),
 }
 # Heading in docs/architecture.md: most files, and most nouns (in bold).
 WALKS = {"A sample's walk": (18, 9), "A weight's walk": (16, 6), "A metric's walk": (5, 3)}

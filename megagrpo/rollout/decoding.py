@@ -228,6 +228,9 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values, [rows, key-value heads, tokens, head size], in storage that grows in steps: its base
     copies everything at every token. No row will ever hold more than `limit` tokens."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit

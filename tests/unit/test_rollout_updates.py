@@ -198,28 +198,20 @@ CALLS = st.sampled_from(
 @given(st.lists(CALLS, max_size=9))
 def test_calls_out_of_turn_are_refused_and_change_nothing(calls: list[tuple[Any, ...]]) -> None:
     engine = ToyEngine("engine 0")
-    state, version, incoming = EngineState.SERVING, 0, None
+    states, version, incoming = EngineState, 0, None
+    state = states.SERVING
     for name, *numbers in calls:
         number = numbers[0] if numbers else 0
         in_turn, after = {
             # An update that failed is begun again, and its version never counts.
-            "begin_update": (
-                state != EngineState.CLOSED and number >= version,
-                (EngineState.RECEIVING, version, number),
-            ),
-            "end_update": (
-                state == EngineState.RECEIVING and number == incoming,
-                (EngineState.UNVERIFIED, version, incoming),
-            ),
-            "commit_update": (
-                state == EngineState.UNVERIFIED and number == incoming,
-                (EngineState.SERVING, number, None),
-            ),
-            "keep_weights": (state == EngineState.SERVING and number >= version, (EngineState.SERVING, number, None)),
-            "receive": (state == EngineState.RECEIVING, (state, version, incoming)),
-            "begin": (state != EngineState.CLOSED, (state, version, incoming)),
-            "lose_weights": (state != EngineState.CLOSED, (EngineState.UNVERIFIED, version, None)),
-            "close": (True, (EngineState.CLOSED, version, None)),
+            "begin_update": (state != states.CLOSED and number >= version, (states.RECEIVING, version, number)),
+            "end_update": (state == states.RECEIVING and number == incoming, (states.UNVERIFIED, version, incoming)),
+            "commit_update": (state == states.UNVERIFIED and number == incoming, (states.SERVING, number, None)),
+            "keep_weights": (state == states.SERVING and number >= version, (states.SERVING, number, None)),
+            "receive": (state == states.RECEIVING, (state, version, incoming)),
+            "begin": (state != states.CLOSED, (state, version, incoming)),
+            "lose_weights": (state != states.CLOSED, (states.UNVERIFIED, version, None)),
+            "close": (True, (states.CLOSED, version, None)),
         }[name]
         given = {"receive": (1,), "begin": ({}, print)}.get(name, tuple(numbers))
         with nullcontext() if in_turn else pytest.raises(EngineError, match="engine 0"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megagrpo.errors import Problem, brief
 from megagrpo.recipe.defaults import cpu_cache_tokens
-from megagrpo.recipe.schema import EngineLayoutConfig, SglangConfig
+from megagrpo.recipe.schema import SglangConfig
 from megagrpo.rollout.sglang.launch import DEVICE_VARIABLE, MEETING_SCHEME, MEETING_VARIABLE
 from megagrpo.weights.blocks import BLOCK
 from megagrpo.weights.families.reading import read_json
@@ -150,14 +150,19 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
     the model directory. SGLang's watchdog, which ends a scheduler that does nothing, waits longer than an update.
     """
     layout, options, on_cpus = spec.layout, spec.settings.model_extra or {}, spec.device == "cpu"
-    defaults: dict[str, Any] = {
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "max_total_tokens": cpu_cache_tokens(spec.requests_at_once, spec.tokens_per_request),
-        "skip_server_warmup": True,
-    }
-    if not on_cpus:
-        defaults = _defaults_of_gpus(spec.requests_at_once, layout, options)
+    if on_cpus:
+        defaults: dict[str, Any] = {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "max_total_tokens": cpu_cache_tokens(spec.requests_at_once, spec.tokens_per_request),
+            "skip_server_warmup": True,
+        }
+    else:
+        defaults = {"enable_fp32_lm_head": True}  # as the trainer; in bfloat16 each side would round in its own way
+        if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
+            # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
+            most = options.get("max_running_requests") or spec.requests_at_once
+            defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
     arguments = {
         "watchdog_timeout": spec.pause_seconds + WATCHDOG_SECONDS,
         "max_running_requests": spec.requests_at_once,
@@ -182,30 +187,15 @@ def server_arguments(spec: ServerSpec) -> dict[str, Any]:
         return arguments | ({} if on_cpus else {"enable_fp32_lm_head": False})
     if not on_cpus:
         arguments["moe_runner_backend"] = "triton"
-    if spec.quantization is not None:
-        arguments["json_model_override_args"] = _in_blocks(options)
+    if spec.quantization is not None:  # into blocks, of which there are no files, beside the recipe's own changes
+        changes = json.loads(options.get("json_model_override_args") or "{}")
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        arguments["json_model_override_args"] = json.dumps(changes | {"quantization_config": blocks})
     return arguments | {
         "weight_version": "0",
         "disable_shared_experts_fusion": True,  # weights are sent to them as they are (weights/sides/sglang.py)
         "custom_weight_loader": [LOAD_FORMAT],
     }
-
-
-def _defaults_of_gpus(requests_at_once: int, layout: EngineLayoutConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    # As the trainer computes them; in bfloat16 both sides would round, each in its own way.
-    defaults: dict[str, Any] = {"enable_fp32_lm_head": True}
-    if not options.keys() & {"cuda_graph_bs_decode", "cuda_graph_config"}:
-        # By itself SGLang captures as it thinks fit for the card; more requests would run without a graph.
-        most = options.get("max_running_requests") or requests_at_once
-        defaults["cuda_graph_max_bs_decode"] = -(-most // layout.attention_data)
-    return defaults
-
-
-def _in_blocks(options: Mapping[str, Any]) -> str:
-    """Returns JSON: the recipe's changes of config.json, and those for float8 blocks of which there are no files."""
-    changes = json.loads(options.get("json_model_override_args") or "{}")
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-    return json.dumps(changes | {"quantization_config": blocks})
 
 
 def node_settings(node: EngineNode) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,9 +10,9 @@ import json
 import threading
 import urllib.request
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -349,30 +349,26 @@ class RequestGate:
 
     @asynccontextmanager
     async def turn(self, up: asyncio.Event) -> AsyncIterator[bool]:
-        """Waits for this request's turn. Yields False if `up` was set first."""
+        """Waits for this request's turn, in which it is on the way. Yields False if `up` was set first."""
         turn = asyncio.ensure_future(self._turns.acquire())
         if not await _in_time(turn, up):
             turn.cancel()
             yield False
             return
+        runs = False
         try:
             opened = asyncio.ensure_future(self._open.wait())
-            may_run = await _in_time(opened, up)
+            runs = await _in_time(opened, up)
             opened.cancel()
-            yield may_run
+            self._running += runs
+            if runs:
+                self._idle.clear()
+            yield runs
         finally:
-            self._turns.release()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._running -= 1
+            self._running -= runs
             if not self._running:
                 self._idle.set()
+            self._turns.release()
 
     @property
     def held(self) -> bool:

@@ -195,16 +195,15 @@ class SglangEngine(Engine):
         rid = uuid.uuid4().hex
         answer = self._answers[ticket] = Answer(request, self._fixed_version)
         body = generate_body(request, rid, self.version, streams=self._streams)
-        with self._gate.running():
-            try:
-                await self._client.generate(body, answer, end, held=lambda: self._gate.held)
-            except BrokenConnection:
-                if not answer.ended:
-                    raise
-            except asyncio.CancelledError:
-                # SGLang notices a closed connection late, and would go on sampling until then.
-                self._client.start(self._client.abort(rid))
+        try:
+            await self._client.generate(body, answer, end, held=lambda: self._gate.held)
+        except BrokenConnection:
+            if not answer.ended:
                 raise
+        except asyncio.CancelledError:
+            # SGLang notices a closed connection late, and would go on sampling until then.
+            self._client.start(self._client.abort(rid))
+            raise
         return answer
 
     def _text(self, tokens: np.ndarray, finish: FinishReason) -> str:
