@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megagrpo.errors import Problem
     from megagrpo.plan.case import Case
     from megagrpo.plan.engine import EngineMemory
-    from megagrpo.recipe.schema import GenerativeConfig, Recipe
+    from megagrpo.recipe.schema import Recipe
     from megagrpo.recipe.schema.rollout import RolloutConfig
     from megagrpo.rollout.engine import Engine, EngineSpec, ServerSpec
     from megagrpo.rollout.sglang.server import Server
@@ -76,11 +76,9 @@ class EngineKind:
         """Returns the extras of megagrpo whose packages must be installed here."""
         return ()
 
-    def problems(
-        self, section: RolloutConfig | GenerativeConfig, where: str, named_by: str, *, plan_only: bool
-    ) -> Sequence[Problem]:
-        """Finds problems of its packages and settings. `where`: the recipe's section; `named_by`: the field there that
-        names the engine. With `plan_only` the packages may be missing."""
+    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
+        """Finds problems of its packages and settings. `section`: `rollout`, or of a reward model, at `where` in the
+        recipe; `named_by`: the field there that names the engine. With `plan_only` the packages may be missing."""
         return ()
 
     def model_problems(self, directory: Path) -> Sequence[Problem]:
@@ -180,9 +178,7 @@ class Sglang(External):
     def extras(self, rollout: RolloutConfig) -> Sequence[str]:
         return ("sglang",) if rollout.sglang.python is None else ()
 
-    def problems(
-        self, section: RolloutConfig | GenerativeConfig, where: str, named_by: str, *, plan_only: bool
-    ) -> Sequence[Problem]:
+    def problems(self, section: Any, where: str, named_by: str, *, plan_only: bool) -> Sequence[Problem]:
         from megagrpo.rollout.sglang.arguments import sglang_problems
 
         return sglang_problems(section.sglang, f"{where}.sglang", f"{where}.{named_by}", plan_only=plan_only)
