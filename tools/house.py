@@ -33,7 +33,7 @@ BUDGETS = {
     ("megatron",): 3_803,
     ("layout", "batching", "algorithm"): 2_770,
     ("checkpoint", "convert"): 2_429,
-    ("rollout",): 3_288,
+    ("rollout",): 3_289,
     ("cluster",): 3_340,
     ("trainer", "evaluation"): 4_271,
     ("recipe", "preflight", "doctor"): 5_491,

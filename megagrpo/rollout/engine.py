@@ -271,7 +271,8 @@ class Engine(ABC):
         self._require(version == self.incoming, called, f"the version received, {self.incoming}")
         self.label_weights(version)
         self._require(self.state is EngineState.UNVERIFIED, called, "an engine that is not closed")
-        self.state, self.version, self.oldest, self.incoming = EngineState.SERVING, version, version, None
+        self.version, self.oldest, self.incoming = version, version, None
+        self.state = EngineState.SERVING  # last: a thread that samples reads the version once it is serving
         self.resume()
 
     def keep_weights(self, version: int) -> None:
